@@ -4,8 +4,9 @@
 //!   writes a table and JSON. With words, it runs only the cases whose titles contain all of them.
 //! - `cargo xtask bench sweep` measures layer_norm over a grid of sizes.
 //! - `cargo xtask bench lltm sweep` measures sequences with various numbers of steps and rows.
-//! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer; `lstm layers` and
-//!   `gru layers` measure two directions and two layers.
+//! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer; `lstm sizes` and
+//!   `gru sizes` compare a layer with libtorch's at sizes of all sorts; `lstm layers` and `gru layers`
+//!   measure two directions and two layers.
 //! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
 //!   `layer_norm` or `lltm_cell` at random sizes.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
@@ -49,6 +50,11 @@ macro_rules! cases {
 /// The cases of autograd and of each operator.
 const OPERATORS: &[fn(Device) -> Vec<Case>] = operators!(cases);
 
+/// The tables that `lstm` and `gru` have in addition.
+type RnnTable = fn(rnn::Layer, &[String]) -> tch_extension::Result<()>;
+const RNN_TABLES: [(&str, RnnTable); 3] =
+    [("sweep", rnn_sweep::sweep), ("sizes", rnn_sweep::sizes), ("layers", rnn_layers::run)];
+
 fn main() {
     // Cargo adds `--bench`. Arguments that do not begin with `table` belong to criterion, which
     // reads the command line itself.
@@ -66,11 +72,11 @@ fn main() {
         [first, second, third, words @ ..]
             if first == "table"
                 && ["lstm", "gru"].contains(&second.as_str())
-                && ["sweep", "layers"].contains(&third.as_str()) =>
+                && RNN_TABLES.iter().any(|(name, _)| name == third) =>
         {
             let layer = if second == "lstm" { lstm::LAYER } else { gru::LAYER };
-            let run = if third == "sweep" { rnn_sweep::run } else { rnn_layers::run };
-            run(layer, words).expect("a GPU that can be measured");
+            let tables = RNN_TABLES.iter().filter(|(name, _)| name == third);
+            tables.for_each(|(_, run)| run(layer, words).expect("a GPU that can be measured"));
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

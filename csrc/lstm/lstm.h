@@ -3,8 +3,13 @@
 #pragma once
 
 #include "../recurrent/cpu/params.h"
+#include "../recurrent/step/params.h"
 
 extern "C" {
+void tch_extension_lstm_step_forward_cpu(
+    const tch_extension::recurrent::step::ForwardParams*) noexcept;
+void tch_extension_lstm_step_backward_cpu(
+    const tch_extension::recurrent::step::BackwardParams*) noexcept;
 void tch_extension_lstm_packed_forward_cpu(
     const tch_extension::recurrent::cpu::ForwardParams*) noexcept;
 void tch_extension_lstm_packed_backward_cpu(
@@ -14,7 +19,6 @@ void tch_extension_lstm_packed_backward_cpu(
 #if defined(TCH_EXTENSION_CUDA) || defined(__CUDACC__)
 #include "../recurrent/cluster/params.h"
 #include "../recurrent/grid/params.h"
-#include "../recurrent/step/params.h"
 #include "tch_extension/launch.h"
 
 extern "C" {

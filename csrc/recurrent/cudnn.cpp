@@ -1,31 +1,25 @@
 // cuDNN's own LSTM and GRU, one layer in one direction, as libtorch calls it: for sizes at which it
 // is faster than our kernels, and for GPUs for which we have none.
 #include <ATen/Context.h>
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/_cudnn_rnn.h>
 #include <ATen/ops/_cudnn_rnn_backward.h>
 #include <ATen/ops/_cudnn_rnn_flatten_weight.h>
 #include <ATen/ops/as_strided.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
 #include <cstdint>
-#include <memory>
 #include <mutex>
-#include <optional>
 #include <set>
 #include <tuple>
 #include <vector>
 
+#include "libtorch.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
+using namespace tch_extension::recurrent;
 
 namespace {
-
-// cuDNN's numbers.
-constexpr int64_t kLstm = 2, kGru = 3;
 
 // Whether these are all parameters that cuDNN has: without biases, its buffer has zeros for them.
 constexpr bool are_all(size_t len) { return len == 4; }
@@ -75,7 +69,7 @@ KnownLayouts& known_layouts() {
 // A layer's parameters: W_ih, W_hh and, if there are any, b_ih and b_hh.
 struct Layer {
   Layer(at::Tensor* const* given, size_t len, bool is_lstm)
-      : mode(is_lstm ? kLstm : kGru), stride(static_cast<int64_t>(len)) {
+      : mode(is_lstm ? kLstmMode : kGruMode), stride(static_cast<int64_t>(len)) {
     // Aliases, because flattening moves the parameters into one buffer.
     for (size_t i = 0; i < len; ++i) parameters.push_back(given[i]->detach());
     hidden = parameters[1].size(1);
@@ -99,20 +93,6 @@ struct Layer {
   std::vector<at::Tensor> parameters;
   at::Tensor buffer;
 };
-
-// Disables autograd and autocast, which Rust has already done.
-struct PlainDispatch {
-  at::AutoDispatchBelowADInplaceOrView no_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
-
-std::optional<at::Tensor> optional(const at::Tensor* tensor) {
-  return tensor == nullptr ? std::nullopt : std::make_optional(*tensor);
-}
-
-void give(at::Tensor tensor, at::Tensor** to) {
-  *to = tensor.defined() ? std::make_unique<at::Tensor>(std::move(tensor)).release() : nullptr;
-}
 
 }  // namespace
 

@@ -5,7 +5,8 @@
 // src/ops/recurrent/kernels/cpu.rs, src/ops/recurrent/kernels/cuda.rs,
 // src/ops/recurrent/kernels/cudnn.rs, src/ops/recurrent/kernels/device.rs,
 // src/ops/recurrent/kernels/grid.rs, src/ops/recurrent/kernels/mod.rs,
-// src/ops/recurrent/kernels/scaled.rs, src/ops/recurrent/kernels/step.rs; edit that instead.
+// src/ops/recurrent/kernels/onednn.rs, src/ops/recurrent/kernels/scaled.rs,
+// src/ops/recurrent/kernels/step.rs; edit that instead.
 
 #pragma once
 
@@ -87,6 +88,10 @@ struct RecurrentClusterForward {
   void* output;
   // `[T, B, H]`, or `[B, H]` with c_stride 0; not written where the state is h.
   void* c;
+  // `[B, H]`, both of the state's kind: h and c after the last step, in addition. Null if nobody
+  // needs them, and the second where c has them.
+  void* last_h;
+  void* last_c;
   // `[T, B, V·H]`, of the state's kind; null if nobody needs them; may be input_gates where
   // V = G.
   void* activations;
@@ -258,6 +263,8 @@ struct RecurrentGridForward {
   // `[T, B, H]`, of the product's kind: the output, if both kinds are the same.
   void* exchange;
   void* c;
+  void* last_h;
+  void* last_c;
   void* activations;
   const float* scales;
   const float* h0_scales;
@@ -342,7 +349,7 @@ struct RecurrentStepForward {
   void* new_h;
   // `[B, H]`, of the state's kind; may be c; not written where the state is h.
   void* new_c;
-  // `[B, H]`, new_h in the product's kind; null if that is the state's.
+  // `[B, H]`, new_h in the product's kind; null if nobody needs it.
   void* operand;
   // `[B, V·H]`, of the state's kind; null if nobody needs them; may be input_gates where V = G.
   void* activations;

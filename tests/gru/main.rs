@@ -10,6 +10,9 @@ mod packed;
 #[path = "../support/rnn.rs"]
 mod rnn;
 
+#[path = "../support/rnn_random.rs"]
+mod rnn_random;
+
 #[path = "../support/rnn_tf32.rs"]
 mod rnn_tf32;
 
@@ -17,7 +20,9 @@ use packed::Packed;
 use rnn::{Rnn, some_lengths};
 use tch::{Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::ops::{RnnWeights, f_gru, f_gru_padded, gru_padded_reference, gru_reference};
+use tch_extension::ops::{
+    RnnWay, RnnWeights, f_gru, f_gru_padded, force, gru_padded_reference, gru_reference,
+};
 
 fn call(
     gru: impl Fn(&Tensor, &RnnWeights<'_>, &Tensor) -> Result<(Tensor, Tensor)>,
@@ -48,6 +53,12 @@ const RNN: Rnn = Rnn {
 };
 
 rnn::tests!(RNN);
+rnn::each_way_tests! {
+    RNN,
+    with_packed_weights: |arguments| force(RnnWay::Packed, || call(f_gru, arguments)),
+    by_steps: |arguments| force(RnnWay::Step, || call(f_gru, arguments)),
+}
+rnn_random::random_tests!("gru", RNN);
 rnn_tf32::tf32_tests!(RNN, Some(1));
 
 fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {

@@ -10,15 +10,19 @@ mod packed;
 #[path = "../support/rnn.rs"]
 mod rnn;
 
+#[path = "../support/rnn_random.rs"]
+mod rnn_random;
+
 #[path = "../support/rnn_tf32.rs"]
 mod rnn_tf32;
 
 use packed::Packed;
 use rnn::{Rnn, some_lengths};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
+use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::ops::{
-    RnnWeights, f_lstm, f_lstm_padded, lstm_padded_reference, lstm_reference,
+    RnnWay, RnnWeights, f_lstm, f_lstm_padded, force, lstm_padded_reference, lstm_reference,
 };
 
 type Results = Result<(Tensor, (Tensor, Tensor))>;
@@ -52,6 +56,12 @@ const RNN: Rnn = Rnn {
 };
 
 rnn::tests!(RNN);
+rnn::each_way_tests! {
+    RNN,
+    with_packed_weights: |arguments| force(RnnWay::Packed, || call(f_lstm, arguments)),
+    by_steps: |arguments| force(RnnWay::Step, || call(f_lstm, arguments)),
+}
+rnn_random::random_tests!("lstm", RNN);
 rnn_tf32::tf32_tests!(RNN, None);
 
 fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
@@ -90,3 +100,39 @@ const PADDED: Rnn = Rnn {
 };
 
 rnn::padded_tests!(PADDED, padded);
+
+/// oneDNN's LSTM inside the operator has libtorch's numbers bit by bit, and gradients that do not
+/// change if the backward pass is repeated or the last c is changed.
+#[test]
+fn onednn_inside_the_operator_is_libtorchs() {
+    if !RnnWay::Onednn.is_on(Device::Cpu).expect("an answer") {
+        return;
+    }
+    for sizes in [[12, 16, 32, 128], [3, 2, 5, 33], [1, 1, 1, 1]] {
+        let inputs = RNN.inputs(sizes, Kind::Float, Device::Cpu);
+        let leaves = support::leaves(&inputs);
+        let ours = force(RnnWay::Onednn, || call(f_lstm, &leaves)).expect("outputs");
+        let theirs = libtorch(&leaves).expect("outputs");
+        let expected = gradients_of(&theirs, &leaves);
+        assert!(ours.iter().zip(&theirs).all(|(ours, theirs)| ours.equal(theirs)), "{sizes:?}");
+        let vectors = gradients_of(&ours, &leaves);
+        assert_eq!((vectors.len(), expected.len()), (7, 7));
+        let _ = tch::no_grad(|| ours[2].detach().fill_(0.5));
+        let changed = gradients_of(&[ours[0].shallow_clone()], &leaves);
+        let alone = gradients_of(&[theirs[0].shallow_clone()], &leaves);
+        for (ours, theirs) in vectors.iter().chain(&changed).zip(expected.iter().chain(&alone)) {
+            assert!(ours.equal(theirs), "{sizes:?}");
+        }
+    }
+}
+
+/// The gradients of the leaves, from incoming ones that follow from the outputs.
+fn gradients_of(outputs: &[Tensor], leaves: &[Tensor]) -> Vec<Tensor> {
+    let vectors: Vec<Tensor> = outputs.iter().map(|output| output.detach().cos()).collect();
+    let vectors: Vec<_> = vectors.iter().map(Some).collect();
+    let options =
+        GradOptions { grad_outputs: &vectors, retain_graph: Some(true), ..Default::default() };
+    let (of, at): (Vec<_>, Vec<_>) = (outputs.iter().collect(), leaves.iter().collect());
+    let found = grad(&of, &at, &options).expect("gradients").into_vec();
+    found.into_iter().flatten().collect()
+}

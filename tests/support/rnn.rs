@@ -6,15 +6,18 @@ use std::io::Write;
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
+use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{Graph, Stream, StreamGuard, set_rnn_allow_tf32};
 use tch_extension::ops::{RnnWay, force};
 use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_close, cuda_or_skip, devices, tolerance,
 };
 
-pub const WAYS: [RnnWay; 7] = [
+pub const WAYS: [RnnWay; 9] = [
     RnnWay::Automatic,
     RnnWay::Cudnn,
+    RnnWay::Onednn,
+    RnnWay::Packed,
     RnnWay::Step,
     RnnWay::Cluster,
     RnnWay::Grid,
@@ -51,7 +54,7 @@ pub type Call = fn(&[Tensor]) -> Result<Vec<Tensor>>;
 static SWITCH: RwLock<()> = RwLock::new(());
 
 /// Until it is dropped, nothing is computed in tf32.
-fn strict() -> RwLockReadGuard<'static, ()> {
+pub fn strict() -> RwLockReadGuard<'static, ()> {
     let guard = SWITCH.read().unwrap_or_else(|poisoned| poisoned.into_inner());
     set_rnn_allow_tf32(false).expect("a switch");
     guard
@@ -274,6 +277,54 @@ impl Rnn {
         }
     }
 
+    /// All steps of a direction are one kernel in each of these ways, in the half kinds and in tf32.
+    pub fn more_steps_are_no_more_kernels(&self, test: &str) {
+        let Some(device) = cuda_or_skip(test) else { return };
+        if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+            return;
+        }
+        let _switch = Tf32::allow();
+        for (way, [batch, features, hidden]) in [
+            (RnnWay::Cluster, [16, 8, 128]),
+            (RnnWay::Cluster, [8, 16, 512]),
+            (RnnWay::Grid, [40, 16, 768]),
+            (RnnWay::WideGrid, [130, 16, 1024]),
+        ] {
+            if !way.is_on(device).expect("an answer") {
+                continue;
+            }
+            // Backward, the weights of four gates do not fit the blocks of a wide grid.
+            let has_backward = way != RnnWay::WideGrid || self.gates < 4;
+            for kind in [Kind::BFloat16, Kind::Half, Kind::Float] {
+                let kernels = |steps: i64| {
+                    let inputs = self.inputs([steps, batch, features, hidden], kind, device);
+                    let call = || match has_backward {
+                        true => self.gradients_of_ones(&inputs),
+                        false => (self.fused)(&inputs),
+                    };
+                    force(way, &call).expect("a warm-up");
+                    let (graph, _) =
+                        Graph::capture(device, || force(way, &call)).expect("a capture");
+                    graph.kernels()
+                };
+                // Products over all steps may be split into more parts when they are larger.
+                let (few, many) = (kernels(10), kernels(200));
+                let what = format!("{way:?} {kind:?} {batch} rows, {hidden} columns");
+                assert!(many <= few + 8, "{what}: {few} kernels of 10 steps, {many} of 200");
+            }
+        }
+    }
+
+    fn gradients_of_ones(&self, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+        let inputs = leaves(inputs);
+        let outputs = (self.fused)(&inputs)?;
+        let ones: Vec<Tensor> = outputs.iter().map(Tensor::ones_like).collect();
+        let ones: Vec<Option<&Tensor>> = ones.iter().map(Some).collect();
+        let options = GradOptions { grad_outputs: &ones, ..Default::default() };
+        let (of, at): (Vec<_>, Vec<_>) = (outputs.iter().collect(), inputs.iter().collect());
+        Ok(grad(&of, &at, &options)?.into_vec().into_iter().flatten().collect())
+    }
+
     /// What a caller sees of a result, apart from its values, does not depend on the way.
     pub fn ways_are_alike(&self) {
         let sizes =
@@ -463,6 +514,11 @@ macro_rules! tests {
         }
 
         #[test]
+        fn cuda_more_steps_are_no_more_kernels() {
+            RNN_OF_TESTS.more_steps_are_no_more_kernels("cuda_more_steps_are_no_more_kernels");
+        }
+
+        #[test]
         fn mixed_kinds_are_refused_as_libtorch_does() {
             RNN_OF_TESTS.refuses_mixed_kinds();
         }
@@ -474,6 +530,31 @@ macro_rules! tests {
     };
 }
 pub(crate) use tests;
+
+/// The tests of ways that the plan chooses by the sizes, each given as a call that forces it.
+macro_rules! each_way_tests {
+    ($rnn:expr, $($way:ident: $call:expr,)*) => {$(
+        mod $way {
+            use super::*;
+
+            static RNN_OF_WAY: Rnn = Rnn { fused: $call, ..$rnn };
+
+            #[test]
+            fn values_and_gradients_agree_with_the_reference() {
+                RNN_OF_WAY.check(|suite| {
+                    suite.forward_agrees_with_the_reference();
+                    suite.gradients_agree_with_the_reference();
+                });
+            }
+
+            #[test]
+            fn gradcheck_of_few_samples() {
+                RNN_OF_WAY.check_few(|suite| suite.gradcheck_of_every_small_sample());
+            }
+        }
+    )*};
+}
+pub(crate) use each_way_tests;
 
 /// The tests of an operator over sequences of different lengths, given its `Rnn` and a call with
 /// given lengths.

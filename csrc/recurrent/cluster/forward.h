@@ -396,8 +396,12 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       }
     }
   }
-  if (!Cell::kStateIsH && valid && params.c_stride == 0)
-    static_cast<S*>(params.c)[first] = static_cast<S>(c);
+  if (!valid) return;
+  // Each thread reads what it has written itself.
+  if (params.last_h != nullptr)
+    static_cast<S*>(params.last_h)[first] = static_cast<const S*>(params.output)[at - step_size];
+  void* last_c = params.c_stride == 0 ? params.c : params.last_c;
+  if (!Cell::kStateIsH && last_c != nullptr) static_cast<S*>(last_c)[first] = static_cast<S>(c);
 #endif
 }
 

@@ -210,13 +210,23 @@ struct ForwardFinisher : Member<Product, kColumns> {
       finish(iteration, gates, sums, of_message);
       fetch();
     }
-    if constexpr (!Cell::kStateIsH) {
-      if (params.c_stride != 0) return;
-      for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
-        if (is_valid(sub))
-          store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
-      }
+    for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
+      if (is_valid(sub)) store_last(at_first(sub), c_of(sub));
     }
+  }
+
+  // Stores the state after the last step in addition. Each thread reads the h that it has written
+  // itself.
+  __device__ __forceinline__ void store_last(uint32_t at, Pair c) const {
+    if (params.last_h != nullptr) {
+      const uint32_t step = static_cast<uint32_t>(place.batch) * place.hidden;
+      const S* h = static_cast<const S*>(params.output) + at + (place.steps - 1) * step;
+      S* to = static_cast<S*>(params.last_h) + at;
+      to[0] = h[0];
+      to[1] = h[1];
+    }
+    void* last_c = params.c_stride == 0 ? params.c : params.last_c;
+    if (!Cell::kStateIsH && last_c != nullptr) store_two(static_cast<S*>(last_c) + at, c.x, c.y);
   }
 
   // The factor by which a sub-batch's h is multiplied in messages. Where the state is h, |h| is

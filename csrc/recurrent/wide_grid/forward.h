@@ -99,16 +99,23 @@ struct Forward : Place<Shape> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) row_scale[half] = 1.0f / message_scale[half];
     }
-    if constexpr (!Cell::kStateIsH) {
-      if (params.c_stride == 0) store_last_c();
-    }
+    store_last();
   }
 
-  __device__ __forceinline__ void store_last_c() const {
+  // Stores the state after the last step in addition. Each thread reads the h that it has written
+  // itself.
+  __device__ __forceinline__ void store_last() const {
+    void* last_c = params.c_stride == 0 ? params.c : params.last_c;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (is_own(half))
-        store_own(static_cast<S*>(params.c) + row_of(0, half) * hidden + column, c[half]);
+      if (!is_own(half)) continue;
+      const uint32_t to = row_of(0, half) * hidden + column;
+      const uint32_t from = row_of(params.steps - 1, half) * hidden + column;
+      if (params.last_h != nullptr) {
+        *reinterpret_cast<Vector<S, kOwn>*>(static_cast<S*>(params.last_h) + to) =
+            *reinterpret_cast<const Vector<S, kOwn>*>(static_cast<const S*>(params.output) + from);
+      }
+      if (!Cell::kStateIsH && last_c != nullptr) store_own(static_cast<S*>(last_c) + to, c[half]);
     }
   }
 

@@ -1,28 +1,30 @@
 //! The kernels of `csrc/lstm`.
 
+use crate::ops::recurrent::kernels::CellShape;
 use crate::ops::recurrent::kernels::cpu::{CpuBackward, CpuCell, CpuForward};
 use crate::ops::recurrent::kernels::cuda::CudaCell;
+use crate::ops::recurrent::kernels::step::{StepBackward, StepForward};
 
 unsafe extern "C" {
+    fn tch_extension_lstm_step_forward_cpu(params: *const StepForward);
+    fn tch_extension_lstm_step_backward_cpu(params: *const StepBackward);
     fn tch_extension_lstm_packed_forward_cpu(params: *const CpuForward);
     fn tch_extension_lstm_packed_backward_cpu(params: *const CpuBackward);
 }
 
+const SHAPE: CellShape = CellShape { gates: 4, saved: 4, separate: 0, state_is_h: false };
+
 pub(super) const CPU: CpuCell = CpuCell {
-    gates: 4,
-    saved: 4,
-    separate: 0,
-    state_is_h: false,
+    shape: SHAPE,
+    step_forward: tch_extension_lstm_step_forward_cpu,
+    step_backward: tch_extension_lstm_step_backward_cpu,
     forward: tch_extension_lstm_packed_forward_cpu,
     backward: tch_extension_lstm_packed_backward_cpu,
 };
 
 #[cfg(tch_extension_cuda)]
 pub(super) const CUDA: Option<CudaCell> = Some(CudaCell {
-    gates: CPU.gates,
-    saved: CPU.saved,
-    separate: CPU.separate,
-    state_is_h: CPU.state_is_h,
+    shape: SHAPE,
     step_forward: cuda::tch_extension_lstm_step_forward_cuda,
     step_backward: cuda::tch_extension_lstm_step_backward_cuda,
     cluster_forward: cuda::tch_extension_lstm_cluster_forward_cuda,

@@ -1,6 +1,7 @@
 //! The kernels of `csrc/recurrent/cluster`, for any cell.
 
-use super::cuda::{Arrays, Gradients, Outputs, Product, Reversed, Source};
+use super::Outputs;
+use super::cuda::{Arrays, Gradients, Product, Reversed, Source, Start};
 use super::scaled::Multiplied;
 use crate::Result;
 use std::ffi::c_void;
@@ -41,6 +42,10 @@ pub(crate) struct ClusterForward {
     pub output: *mut c_void,
     /// `[T, B, H]`, or `[B, H]` with c_stride 0; not written where the state is h.
     pub c: *mut c_void,
+    /// `[B, H]`, both of the state's kind: h and c after the last step, in addition. Null if nobody
+    /// needs them, and the second where c has them.
+    pub last_h: *mut c_void,
+    pub last_c: *mut c_void,
     /// `[T, B, V·H]`, of the state's kind; null if nobody needs them; may be input_gates where
     /// V = G.
     pub activations: *mut c_void,
@@ -93,6 +98,7 @@ pub(crate) struct ClusterBackward {
 /// All steps forward, with this many blocks for 8 rows.
 pub(super) fn forward(
     source: &Source<'_>,
+    start: Start<ClusterForward>,
     (cluster, alone): (i32, bool),
     product: Product,
 ) -> Result<Outputs> {
@@ -116,13 +122,15 @@ pub(super) fn forward(
         c0: source.c0,
         output: arrays.output_ptr,
         c: arrays.c_ptr,
+        last_h: arrays.last_h.data_ptr(),
+        last_c: arrays.last_c_ptr(),
         activations: arrays.activations_ptr,
         scales: multiplied.scales,
         h0_scales: multiplied.h0_scales,
     };
     crate::cuda::launch(source.device, |stream| {
         // SAFETY: `Source`, `Multiplied` and `Arrays` checked or allocated what the parameters point to.
-        unsafe { (source.cell.cluster_forward)(&params, stream) }
+        unsafe { start(&params, stream) }
     })?;
     Ok(arrays.into_outputs())
 }
@@ -130,6 +138,7 @@ pub(super) fn forward(
 /// All steps backward.
 pub(super) fn backward(
     of: &Reversed<'_>,
+    start: Start<ClusterBackward>,
     (cluster, alone): (i32, bool),
     product: Product,
 ) -> Result<Gradients> {
@@ -159,7 +168,7 @@ pub(super) fn backward(
     };
     crate::cuda::launch(of.device, |stream| {
         // SAFETY: as in `forward`.
-        unsafe { (of.cell.cluster_backward)(&params, stream) }
+        unsafe { start(&params, stream) }
     })?;
     Ok(made)
 }

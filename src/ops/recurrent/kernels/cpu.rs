@@ -1,5 +1,8 @@
 //! The kernels of `csrc/recurrent/cpu`, for any cell.
 
+use super::cuda::{Operands, Reversed, Source};
+use super::step::{self, StepBackward, StepForward};
+use super::{CellShape, Outputs};
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -108,15 +111,12 @@ pub(crate) struct CpuBackward {
     grad_separate: *mut c_void,
 }
 
-/// A cell's kernels on the CPU, and how large its arrays are.
+/// A cell's kernels on the CPU.
 #[derive(Clone, Copy)]
 pub(crate) struct CpuCell {
-    /// G, V and S.
-    pub gates: i64,
-    pub saved: i64,
-    pub separate: i64,
-    /// Whether the state is h, and there is no c.
-    pub state_is_h: bool,
+    pub shape: CellShape,
+    pub step_forward: unsafe extern "C" fn(*const StepForward),
+    pub step_backward: unsafe extern "C" fn(*const StepBackward),
     pub forward: unsafe extern "C" fn(*const CpuForward),
     pub backward: unsafe extern "C" fn(*const CpuBackward),
 }
@@ -177,22 +177,13 @@ pub(crate) struct CpuOperands<'a> {
     pub c0: Option<&'a Tensor>,
 }
 
-pub(crate) struct CpuOutputs {
-    /// `[T, B, H]`
-    pub output: Tensor,
-    /// `[T, B, H]`, or `[1, B, H]` for the last step if nothing is kept; absent where the state is h
-    pub c: Option<Tensor>,
-    /// `[T, B, V·H]`, if kept
-    pub activations: Option<Tensor>,
-}
-
 /// All steps, of which there is at least one, as there are rows and columns.
 pub(crate) fn forward(
     cell: CpuCell,
     team: Team,
     operands: &CpuOperands<'_>,
     keep: bool,
-) -> Result<CpuOutputs> {
+) -> Result<Outputs> {
     let (batch, hidden) = operands.h0.size2()?;
     let (steps, features, input) = match operands.input_gates {
         InputGates::Given(gates) => (gates.size3()?.0, 0, None),
@@ -202,28 +193,28 @@ pub(crate) fn forward(
     };
     let kind = operands.h0.f_kind()?;
     let like = (kind, Device::Cpu);
-    let empty = |size: [i64; 3]| Tensor::f_empty(size, like);
-    let output = empty([steps, batch, hidden])?;
-    let c_steps = if keep { steps } else { 1 };
-    let c = (!cell.state_is_h).then(|| empty([c_steps, batch, hidden])).transpose()?;
+    let empty = |size: &[i64]| Tensor::f_empty(size, like);
+    let (all, last) = ([steps, batch, hidden], [batch, hidden]);
+    let output = empty(&all)?;
+    let c_size: &[i64] = if keep { &all } else { &last };
+    let c = (!cell.shape.state_is_h).then(|| empty(c_size)).transpose()?;
     // Each gate is read before its activation is written.
-    let are_same = keep && cell.saved == cell.gates;
+    let are_same = keep && cell.shape.saved == cell.shape.gates;
     let gates_steps = if input.is_none() || are_same { steps } else { 1 };
-    let gates_size = [gates_steps, batch, cell.gates * hidden];
+    let gates_size = [gates_steps, batch, cell.shape.gates * hidden];
     let input_gates = match operands.input_gates {
         InputGates::Given(gates) => gates.shallow_clone(),
-        InputGates::Product { .. } => empty(gates_size)?,
+        InputGates::Product { .. } => empty(&gates_size)?,
     };
     let activations = match keep {
         true if are_same => Some(input_gates.shallow_clone()),
-        true => Some(empty([steps, batch, cell.saved * hidden])?),
+        true => Some(empty(&[steps, batch, cell.shape.saved * hidden])?),
         false => None,
     };
-    let scratch = Scratch::new(cell.gates, hidden, features, team, kind)?;
+    let scratch = Scratch::new(cell.shape.gates, hidden, features, team, kind)?;
     let h0 = checked("h0", operands.h0, &[batch, hidden], like)?;
-    let state = [batch, hidden];
-    let output_ptr = checked("output", &output, &[steps, batch, hidden], like)?;
-    let gates = [cell.gates * hidden];
+    let output_ptr = checked("output", &output, &all, like)?;
+    let gates = [cell.shape.gates * hidden];
     let (input, input_weight, input_bias) = match input {
         None => (null(), null(), null()),
         Some((input, weight, bias)) => (
@@ -237,19 +228,19 @@ pub(crate) fn forward(
         batch,
         hidden,
         weight_stride: hidden,
-        c_stride: if keep || cell.state_is_h { batch * hidden } else { 0 },
-        gates_stride: if gates_steps == steps { batch * cell.gates * hidden } else { 0 },
+        c_stride: if keep || cell.shape.state_is_h { batch * hidden } else { 0 },
+        gates_stride: if gates_steps == steps { batch * cell.shape.gates * hidden } else { 0 },
         features,
         kind: kind_code(kind)?,
         reserved: 0,
         team: scratch.team(team),
-        weight: checked("weight", operands.weight, &[cell.gates * hidden, hidden], like)?,
+        weight: checked("weight", operands.weight, &[cell.shape.gates * hidden, hidden], like)?,
         input_gates: checked("input_gates", &input_gates, &gates_size, like)?,
         input,
         input_weight,
         input_bias,
         h0,
-        c0: operands.c0.map_or(Ok(h0), |c0| checked("c0", c0, &state, like))?,
+        c0: operands.c0.map_or(Ok(h0), |c0| checked("c0", c0, &last, like))?,
         output: output_ptr,
         c: c.as_ref().map_or(output_ptr, Tensor::data_ptr),
         activations: activations.as_ref().map_or(null_mut(), Tensor::data_ptr),
@@ -257,7 +248,7 @@ pub(crate) fn forward(
         separate_bias: optional_ptr(
             "separate_bias",
             operands.separate_bias,
-            &[cell.separate * hidden],
+            &[cell.shape.separate * hidden],
             like,
         )?,
     };
@@ -265,7 +256,13 @@ pub(crate) fn forward(
     // states. The input gates may be overwritten by the activations: the caller made them, or they
     // are new.
     unsafe { (cell.forward)(&params) };
-    Ok(CpuOutputs { output, c, activations })
+    let of_last_step =
+        |of: &Tensor| -> Result<Tensor> { Ok(of.f_select(0, -1)?.f_to_dtype(kind, false, true)?) };
+    let (last_c, c) = match c {
+        Some(c) if keep => (Some(of_last_step(&c)?), Some(c)),
+        last_c => (last_c, None),
+    };
+    Ok(Outputs { last_h: of_last_step(&output)?, output, last_c, c, activations })
 }
 
 /// What the backward pass reads.
@@ -313,14 +310,14 @@ pub(crate) fn backward(
     };
     let [grad_output, grad_h, grad_c] = grads;
     let (grad_h, grad_c) = (own(grad_h)?, own(grad_c)?);
-    let gates = Tensor::f_empty([steps, batch, cell.gates * hidden], like)?;
-    let separate = (cell.separate > 0)
-        .then(|| Tensor::f_empty([steps, batch, cell.separate * hidden], like))
+    let gates = Tensor::f_empty([steps, batch, cell.shape.gates * hidden], like)?;
+    let separate = (cell.shape.separate > 0)
+        .then(|| Tensor::f_empty([steps, batch, cell.shape.separate * hidden], like))
         .transpose()?;
     let features = input_weight.map_or(Ok(0), |weight| Ok::<_, Error>(weight.size2()?.1))?;
     let input =
         input_weight.map(|_| Tensor::f_empty([steps, batch, features], like)).transpose()?;
-    let scratch = Scratch::new(cell.gates, hidden, features, team, kind)?;
+    let scratch = Scratch::new(cell.shape.gates, hidden, features, team, kind)?;
     let params = CpuBackward {
         steps,
         batch,
@@ -330,11 +327,11 @@ pub(crate) fn backward(
         kind: kind_code(kind)?,
         needs_grad_h0: i32::from(needs_grad_h0),
         team: scratch.team(team),
-        weight: checked("weight", saved.weight, &[cell.gates * hidden, hidden], like)?,
+        weight: checked("weight", saved.weight, &[cell.shape.gates * hidden, hidden], like)?,
         input_weight: optional_ptr(
             "input_weight",
             input_weight,
-            &[cell.gates * hidden, features],
+            &[cell.shape.gates * hidden, features],
             like,
         )?,
         grad_input: input.as_ref().map_or(null_mut(), Tensor::data_ptr),
@@ -342,7 +339,7 @@ pub(crate) fn backward(
         activations: checked(
             "activations",
             saved.activations,
-            &[steps, batch, cell.saved * hidden],
+            &[steps, batch, cell.shape.saved * hidden],
             like,
         )?,
         c: checked("states", saved.states, &all, like)?,
@@ -356,4 +353,31 @@ pub(crate) fn backward(
     // SAFETY: as in `forward`.
     unsafe { (cell.backward)(&params) };
     Ok((CpuGradients { gates, separate, h0: grad_h, c0: grad_c }, input))
+}
+
+/// All steps, each by a product and a kernel, without packed weights.
+pub(crate) fn forward_by_steps(
+    cell: CpuCell,
+    operands: &Operands<'_>,
+    keep: bool,
+) -> Result<Outputs> {
+    step::forward(&Source::new(cell.shape, operands, keep)?, |params| {
+        // SAFETY: `step::forward` filled the parameters.
+        unsafe { (cell.step_forward)(params) };
+        Ok(())
+    })
+}
+
+/// The gradients of all steps, as [`backward`], by products and kernels for each step.
+pub(crate) fn backward_by_steps(
+    cell: CpuCell,
+    saved: &CpuSaved<'_>,
+    grads: [Option<&Tensor>; 3],
+    needs_grad_h0: bool,
+) -> Result<CpuGradients> {
+    step::backward(&Reversed::new(cell.shape, saved, grads, needs_grad_h0)?, |params| {
+        // SAFETY: `step::backward` filled the parameters.
+        unsafe { (cell.step_backward)(params) };
+        Ok(())
+    })
 }

@@ -4,7 +4,7 @@
 use super::cluster::{ClusterBackward, ClusterForward};
 use super::grid::{GridBackward, GridForward};
 use super::step::{StepBackward, StepForward};
-use super::{cluster, grid, step};
+use super::{CellShape, Outputs, cluster, grid, step};
 use crate::Result;
 use crate::cuda::LaunchStatus;
 use crate::ffi::{checked, kind_code, optional_ptr};
@@ -14,25 +14,23 @@ use tch::{Device, Kind, Tensor};
 
 type Stream = *mut c_void;
 
-/// A cell's kernels on CUDA, and how large its arrays are.
+/// A cell's kernels on CUDA.
 #[derive(Clone, Copy)]
 pub(crate) struct CudaCell {
-    /// G, V and S (cells/cell.h).
-    pub gates: i64,
-    pub saved: i64,
-    pub separate: i64,
-    /// Whether the state is h, and there is no c.
-    pub state_is_h: bool,
-    pub step_forward: unsafe extern "C" fn(*const StepForward, Stream) -> LaunchStatus,
-    pub step_backward: unsafe extern "C" fn(*const StepBackward, Stream) -> LaunchStatus,
-    pub cluster_forward: unsafe extern "C" fn(*const ClusterForward, Stream) -> LaunchStatus,
-    pub cluster_backward: unsafe extern "C" fn(*const ClusterBackward, Stream) -> LaunchStatus,
+    pub shape: CellShape,
+    pub step_forward: Start<StepForward>,
+    pub step_backward: Start<StepBackward>,
+    pub cluster_forward: Start<ClusterForward>,
+    pub cluster_backward: Start<ClusterBackward>,
     pub grid_forward: OnAGrid<GridForward>,
     pub grid_backward: OnAGrid<GridBackward>,
     pub wide_grid_forward: OnAGrid<GridForward>,
     /// Absent where the weights do not fit.
     pub wide_grid_backward: Option<OnAGrid<GridBackward>>,
 }
+
+/// Starts a kernel.
+pub(super) type Start<Params> = unsafe extern "C" fn(*const Params, Stream) -> LaunchStatus;
 
 /// Starts a kernel whose blocks have to run at the same time. The second argument becomes false if
 /// they cannot; no kernel is then started.
@@ -93,7 +91,7 @@ pub(crate) fn gates_kind(product: Kind) -> Kind {
 
 /// [`Operands`] as kernels get them.
 pub(super) struct Source<'a> {
-    pub cell: &'a CudaCell,
+    pub shape: CellShape,
     pub tensors: &'a Operands<'a>,
     pub keep: bool,
     pub sizes: Sizes,
@@ -109,16 +107,16 @@ pub(super) struct Source<'a> {
 }
 
 impl<'a> Source<'a> {
-    fn new(cell: &'a CudaCell, tensors: &'a Operands<'a>, keep: bool) -> Result<Source<'a>> {
+    pub fn new(shape: CellShape, tensors: &'a Operands<'a>, keep: bool) -> Result<Source<'a>> {
         let Operands { weight, input_gates, bias, separate_bias, h0, c0 } = *tensors;
         let (steps, batch, _) = input_gates.size3()?;
         let hidden = h0.size2()?.1;
         let (kind, device) = (h0.f_kind()?, h0.device());
         let (like, sums) = ((kind, device), (gates_kind(kind), device));
-        let rows = cell.gates * hidden;
+        let rows = shape.gates * hidden;
         let h0 = checked("h0", h0, &[batch, hidden], like)?;
         Ok(Source {
-            cell,
+            shape,
             tensors,
             keep,
             sizes: Sizes { steps, batch, hidden },
@@ -131,7 +129,7 @@ impl<'a> Source<'a> {
             separate_bias: optional_ptr(
                 "separate_bias",
                 separate_bias,
-                &[cell.separate * hidden],
+                &[shape.separate * hidden],
                 sums,
             )?,
             h0,
@@ -143,6 +141,10 @@ impl<'a> Source<'a> {
 /// What the forward pass writes.
 pub(super) struct Arrays {
     pub output: Tensor,
+    /// `[B, H]`: h after the last step.
+    pub last_h: Tensor,
+    /// `[B, H]`: c after the last step, unless `c` is that.
+    pub last_c: Option<Tensor>,
     c: Option<Tensor>,
     activations: Option<Tensor>,
     pub c_stride: i64,
@@ -151,22 +153,21 @@ pub(super) struct Arrays {
     pub activations_ptr: *mut c_void,
 }
 
-/// As on the CPU.
-pub(crate) type Outputs = super::cpu::CpuOutputs;
-
 impl Arrays {
     pub fn new(of: &Source<'_>) -> Result<Arrays> {
         let Sizes { steps, batch, hidden } = of.sizes;
         let like = (of.kind, of.device);
-        let empty = |size: [i64; 3]| Tensor::f_empty(size, like);
-        let output = empty([steps, batch, hidden])?;
-        let c_steps = if of.keep { steps } else { 1 };
-        let c = (!of.cell.state_is_h).then(|| empty([c_steps, batch, hidden])).transpose()?;
-        let has_room = of.cell.saved == of.cell.gates && gates_kind(of.kind) == of.kind;
+        let empty = |size: &[i64]| Tensor::f_empty(size, like);
+        let (all, last) = ([steps, batch, hidden], [batch, hidden]);
+        let output = empty(&all)?;
+        let c_size: &[i64] = if of.keep { &all } else { &last };
+        let c = (!of.shape.state_is_h).then(|| empty(c_size)).transpose()?;
+        let last_c = c.as_ref().filter(|_| of.keep).map(|_| empty(&last)).transpose()?;
+        let has_room = of.shape.saved == of.shape.gates && gates_kind(of.kind) == of.kind;
         let activations = match of.keep {
             // Each gate is read before its activation is written.
             true if has_room => Some(of.tensors.input_gates.shallow_clone()),
-            true => Some(empty([steps, batch, of.cell.saved * hidden])?),
+            true => Some(empty(&[steps, batch, of.shape.saved * hidden])?),
             false => None,
         };
         Ok(Arrays {
@@ -174,14 +175,31 @@ impl Arrays {
             output_ptr: output.data_ptr(),
             c_ptr: c.as_ref().map_or(null_mut(), Tensor::data_ptr),
             activations_ptr: activations.as_ref().map_or(null_mut(), Tensor::data_ptr),
+            last_h: empty(&last)?,
             output,
+            last_c,
             c,
             activations,
         })
     }
 
+    pub fn last_c_ptr(&self) -> *mut c_void {
+        self.last_c.as_ref().map_or(null_mut(), Tensor::data_ptr)
+    }
+
+    /// Copies c after the last step, which a kernel for all steps writes in addition.
+    pub fn copy_last_c(&mut self) -> Result<()> {
+        if let Some((last_c, c)) = self.last_c.as_mut().zip(self.c.as_ref()) {
+            last_c.f_copy_(&c.f_select(0, -1)?)?;
+        }
+        Ok(())
+    }
+
     pub fn into_outputs(self) -> Outputs {
-        Outputs { output: self.output, c: self.c, activations: self.activations }
+        let Arrays { output, last_h, last_c, c, activations, .. } = self;
+        // Without a c of all steps, `c` is the last one.
+        let (last_c, c) = if last_c.is_some() { (last_c, c) } else { (c, None) };
+        Outputs { output, last_h, last_c, c, activations }
     }
 }
 
@@ -192,10 +210,10 @@ pub(crate) fn forward(
     operands: &Operands<'_>,
     keep: bool,
 ) -> Result<Outputs> {
-    let source = Source::new(cell, operands, keep)?;
+    let source = Source::new(cell.shape, operands, keep)?;
     let made = match kernel {
         Kernel::Cluster { cluster, alone, product } => {
-            Some(cluster::forward(&source, (cluster, alone), product)?)
+            Some(cluster::forward(&source, cell.cluster_forward, (cluster, alone), product)?)
         }
         Kernel::Grid { columns, row_groups, product } => {
             grid::forward(&source, cell.grid_forward, (columns, row_groups), product)?
@@ -205,7 +223,13 @@ pub(crate) fn forward(
         }
         Kernel::Step => None,
     };
-    made.map_or_else(|| step::forward(&source), Ok)
+    let start = |params: &StepForward| {
+        crate::cuda::launch(source.device, |stream| {
+            // SAFETY: `step::forward` filled the parameters.
+            unsafe { (cell.step_forward)(params, stream) }
+        })
+    };
+    made.map_or_else(|| step::forward(&source, start), Ok)
 }
 
 /// What the backward pass reads; as on the CPU.
@@ -213,7 +237,7 @@ pub(crate) type Saved<'a> = super::cpu::CpuSaved<'a>;
 
 /// [`Saved`] and the gradients of the outputs, as kernels get them.
 pub(super) struct Reversed<'a> {
-    pub cell: &'a CudaCell,
+    pub shape: CellShape,
     pub tensors: &'a Saved<'a>,
     grads: [Option<&'a Tensor>; 2],
     pub needs_grad_h0: bool,
@@ -229,8 +253,8 @@ pub(super) struct Reversed<'a> {
 }
 
 impl<'a> Reversed<'a> {
-    fn new(
-        cell: &'a CudaCell,
+    pub fn new(
+        shape: CellShape,
         tensors: &'a Saved<'a>,
         [grad_output, grad_h, grad_c]: [Option<&'a Tensor>; 3],
         needs_grad_h0: bool,
@@ -240,7 +264,7 @@ impl<'a> Reversed<'a> {
         let (like, all) = ((kind, device), [steps, batch, hidden]);
         let Saved { weight, activations, states, first_state } = tensors;
         Ok(Reversed {
-            cell,
+            shape,
             tensors,
             grads: [grad_h, grad_c],
             needs_grad_h0,
@@ -248,11 +272,11 @@ impl<'a> Reversed<'a> {
             kind,
             kind_code: kind_code(kind)?,
             device,
-            weight: checked("weight", weight, &[cell.gates * hidden, hidden], like)?,
+            weight: checked("weight", weight, &[shape.gates * hidden, hidden], like)?,
             activations: checked(
                 "activations",
                 activations,
-                &[steps, batch, cell.saved * hidden],
+                &[steps, batch, shape.saved * hidden],
                 like,
             )?,
             states: checked("states", states, &all, like)?,
@@ -278,9 +302,9 @@ impl Gradients {
             Ok(own)
         };
         let [grad_h, grad_c] = of.grads;
-        let separate = of.cell.separate;
+        let separate = of.shape.separate;
         Ok(Gradients {
-            gates: Tensor::f_empty([steps, batch, of.cell.gates * hidden], like)?,
+            gates: Tensor::f_empty([steps, batch, of.shape.gates * hidden], like)?,
             separate: (separate > 0)
                 .then(|| Tensor::f_empty([steps, batch, separate * hidden], like))
                 .transpose()?,
@@ -302,10 +326,10 @@ pub(crate) fn backward(
     grads: [Option<&Tensor>; 3],
     needs_grad_h0: bool,
 ) -> Result<Gradients> {
-    let of = Reversed::new(cell, saved, grads, needs_grad_h0)?;
+    let of = Reversed::new(cell.shape, saved, grads, needs_grad_h0)?;
     let made = match (kernel, cell.wide_grid_backward) {
         (Kernel::Cluster { cluster, alone, product }, _) => {
-            Some(cluster::backward(&of, (cluster, alone), product)?)
+            Some(cluster::backward(&of, cell.cluster_backward, (cluster, alone), product)?)
         }
         (Kernel::Grid { columns, row_groups, product }, _) => {
             grid::backward(&of, cell.grid_backward, (columns, row_groups), product)?
@@ -315,5 +339,11 @@ pub(crate) fn backward(
         }
         (Kernel::WideGrid { .. } | Kernel::Step, _) => None,
     };
-    made.map_or_else(|| step::backward(&of), Ok)
+    let start = |params: &StepBackward| {
+        crate::cuda::launch(of.device, |stream| {
+            // SAFETY: `step::backward` filled the parameters.
+            unsafe { (cell.step_backward)(params, stream) }
+        })
+    };
+    made.map_or_else(|| step::backward(&of, start), Ok)
 }

@@ -1,5 +1,6 @@
 //! cuDNN's own layers, as libtorch calls them (`csrc/recurrent/cudnn.cpp`).
 
+use super::{owned, present};
 use crate::ffi::take_message;
 use crate::{Error, Result};
 use std::ffi::c_char;
@@ -110,16 +111,6 @@ impl CudnnOperands<'_> {
 
 /// The output `[T, B, H]`, the last h and c `[1, B, H]`, and what [`backward`] reads if it is kept.
 pub(crate) type CudnnOutputs = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
-
-/// Takes ownership of what C++ wrote.
-fn owned(result: *mut C_tensor) -> Option<Tensor> {
-    // SAFETY: C++ wrote a new tensor's handle, which we own, or null.
-    (!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })
-}
-
-fn present(tensor: Option<Tensor>) -> Result<Tensor> {
-    tensor.ok_or_else(|| Error::msg("internal error: cuDNN returned no tensor"))
-}
 
 pub(crate) fn forward(operands: &CudnnOperands<'_>, keep: bool) -> Result<CudnnOutputs> {
     let parameters = operands.parameters()?;

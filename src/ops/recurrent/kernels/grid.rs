@@ -1,6 +1,7 @@
 //! The kernels of `csrc/recurrent/grid` and `csrc/recurrent/wide_grid`, for any cell.
 
-use super::cuda::{Arrays, Gradients, OnAGrid, Outputs, Product, Reversed, Source};
+use super::Outputs;
+use super::cuda::{Arrays, Gradients, OnAGrid, Product, Reversed, Source};
 use super::scaled::{Messages, Multiplied};
 use crate::Result;
 use std::ffi::c_void;
@@ -32,6 +33,8 @@ pub(crate) struct GridForward {
     /// `[T, B, H]`, of the product's kind: the output, if both kinds are the same.
     pub exchange: *mut c_void,
     pub c: *mut c_void,
+    pub last_h: *mut c_void,
+    pub last_c: *mut c_void,
     pub activations: *mut c_void,
     pub scales: *const f32,
     pub h0_scales: *const f32,
@@ -108,6 +111,8 @@ pub(super) fn forward(
         output: arrays.output_ptr,
         exchange: messages.data_ptr(),
         c: arrays.c_ptr,
+        last_h: arrays.last_h.data_ptr(),
+        last_c: arrays.last_c_ptr(),
         activations: arrays.activations_ptr,
         scales: multiplied.scales,
         h0_scales: multiplied.h0_scales,

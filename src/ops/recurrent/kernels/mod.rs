@@ -7,6 +7,7 @@ pub(crate) mod cuda;
 pub(crate) mod cudnn;
 pub(crate) mod device;
 pub(crate) mod grid;
+pub(crate) mod onednn;
 mod scaled;
 pub(crate) mod step;
 
@@ -59,6 +60,42 @@ unsafe extern "C" {
         to: *const C_tensor,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
+}
+
+/// How large a cell's arrays are.
+#[derive(Clone, Copy)]
+pub(crate) struct CellShape {
+    /// G, V and S (cells/cell.h): the numbers of gates, of saved values and of separate gates.
+    pub gates: i64,
+    pub saved: i64,
+    pub separate: i64,
+    /// Whether the state is h, and there is no c.
+    pub state_is_h: bool,
+}
+
+/// What the forward pass of a sequence computes. No two tensors share memory.
+pub(crate) struct Outputs {
+    /// h of all steps, `[T, B, H]`
+    pub output: Tensor,
+    /// h after the last step, `[B, H]`
+    pub last_h: Tensor,
+    /// c after the last step, `[B, H]`; absent where the state is h
+    pub last_c: Option<Tensor>,
+    /// c of all steps, `[T, B, H]`, if it is kept and there is one; oneDNN keeps the last one only
+    pub c: Option<Tensor>,
+    /// What the backward pass reads, if it is kept and there is anything to compute: the values that
+    /// a cell saves, `[T, B, V·H]`, or what a library asks for
+    pub activations: Option<Tensor>,
+}
+
+/// Takes ownership of what C++ wrote.
+fn owned(result: *mut C_tensor) -> Option<Tensor> {
+    // SAFETY: C++ wrote a new tensor's handle, which we own, or null.
+    (!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })
+}
+
+fn present(tensor: Option<Tensor>) -> Result<Tensor> {
+    tensor.ok_or_else(|| Error::msg("internal error: libtorch returned no tensor"))
 }
 
 /// A product over all steps, with a bias, by the fastest of libtorch's products. Autograd records

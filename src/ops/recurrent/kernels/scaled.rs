@@ -199,7 +199,7 @@ impl Messages {
         }
         let (steps, batch, hidden) = (of.sizes.steps, of.sizes.batch, of.sizes.hidden);
         let rows = steps * round_up(batch, ROWS);
-        let pairs = rows * of.cell.gates * round_up(hidden, COLUMNS) / 2;
+        let pairs = rows * of.shape.gates * round_up(hidden, COLUMNS) / 2;
         let scales = rows * (round_up(hidden, SCALED_COLUMNS) / COLUMNS_OF_SCALE);
         let memory = Tensor::f_empty([pairs + scales], (Kind::Float, of.device))?;
         let values = memory.data_ptr();

@@ -1,9 +1,11 @@
-//! The kernels of `csrc/recurrent/step`, for any cell: libtorch's product and one kernel for each
-//! step.
+//! The kernels of `csrc/recurrent/step`, for any cell and device: libtorch's product and one kernel for
+//! each step.
 
-use super::cuda::{Arrays, Gradients, Outputs, Reversed, Source, gates_kind};
+use super::Outputs;
+use super::cuda::{Arrays, Gradients, Reversed, Source, gates_kind};
 use crate::Result;
 use std::ffi::c_void;
+use std::ptr::null_mut;
 use tch::Tensor;
 
 /// One step forward, after its product. The kinds are those of step/params.h.
@@ -30,7 +32,7 @@ pub(crate) struct StepForward {
     pub new_h: *mut c_void,
     /// `[B, H]`, of the state's kind; may be c; not written where the state is h.
     pub new_c: *mut c_void,
-    /// `[B, H]`, new_h in the product's kind; null if that is the state's.
+    /// `[B, H]`, new_h in the product's kind; null if nobody needs it.
     pub operand: *mut c_void,
     /// `[B, V·H]`, of the state's kind; null if nobody needs them; may be input_gates where V = G.
     pub activations: *mut c_void,
@@ -78,12 +80,16 @@ fn product(result: &Tensor, a: &Tensor, b: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// All steps forward.
-pub(super) fn forward(source: &Source<'_>) -> Result<Outputs> {
-    let arrays = Arrays::new(source)?;
+/// All steps forward. `start` runs a step's kernel, with parameters that point to what `Source` and
+/// `Arrays` checked or allocated.
+pub(super) fn forward(
+    source: &Source<'_>,
+    start: impl Fn(&StepForward) -> Result<()>,
+) -> Result<Outputs> {
+    let mut arrays = Arrays::new(source)?;
     let (steps, batch, hidden) = (source.sizes.steps, source.sizes.batch, source.sizes.hidden);
     let size = batch * hidden;
-    let (tensors, cell) = (&source.tensors, source.cell);
+    let (tensors, cell) = (&source.tensors, source.shape);
     let sums = (gates_kind(source.kind), source.device);
     let hidden_gates = Tensor::f_empty([batch, cell.gates * hidden], sums)?;
     let weight = tensors.weight.f_transpose(0, 1)?;
@@ -115,23 +121,24 @@ pub(super) fn forward(source: &Source<'_>) -> Result<Outputs> {
             c: before,
             new_h: output(step),
             new_c: c(step),
-            operand: std::ptr::null_mut(),
+            // h of the last step is also an output of its own.
+            operand: if step + 1 == steps { arrays.last_h.data_ptr() } else { null_mut() },
             activations: at(arrays.activations_ptr, step, cell.saved * size, &arrays.output),
         };
-        crate::cuda::launch(source.device, |stream| {
-            // SAFETY: `Source` and `Arrays` checked or allocated what the parameters point to, and
-            // the offsets are those of a step.
-            unsafe { (cell.step_forward)(&params, stream) }
-        })?;
+        start(&params)?;
     }
+    arrays.copy_last_c()?;
     Ok(arrays.into_outputs())
 }
 
-/// All steps backward.
-pub(super) fn backward(of: &Reversed<'_>) -> Result<Gradients> {
+/// All steps backward; `start` as in [`forward`].
+pub(super) fn backward(
+    of: &Reversed<'_>,
+    start: impl Fn(&StepBackward) -> Result<()>,
+) -> Result<Gradients> {
     let made = Gradients::new(of)?;
     let (steps, batch, hidden) = (of.sizes.steps, of.sizes.batch, of.sizes.hidden);
-    let (size, cell, like) = (batch * hidden, of.cell, &of.tensors.states);
+    let (size, cell, like) = (batch * hidden, of.shape, &of.tensors.states);
     for step in (0..steps).rev() {
         let states = |step: i64| at(of.states.cast_mut(), step, size, like).cast_const();
         let params = StepBackward {
@@ -148,10 +155,7 @@ pub(super) fn backward(of: &Reversed<'_>) -> Result<Gradients> {
             grad_gates: at(made.gates.data_ptr(), step, cell.gates * size, like),
             grad_separate: at(made.separate_ptr(), step, cell.separate * size, like),
         };
-        crate::cuda::launch(of.device, |stream| {
-            // SAFETY: as in `forward`.
-            unsafe { (cell.step_backward)(&params, stream) }
-        })?;
+        start(&params)?;
         if step > 0 || of.needs_grad_h0 {
             product(&made.h0, &made.gates.f_select(0, step)?, of.tensors.weight)?;
         }

@@ -1,17 +1,19 @@
 //! A layer's outputs and gradients as functions of tensors and plain values, below autograd.
 
+use super::libtorch::{
+    are_flat_for_cudnn, backward_by_cudnn, backward_by_onednn, forward_by_cudnn, forward_by_onednn,
+};
 use super::over_steps::OverSteps;
 use super::plan::{self, Choice, Library};
 use super::{Cell, place};
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
-use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved, InputGates};
+use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuSaved, InputGates};
 use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
-use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
-use crate::ops::recurrent::kernels::{product, tf32_product};
+use crate::ops::recurrent::kernels::{Outputs, product, tf32_product};
 use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
 use crate::{Error, Result};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::AtomicBool;
 use tch::{Device, Kind, Tensor};
 
 pub(super) struct Operands<'a> {
@@ -24,19 +26,6 @@ pub(super) struct Operands<'a> {
     pub c: Option<&'a Tensor>,
     /// Which steps are padding, `[T, B, 1]`: they keep the state.
     pub padding: Option<&'a Tensor>,
-}
-
-/// What [`forward`] computes. No two tensors share memory, nor does one with an argument.
-pub(super) struct Outputs {
-    /// h of all steps.
-    pub output: Tensor,
-    pub last_h: Tensor,
-    /// Absent where the state is h.
-    pub last_c: Option<Tensor>,
-    /// c of all steps, if kept and there is one.
-    pub c: Option<Tensor>,
-    /// What the cell saves, if kept and there is anything to compute.
-    pub activations: Option<Tensor>,
 }
 
 /// What [`backward`] reads.
@@ -73,7 +62,7 @@ fn worked(tensor: &Tensor) -> Result<Tensor> {
 }
 
 /// A copy with memory of its own.
-fn copied(tensor: &Tensor) -> Result<Tensor> {
+pub(super) fn copied(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_to_dtype(tensor.f_kind()?, false, true)?)
 }
 
@@ -86,7 +75,7 @@ fn row_major_copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
 
 /// `[1, …]` as `[…]`, in place: a view that is made without grad mode may not be changed in place
 /// with it.
-fn without_first_dimension(mut tensor: Tensor) -> Result<Tensor> {
+pub(super) fn without_first_dimension(mut tensor: Tensor) -> Result<Tensor> {
     let _ = tensor.f_squeeze_dim_(0)?;
     Ok(tensor)
 }
@@ -121,8 +110,8 @@ fn biases<C: Cell>(
     Ok((sum(b_ih, Some(of_sums))?, Some(separate)))
 }
 
-/// Computes all steps. If `keep` is set, it keeps what [`backward`] reads. On CUDA it sets whose
-/// kernels it uses.
+/// Computes all steps; no output shares memory with an argument. If `keep` is set, it keeps what [`backward`] reads. It sets whose kernels it
+/// uses.
 pub(super) fn forward<C: Cell>(
     operands: &Operands<'_>,
     library: &mut Library,
@@ -144,33 +133,25 @@ pub(super) fn forward<C: Cell>(
         });
     }
     let sizes = Sizes { steps, batch, features, hidden };
-    if device.is_cuda() {
-        *library = match operands.padding {
-            None => {
-                let is_flat = are_flat_for_cudnn(operands)?;
-                plan::library::<C>(choice, sizes, kind, device, keep, is_flat)?
-            }
-            Some(_) => Library::Ours,
-        };
-        if *library == Library::Cudnn {
-            return forward_by_cudnn(operands, keep);
+    *library = match operands.padding {
+        None if device.is_cuda() => {
+            let is_flat = are_flat_for_cudnn(operands)?;
+            plan::library::<C>(choice, sizes, kind, device, keep, is_flat)?
         }
+        None => plan::cpu_library::<C>(choice, sizes, kind, keep),
+        Some(_) => Library::Ours,
+    };
+    match *library {
+        Library::Cudnn => return forward_by_cudnn(operands, keep),
+        Library::Onednn => return forward_by_onednn(operands, keep),
+        Library::Ours => {}
     }
     let made = all_steps::<C>(operands, sizes, choice, keep)?;
-    let last = |steps: &Tensor| -> Result<Tensor> {
-        Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, true)?)
-    };
-    // If c is not kept, there is only the last one, and nobody else has it.
-    let last_c = |c: &Tensor| match keep || c.size3()?.0 > 1 {
-        true => last(c),
-        false => Ok(without_first_dimension(c.shallow_clone())?.f_to_kind(kind)?),
-    };
     Ok(Outputs {
-        last_h: last(&made.output)?,
-        last_c: made.c.as_ref().map(last_c).transpose()?,
         output: made.output.f_to_kind(kind)?,
-        c: made.c.filter(|_| keep),
-        activations: made.activations,
+        last_h: made.last_h.f_to_kind(kind)?,
+        last_c: made.last_c.map(|c| c.f_to_kind(kind)).transpose()?,
+        ..made
     })
 }
 
@@ -199,7 +180,7 @@ fn all_steps<C: Cell>(
     sizes: Sizes,
     choice: Choice,
     keep: bool,
-) -> Result<CpuOutputs> {
+) -> Result<Outputs> {
     let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, padding } = *operands;
     let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
@@ -214,6 +195,18 @@ fn all_steps<C: Cell>(
         Ok((gates, has_bias))
     };
     let Some(cell) = C::CUDA.filter(|_| h0.device().is_cuda()) else {
+        if plan::is_by_steps(choice, sizes) {
+            let (gates, has_bias) = all_input_gates()?;
+            let operands = cuda::Operands {
+                weight: &weight,
+                input_gates: &gates,
+                bias: bias.filter(|_| !has_bias),
+                separate_bias: separate_bias.as_ref(),
+                h0: &h0,
+                c0: c0.as_ref(),
+            };
+            return cpu::forward_by_steps(C::CPU, &operands, keep);
+        }
         let team = cpu_team::<C>(sizes, &h0)?;
         let given;
         let operands = CpuOperands {
@@ -257,111 +250,6 @@ fn cpu_team<C: Cell>(sizes: Sizes, like: &Tensor) -> Result<cpu::Team> {
     Ok(team([sizes.steps, sizes.batch, sizes.hidden], C::GATES, like.f_kind()?, threads))
 }
 
-/// The parameters in cuDNN's order. It has both biases or none, so an absent one becomes zeros.
-fn parameters_of_cudnn(
-    [w_ih, w_hh]: [&Tensor; 2],
-    biases: [Option<&Tensor>; 2],
-) -> Result<Vec<Tensor>> {
-    let mut all = vec![plain(w_ih)?, plain(w_hh)?];
-    if biases.iter().any(Option::is_some) {
-        for bias in biases {
-            let zeros = || w_ih.f_new_zeros([w_ih.size()[0]], (w_ih.kind(), w_ih.device()));
-            all.push(bias.map_or_else(|| Ok(zeros()?), plain)?);
-        }
-    }
-    Ok(all)
-}
-
-/// Whether cuDNN takes the parameters as they are.
-fn are_flat_for_cudnn(operands: &Operands<'_>) -> Result<bool> {
-    let Operands { w_ih, w_hh, b_ih, b_hh, .. } = *operands;
-    match (b_ih, b_hh) {
-        (None, None) => cudnn::are_flat(&[w_ih, w_hh]),
-        (Some(b_ih), Some(b_hh)) => cudnn::are_flat(&[w_ih, w_hh, b_ih, b_hh]),
-        _ => Ok(false),
-    }
-}
-
-fn forward_by_cudnn(operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
-    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *operands;
-    let parameters = parameters_of_cudnn([w_ih, w_hh], [b_ih, b_hh])?;
-    let c = c.map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
-    let (output, last_h, last_c, reserve) = cudnn::forward(
-        &CudnnOperands {
-            input: &plain(input)?,
-            parameters: &parameters.iter().collect::<Vec<_>>(),
-            h: &plain(&h.f_unsqueeze(0)?)?,
-            c: c.as_ref(),
-        },
-        keep,
-    )?;
-    Ok(Outputs {
-        output,
-        last_h: without_first_dimension(last_h)?,
-        last_c: last_c.map(without_first_dimension).transpose()?,
-        c: None,
-        activations: reserve,
-    })
-}
-
-fn backward_by_cudnn(
-    grads: [Option<&Tensor>; 3],
-    saved: &Saved<'_>,
-    needs: &[bool; place::LEN],
-) -> Result<Gradients> {
-    let found = |place: usize| {
-        let found = saved.inputs[place].as_ref();
-        found.ok_or_else(|| Error::msg("internal error: a saved input is absent"))
-    };
-    let optional = |place: usize| saved.inputs[place].as_ref();
-    let parameters = parameters_of_cudnn(
-        [found(place::W_IH)?, found(place::W_HH)?],
-        [optional(place::B_IH), optional(place::B_HH)],
-    )?;
-    let c = optional(place::C).map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
-    let [grad_output, grad_h, grad_c] = grads;
-    let of_layer =
-        |grad: Option<&Tensor>| grad.map(|grad| plain(&grad.f_unsqueeze(0)?)).transpose();
-    let (grad_output, grad_h, grad_c) =
-        (grad_output.map(plain).transpose()?, of_layer(grad_h)?, of_layer(grad_c)?);
-    // cuDNN writes into what it reads here, which another backward pass may need.
-    if saved.is_spent.fetch_or(saved.is_last, Ordering::Relaxed) {
-        return Err(Error::msg(
-            "an earlier backward pass of this call failed after it had begun to change what the \
-             forward pass saved: run the forward pass again",
-        ));
-    }
-    let reserve = match saved.is_last {
-        true => saved.activations.shallow_clone(),
-        false => copied(&saved.activations)?,
-    };
-    let of_parameters = [place::W_IH, place::W_HH, place::B_IH, place::B_HH];
-    let made = cudnn::backward(
-        &CudnnOperands {
-            input: &plain(found(place::INPUT)?)?,
-            parameters: &parameters.iter().collect::<Vec<_>>(),
-            h: &plain(&found(place::H)?.f_unsqueeze(0)?)?,
-            c: c.as_ref(),
-        },
-        (&saved.output, &reserve),
-        [grad_output.as_ref(), grad_h.as_ref(), grad_c.as_ref()],
-        [
-            needs[place::INPUT],
-            needs[place::H],
-            needs[place::C],
-            of_parameters.iter().any(|&place| needs[place]),
-        ],
-    )?;
-    let [input, h, c, w_ih, w_hh, b_ih, b_hh] = made;
-    // Those of the parameters share one piece of memory.
-    let own = |grad: Option<Tensor>| grad.map(|grad| copied(&grad)).transpose();
-    let of_one_layer = |grad: Option<Tensor>| grad.map(|grad| grad.f_squeeze_dim(0)).transpose();
-    let [w_ih, w_hh, b_ih, b_hh] = [own(w_ih)?, own(w_hh)?, own(b_ih)?, own(b_hh)?];
-    let all = [input, w_ih, w_hh, b_ih, b_hh, of_one_layer(h)?, of_one_layer(c)?];
-    let all = all.into_iter().chain([None]);
-    Ok(all.zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
-}
-
 pub(super) type Gradients = Vec<Option<Tensor>>;
 
 /// Computes the gradients that are needed, from those for the output and for the last h and c; an
@@ -372,10 +260,12 @@ pub(super) fn backward<C: Cell>(
     needs: &[bool; place::LEN],
     (library, choice): (Library, Choice),
 ) -> Result<Gradients> {
-    let device = saved.output.device();
-    if device.is_cuda() && library == Library::Cudnn {
-        return backward_by_cudnn(grads, saved, needs);
+    match library {
+        Library::Cudnn => return backward_by_cudnn(grads, saved, needs),
+        Library::Onednn => return backward_by_onednn(grads, saved, needs),
+        Library::Ours => {}
     }
+    let device = saved.output.device();
     let argument = |place: usize| -> Result<Tensor> {
         let found = saved.inputs[place].as_ref();
         worked(found.ok_or_else(|| Error::msg("internal error: a saved input is absent"))?)
@@ -401,6 +291,9 @@ pub(super) fn backward<C: Cell>(
     };
     let grads = [grad_output.as_ref(), grad_h, grad_c];
     let (made, input_gradient) = match C::CUDA.filter(|_| device.is_cuda()) {
+        None if plan::is_by_steps(choice, sizes) => {
+            (cpu::backward_by_steps(C::CPU, &read, grads, needs[place::H])?, None)
+        }
         None => {
             let team = cpu_team::<C>(sizes, &states)?;
             let is_input_multiplied =

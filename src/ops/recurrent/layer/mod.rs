@@ -4,6 +4,7 @@
 mod cell;
 mod costs;
 mod functions;
+mod libtorch;
 mod over_steps;
 mod padded;
 mod plan;
@@ -19,8 +20,9 @@ pub(crate) use plan::with_half_of_the_gpu;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
+use crate::ops::recurrent::kernels::Outputs;
 use crate::{Error, Result, check};
-use functions::{Operands, Outputs, Saved};
+use functions::{Operands, Saved};
 use plan::{Choice, Library};
 use std::marker::PhantomData;
 use std::sync::atomic::AtomicBool;
@@ -163,7 +165,7 @@ fn check_kinds<C: Cell>(arguments: &Arguments<'_>) -> Result<()> {
 
 struct Layer<C> {
     choice: Choice,
-    /// Who computed the forward on CUDA.
+    /// Who computed the forward.
     library: Library,
     /// Whether a backward pass has written into what the forward pass saved.
     is_spent: AtomicBool,

@@ -4,16 +4,18 @@ use super::{Cell, Costs};
 use crate::Result;
 use crate::ffi::precision::rnn_allow_tf32;
 use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
-use crate::ops::recurrent::kernels::cudnn;
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
-use crate::ops::recurrent::plan::{Direction, Sizes, cluster, grid, wide_grid};
+use crate::ops::recurrent::kernels::{cudnn, onednn};
+use crate::ops::recurrent::plan::{
+    Direction, Sizes, are_too_few_to_pack, cluster, grid, is_onednn_faster, wide_grid,
+};
 use crate::ops::way::forced;
 use std::cell::Cell as Slot;
 use tch::{Device, Kind};
 
-/// The ways to compute a layer of an LSTM or GRU on CUDA. Where a description begins with a name and
-/// a colon, the kernels are in that folder of `csrc/recurrent`. On the CPU there is only one way:
-/// `cpu`.
+/// The ways to compute a layer of an LSTM or GRU. Where a description begins with a name and a colon,
+/// the kernels are in that folder of `csrc/recurrent`. The plan chooses in place of a way that the
+/// device does not have.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
@@ -22,6 +24,10 @@ pub enum Way {
     Automatic,
     /// cuDNN's layer, as libtorch calls it.
     Cudnn,
+    /// On the CPU, `cpu`: the weights are packed, and threads work through the whole sequence.
+    Packed,
+    /// On the CPU: oneDNN's layer, as libtorch calls it. It has LSTMs in `Float`.
+    Onednn,
     /// `step`: libtorch's product and one kernel for each step.
     Step,
     /// `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
@@ -47,7 +53,9 @@ impl Way {
             Way::Cluster => Clusters::of(device)?.are_there(),
             Way::Grid | Way::WideGrid | Way::CrowdedGrid => Grid::of(device)?.is_there(),
             Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
-            Way::Step => device.is_cuda(),
+            Way::Onednn => device == Device::Cpu && onednn::is_enabled(),
+            Way::Packed => device == Device::Cpu,
+            Way::Step => device.is_cuda() || device == Device::Cpu,
             Way::Automatic => true,
         })
     }
@@ -101,6 +109,33 @@ pub(super) enum Library {
     /// Kernels of this crate.
     Ours,
     Cudnn,
+    Onednn,
+}
+
+/// Chooses for a layer on the CPU, of which only the forward is needed unless `keep` is set.
+pub(super) fn cpu_library<C: Cell>(
+    Choice { way, .. }: Choice,
+    sizes: Sizes,
+    kind: Kind,
+    keep: bool,
+) -> Library {
+    // libtorch calls it for LSTMs only, and it accepts no input without features.
+    let has_onednn = !C::STATE_IS_H && kind == Kind::Float && sizes.features > 0;
+    let is_onednn = match way {
+        Way::Onednn => true,
+        Way::Step | Way::Packed => false,
+        _ => is_onednn_faster(sizes, keep),
+    };
+    if has_onednn && is_onednn && onednn::is_enabled() { Library::Onednn } else { Library::Ours }
+}
+
+/// Whether our kernels compute a layer on the CPU step by step.
+pub(super) fn is_by_steps(Choice { way, .. }: Choice, sizes: Sizes) -> bool {
+    match way {
+        Way::Step => true,
+        Way::Packed => false,
+        _ => are_too_few_to_pack(sizes),
+    }
 }
 
 /// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set. `is_flat`
@@ -116,18 +151,21 @@ pub(super) fn library<C: Cell>(
     // cuDNN accepts no input without features.
     let may_be_cudnn = sizes.features > 0 && cudnn::is_enabled();
     Ok(match way {
-        _ if C::CUDA.is_none() || way == Way::Cudnn => Library::Cudnn,
+        _ if C::CUDA.is_none() => Library::Cudnn,
+        Way::Cudnn if may_be_cudnn => Library::Cudnn,
         Way::Automatic if may_be_cudnn => {
             let gpu = Gpu::of(device)?;
             let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
             let directions = [Direction::Forward, Direction::Backward];
             let directions = &directions[..if keep { 2 } else { 1 }];
-            let steps = sizes.steps as f64;
-            let sum = |of: &dyn Fn(Direction) -> f64| directions.iter().map(|&way| of(way)).sum();
-            let ours: f64 = sum(&|direction| {
-                steps * automatic(C::COSTS, direction, sizes, products, (gpu, room)).1
+            let ours = Call::of_all(directions, sizes.steps, |direction| {
+                let (kernel, cost) = automatic(C::COSTS, direction, sizes, products, (gpu, room));
+                (cost, if kernel == Kernel::Step { STEP_OF_OURS.of(direction) } else { 0.0 })
             });
-            let cudnn: f64 = sum(&|direction| steps * products.of_cudnn(direction));
+            let cudnn = Call::of_all(directions, sizes.steps, |direction| {
+                let [costs, host] = products.of_cudnn();
+                (costs.of(direction), host.of(direction))
+            });
             faster([ours, cudnn], &HOST[usize::from(keep)], is_flat)
         }
         _ => Library::Ours,
@@ -139,15 +177,49 @@ pub(super) fn is_tf32(kind: Kind) -> Result<bool> {
     Ok(kind == Kind::Float && rnn_allow_tf32()?)
 }
 
-/// The faster one for a call, given what its kernels and cuDNN's cost.
-fn faster([ours, cudnn]: [f64; 2], host: &Host, is_flat: bool) -> Library {
-    let call_of_cudnn = host.of_cudnn + if is_flat { 0.0 } else { host.flattening };
-    // The GPU waits for the host, or the host for the GPU.
-    let is_ours = ours.max(host.of_ours) <= cudnn.max(call_of_cudnn);
+/// A cost in microseconds, forward and backward.
+#[derive(Clone, Copy, Debug)]
+struct Both([f64; 2]);
+
+impl Both {
+    fn of(self, direction: Direction) -> f64 {
+        self.0[if direction == Direction::Forward { 0 } else { 1 }]
+    }
+}
+
+/// What all steps of a call cost in microseconds: the GPU, and the host for its launches of single
+/// steps.
+#[derive(Clone, Copy, Debug)]
+struct Call {
+    gpu: f64,
+    launches: f64,
+}
+
+impl Call {
+    /// `of` says what a step costs both.
+    fn of_all(directions: &[Direction], steps: i64, of: impl Fn(Direction) -> (f64, f64)) -> Call {
+        let none = Call { gpu: 0.0, launches: 0.0 };
+        directions.iter().fold(none, |sum, &direction| {
+            let (gpu, host) = of(direction);
+            let all = |of_step: f64| steps as f64 * of_step;
+            Call { gpu: sum.gpu + all(gpu), launches: sum.launches + all(host) }
+        })
+    }
+
+    /// The GPU waits for the host, or the host for the GPU.
+    fn time(self, host: f64) -> f64 {
+        self.gpu.max(host + self.launches)
+    }
+}
+
+/// The faster one for a call.
+fn faster([ours, cudnn]: [Call; 2], host: &Host, is_flat: bool) -> Library {
+    let flattening = if is_flat { 0.0 } else { host.flattening };
+    let is_ours = ours.time(host.of_ours) <= cudnn.time(host.of_cudnn + flattening);
     if is_ours { Library::Ours } else { Library::Cudnn }
 }
 
-/// What a call takes the host, in microseconds.
+/// What a call takes the host, in microseconds, apart from launches of single steps.
 struct Host {
     of_ours: f64,
     of_cudnn: f64,
@@ -155,11 +227,17 @@ struct Host {
     flattening: f64,
 }
 
-/// The forward alone, and both directions, as measured next to an H200 (docs/lab/lstm.md).
+// The host's times were measured next to an H200 and an H100 (docs/lab/lstm.md).
+
+/// The forward alone, and both directions.
 const HOST: [Host; 2] = [
-    Host { of_ours: 60.0, of_cudnn: 90.0, flattening: 350.0 },
-    Host { of_ours: 500.0, of_cudnn: 650.0, flattening: 850.0 },
+    Host { of_ours: 50.0, of_cudnn: 70.0, flattening: 350.0 },
+    Host { of_ours: 480.0, of_cudnn: 630.0, flattening: 850.0 },
 ];
+
+/// Its launches for a step: by our kernels, a product and a kernel; by cuDNN.
+const STEP_OF_OURS: Both = Both([22.0, 30.0]);
+const STEP_OF_CUDNN: Both = Both([14.0, 22.0]);
 
 /// What products cost, and what those ways cost that have no tables, all per step in microseconds.
 /// These are lines through measurements on an H200 (docs/lab/lstm.md).
@@ -215,36 +293,42 @@ impl Products {
     fn step_by_step(self, direction: Direction) -> f64 {
         let product = self.slowdown() * self.one;
         match direction {
-            Direction::Forward => (9.0 + product).max(14.0),
-            Direction::Backward => (12.0 + product).max(18.0),
+            Direction::Forward => 9.0 + product,
+            Direction::Backward => 12.0 + product,
         }
     }
 
-    /// cuDNN's whole step.
-    fn of_cudnn(self, direction: Direction) -> f64 {
-        let [forward, backward] = self.of_cudnns_persistent().unwrap_or_else(|| self.of_cudnns());
-        if direction == Direction::Forward { forward } else { backward }
+    /// cuDNN's whole step, and what its launches take the host.
+    fn of_cudnn(self) -> [Both; 2] {
+        match self.of_cudnns_persistent() {
+            Some(costs) => [Both(costs), Both([0.0; 2])],
+            None => [Both(self.of_cudnns()), STEP_OF_CUDNN],
+        }
     }
 
     /// Its kernels that keep small weights on the chip, if it has any, forward and backward.
     fn of_cudnns_persistent(self) -> Option<[f64; 2]> {
-        const NARROW: i64 = 128;
         const NARROWEST: i64 = 64;
+        const NARROW: i64 = 128;
         const WIDE: i64 = 1024;
         const FEW_ROWS: f64 = 32.0;
         let (rows, is_lstm) = (self.batch, self.gates == 4);
-        match self.kind {
-            Kind::Half if self.hidden <= NARROW => Some([1.0 + 4.0 * self.one, 2.4 + rows / 100.0]),
-            Kind::Half if is_lstm && rows <= FEW_ROWS && self.hidden <= WIDE => {
+        let line = |fixed: f64, rows_per_microsecond: f64| fixed + rows / rows_per_microsecond;
+        // Wide ones have whole tiles.
+        let is_tiled = self.hidden % 128 == 0 && rows % 8.0 == 0.0;
+        match (self.kind, self.hidden) {
+            (Kind::Half, ..=NARROWEST) if is_lstm => Some([line(1.0, 2500.0), line(1.4, 95.0)]),
+            (Kind::Half, ..=NARROWEST) => Some([line(1.0, 2000.0), line(1.0, 39.0)]),
+            (Kind::Half, ..=NARROW) if is_lstm => Some([line(1.4, 88.0), line(2.3, 36.0)]),
+            (Kind::Half, ..=NARROW) => Some([line(0.6, 165.0), line(1.0, 34.0)]),
+            (Kind::Half, ..=WIDE) if is_lstm && is_tiled && rows <= FEW_ROWS => {
                 let columns = self.hidden as f64;
-                Some([1.0 + columns / 1000.0, 2.5 + columns / 300.0])
+                Some([1.1 + columns / 1000.0, 2.2 + columns / 300.0])
             }
-            Kind::Float if !self.is_tf32 || self.hidden > NARROW => None,
-            Kind::Float if !is_lstm => Some([0.5 + rows / 200.0, 2.6 + rows / 24.0]),
-            Kind::Float if self.hidden <= NARROWEST => {
-                Some([0.35 + rows / 450.0, 3.7 + rows / 110.0])
-            }
-            Kind::Float => Some([2.0 + rows / 80.0, 2.0 + rows / 42.0]),
+            (Kind::Float, ..=NARROWEST) if is_lstm => Some([line(0.4, 400.0), line(1.5, 110.0)]),
+            (Kind::Float, ..=NARROWEST) => Some([line(0.45, 400.0), line(1.0, 22.0)]),
+            (Kind::Float, ..=NARROW) if is_lstm => Some([line(1.6, 78.0), line(2.2, 36.0)]),
+            (Kind::Float, ..=NARROW) => Some([line(0.6, 150.0), line(1.6, 20.0)]),
             _ => None,
         }
     }
@@ -252,14 +336,16 @@ impl Products {
     /// Its kernels for each step, forward and backward.
     fn of_cudnns(self) -> [f64; 2] {
         const SOME_ROWS: f64 = 128.0;
+        const WIDE: i64 = 1024;
         let (rows, once) = (self.batch, self.one + self.of_input);
+        let is_tiled = self.hidden % 128 == 0 && self.hidden <= WIDE && rows % 8.0 == 0.0;
         match self.kind {
-            Kind::Half if self.gates == 4 && rows < SOME_ROWS => [4.3 + once, 8.0 + 2.0 * once],
-            Kind::Half | Kind::BFloat16 => {
-                [(8.0 + once).max(10.5), (10.0 + 2.0 * once + rows / 100.0).max(16.0)]
+            Kind::Half if self.gates == 4 && is_tiled && rows < SOME_ROWS => {
+                [4.8 + 1.5 * once, 8.5 + 2.5 * once]
             }
-            Kind::Float if self.is_tf32 => [(8.0 + 2.2 * once).max(12.0), 18.0 + 5.0 * once],
-            _ => [(8.0 + 12.0 * once).max(12.0), (24.0 * once).max(22.0)],
+            Kind::Half | Kind::BFloat16 => [8.0 + once, 10.0 + 2.0 * once + rows / 100.0],
+            Kind::Float if self.is_tf32 => [8.0 + 2.2 * once, 18.0 + 5.0 * once],
+            _ => [15.0 + 11.5 * once, 30.0 + 23.5 * once],
         }
     }
 }
@@ -309,7 +395,7 @@ pub(super) fn kernel<C: Cell>(
             kernel => kernel,
         }),
         Way::Automatic => Some(automatic(C::COSTS, direction, sizes, products, (gpu, room)).0),
-        Way::Step | Way::Cudnn => None,
+        Way::Step | Way::Cudnn | Way::Packed | Way::Onednn => None,
     };
     Ok(kernel.unwrap_or(Kernel::Step))
 }
@@ -324,19 +410,27 @@ fn automatic(
 ) -> (Kernel, f64) {
     /// Fewer steps are over before the wide grid's weights have been loaded.
     const FEW: i64 = 8;
+    /// What one more launch takes the host, for scales: in few steps exact products are faster.
+    const SCALING: f64 = 8.0;
     let on = |gpu| {
         let of_all = [
             of_clusters(costs, direction, sizes, products, gpu),
             of_grid(costs, direction, sizes, products, gpu),
             of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
         ];
-        of_all.into_iter().flatten().map(|(kernel, cost)| (kernel, cost as f64 / 100.0))
+        let scaling = if products.is_tf32 { SCALING / sizes.steps as f64 } else { 0.0 };
+        let in_order = of_all.into_iter().flatten();
+        let scaled = in_order.map(move |(kernel, cost)| (kernel, cost as f64 / 100.0 + scaling));
+        let exact = Products { is_tf32: false, ..products };
+        let exact = of_clusters(costs, direction, sizes, exact, gpu).filter(|_| products.is_tf32);
+        scaled.chain(exact.map(|(kernel, cost)| (kernel, cost as f64 / 100.0)))
     };
     let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
     // Kernels that fill the GPU take turns with the other layer's.
     let turns = if room == Room::Half { 2.0 } else { 1.0 };
     let of_all = halves.chain(on(gpu).map(|(kernel, cost)| (kernel, turns * cost)));
-    let by_step = (Kernel::Step, products.step_by_step(direction));
+    let of_step = products.step_by_step(direction).max(STEP_OF_OURS.of(direction));
+    let by_step = (Kernel::Step, of_step);
     let (kernel, cost) =
         of_all.fold(by_step, |best, other| if other.1 < best.1 { other } else { best });
     (kernel, cost + products.at_once(direction))
@@ -455,12 +549,36 @@ mod tests {
     #[test]
     fn cudnn_is_called_where_it_is_faster() {
         let [forward, _] = &HOST;
-        assert_eq!(faster([2000.0, 1900.0], forward, true), Library::Cudnn);
-        assert_eq!(faster([1900.0, 2000.0], forward, true), Library::Ours);
+        let gpu = |gpu| Call { gpu, launches: 0.0 };
+        assert_eq!(faster([gpu(2000.0), gpu(1900.0)], forward, true), Library::Cudnn);
+        assert_eq!(faster([gpu(1900.0), gpu(2000.0)], forward, true), Library::Ours);
         // Few steps are over before the host has made another call.
-        assert_eq!(faster([20.0, 10.0], forward, true), Library::Ours);
-        assert_eq!(faster([100.0, 70.0], forward, true), Library::Cudnn);
-        assert_eq!(faster([100.0, 70.0], forward, false), Library::Ours);
+        assert_eq!(faster([gpu(20.0), gpu(10.0)], forward, true), Library::Ours);
+        assert_eq!(faster([gpu(100.0), gpu(70.0)], forward, true), Library::Cudnn);
+        assert_eq!(faster([gpu(100.0), gpu(70.0)], forward, false), Library::Ours);
+        // Launches of single steps take the host longer than the GPU takes to run them.
+        let by_step = |launches| Call { gpu: 20.0, launches };
+        assert_eq!(faster([by_step(88.0), by_step(56.0)], forward, true), Library::Cudnn);
+        assert_eq!(faster([by_step(22.0), by_step(14.0)], forward, true), Library::Ours);
+    }
+
+    #[test]
+    fn few_steps_in_tf32_are_computed_without_scales() {
+        const CLUSTERS: [cluster::Entry; 2] = [
+            cluster::Entry::new(Multiplied::Scaled, 128, 8, [2, 2], [Some(50), Some(95)]),
+            cluster::Entry::new(Multiplied::Float, 128, 8, [2, 1], [Some(90), Some(140)]),
+        ];
+        let costs = Costs { clusters: &CLUSTERS, ..COSTS };
+        let product_of = |steps| {
+            let sizes = Sizes { steps, batch: 16, features: 64, hidden: 64 };
+            let products = Products::new(3, sizes, Kind::Float, true);
+            automatic(&costs, Direction::Forward, sizes, products, (H200, Room::Whole)).0
+        };
+        let product = |steps| match product_of(steps) {
+            Kernel::Cluster { product, .. } => Some(product),
+            _ => None,
+        };
+        assert_eq!([product(4), product(512)], [Some(Product::Plain), Some(Product::Scaled)]);
     }
 
     #[test]

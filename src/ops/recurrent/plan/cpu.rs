@@ -49,7 +49,7 @@ pub(in crate::ops) fn team(
 /// for the gates with it. What these products write or read is then in the cache.
 pub(in crate::ops) fn multiplies_input(sizes: Sizes, gates: i64, kind: Kind, team: Team) -> bool {
     /// With fewer rows, most of the time is spent on reading the weights again in each step.
-    const ROWS: i64 = 4;
+    const ROWS: i64 = 8;
     /// How many bytes both weights may have together to stay in a core's cache. With more, one
     /// product over all steps is as fast or faster.
     const NEAR: f64 = (1 << 20) as f64;
@@ -59,6 +59,30 @@ pub(in crate::ops) fn multiplies_input(sizes: Sizes, gates: i64, kind: Kind, tea
     let bytes = of_gate * gates as f64 * kind.elt_size_in_bytes() as f64;
     // A product without terms is left to libtorch.
     features > 0 && batch / team.row_groups >= ROWS && bytes <= NEAR
+}
+
+/// Whether packing the weights takes longer than it saves: libtorch's products read them where they
+/// are.
+pub(in crate::ops) fn are_too_few_to_pack(Sizes { steps, batch, .. }: Sizes) -> bool {
+    /// A packed row takes about as long as several that are read in place.
+    const ROWS: i64 = 4;
+    steps == 1 || steps.saturating_mul(batch) <= ROWS
+}
+
+/// Whether oneDNN's LSTM is faster than ours in `Float`, forward, or both ways if `keep` is set.
+/// Both multiply at the same rate. oneDNN's products are faster where they are large, and columns
+/// are whole tiles of it; what it keeps for the backward pass takes more memory, which is slow
+/// beyond what an allocator keeps.
+pub(in crate::ops) fn is_onednn_faster(sizes: Sizes, keep: bool) -> bool {
+    const COLUMNS: i64 = 192;
+    const TILE: i64 = 64;
+    const ROWS: i64 = 8;
+    /// How many values all h have for which it keeps 32 MiB.
+    const KEPT: i64 = 1 << 19;
+    let Sizes { steps, batch, hidden, .. } = sizes;
+    let is_wide = hidden >= COLUMNS && hidden % TILE == 0 && batch >= ROWS;
+    let all = steps.saturating_mul(batch).saturating_mul(hidden);
+    is_wide && (!keep || all <= KEPT)
 }
 
 #[cfg(test)]
@@ -72,8 +96,27 @@ mod tests {
             let team = Team { row_groups, column_groups: 1 };
             multiplies_input(sizes, 4, Kind::Float, team)
         };
-        assert!(of(16, 128, 128, 2) && of(8, 128, 128, 2) && of(4, 1, 1, 1));
-        // Fewer than four rows for each group of threads; no features; weights of 2 MiB.
-        assert!(!of(7, 128, 128, 2) && !of(16, 0, 128, 2) && !of(16, 256, 256, 2));
+        assert!(of(16, 128, 128, 2) && of(8, 1, 1, 1));
+        // Fewer than eight rows for each group of threads; no features; weights of 2 MiB.
+        assert!(!of(15, 128, 128, 2) && !of(16, 0, 128, 2) && !of(16, 256, 256, 2));
+    }
+
+    #[test]
+    fn weights_are_packed_where_it_pays() {
+        let of =
+            |steps, batch| are_too_few_to_pack(Sizes { steps, batch, features: 64, hidden: 64 });
+        assert!(of(1, 1) && of(1, 1024) && of(4, 1) && of(2, 2));
+        assert!(!of(2, 3) && !of(5, 1) && !of(512, 16));
+    }
+
+    #[test]
+    fn onednn_is_faster_where_its_products_are_large() {
+        let of = |steps, batch, hidden, keep| {
+            is_onednn_faster(Sizes { steps, batch, features: hidden, hidden }, keep)
+        };
+        assert!(of(32, 64, 256, true) && of(32, 64, 256, false) && of(1024, 64, 256, false));
+        // Too much to keep; narrow; few rows; columns that are no whole tiles.
+        assert!(!of(1024, 64, 256, true) && !of(128, 16, 128, true));
+        assert!(!of(32, 4, 256, true) && !of(32, 64, 200, false));
     }
 }

@@ -7,5 +7,5 @@ pub(in crate::ops) mod grid;
 mod sizes;
 pub(in crate::ops) mod wide_grid;
 
-pub(in crate::ops) use cpu::{multiplies_input, team};
+pub(in crate::ops) use cpu::{are_too_few_to_pack, is_onednn_faster, multiplies_input, team};
 pub(in crate::ops) use sizes::{Direction, Line, Product, Sizes, is_half};
