@@ -277,7 +277,16 @@ impl Products {
 
     /// How many times as long libtorch's products take in this kind as in half kinds.
     fn slowdown(self) -> f64 {
-        if matches!(self.kind, Kind::Half | Kind::BFloat16) { 1.0 } else { 12.0 }
+        if matches!(self.kind, Kind::Half | Kind::BFloat16) { 1.0 } else { 13.0 }
+    }
+
+    /// How many times as long a product of a step takes as its share of a large one: in strict `Float`
+    /// tiles have more rows than there are.
+    fn share_of_tiles(self) -> f64 {
+        const OTHER_ROWS: f64 = 32.0;
+        const MOST: f64 = 2.0;
+        let is_strict = self.kind == Kind::Float && !self.is_tf32;
+        if is_strict { 1.0 + (OTHER_ROWS / self.batch.max(1.0)).min(MOST) } else { 1.0 }
     }
 
     /// Those over all steps at once.
@@ -291,9 +300,9 @@ impl Products {
 
     /// A product and a kernel for each step, without what is done at once.
     fn step_by_step(self, direction: Direction) -> f64 {
-        let product = self.slowdown() * self.one;
+        let product = self.slowdown() * self.one * self.share_of_tiles();
         match direction {
-            Direction::Forward => 9.0 + product,
+            Direction::Forward => 11.0 + product,
             Direction::Backward => 12.0 + product,
         }
     }
@@ -337,7 +346,7 @@ impl Products {
     fn of_cudnns(self) -> [f64; 2] {
         const SOME_ROWS: f64 = 128.0;
         const WIDE: i64 = 1024;
-        let (rows, once) = (self.batch, self.one + self.of_input);
+        let (rows, once) = (self.batch, (self.one + self.of_input) * self.share_of_tiles());
         let is_tiled = self.hidden % 128 == 0 && self.hidden <= WIDE && rows % 8.0 == 0.0;
         match self.kind {
             Kind::Half if self.gates == 4 && is_tiled && rows < SOME_ROWS => {
@@ -345,7 +354,7 @@ impl Products {
             }
             Kind::Half | Kind::BFloat16 => [8.0 + once, 10.0 + 2.0 * once + rows / 100.0],
             Kind::Float if self.is_tf32 => [8.0 + 2.2 * once, 18.0 + 5.0 * once],
-            _ => [15.0 + 11.5 * once, 30.0 + 23.5 * once],
+            _ => [13.0 + 11.5 * once, 25.0 + 23.5 * once],
         }
     }
 }
@@ -429,10 +438,12 @@ fn automatic(
     // Kernels that fill the GPU take turns with the other layer's.
     let turns = if room == Room::Half { 2.0 } else { 1.0 };
     let of_all = halves.chain(on(gpu).map(|(kernel, cost)| (kernel, turns * cost)));
-    let of_step = products.step_by_step(direction).max(STEP_OF_OURS.of(direction));
-    let by_step = (Kernel::Step, of_step);
+    let of_step = products.step_by_step(direction);
+    // The host may be slower than the GPU.
+    let by_step = (Kernel::Step, of_step.max(STEP_OF_OURS.of(direction)));
     let (kernel, cost) =
         of_all.fold(by_step, |best, other| if other.1 < best.1 { other } else { best });
+    let cost = if kernel == Kernel::Step { of_step } else { cost };
     (kernel, cost + products.at_once(direction))
 }
 

@@ -11,14 +11,14 @@ pub(in crate::ops) fn team(
     kind: Kind,
     threads: i64,
 ) -> Team {
-    /// With less work, one thread is done before another is awake. Like the next number, this was
-    /// measured with three gates.
+    /// With less work, one thread is done before another is awake. This was measured with three
+    /// gates.
     const WORTH_A_THREAD: f64 = (1 << 18) as f64;
     /// With less work, a step is done before the other threads of its rows notice that the preceding
-    /// step is done.
-    const WORTH_WAITING: f64 = (1 << 17) as f64;
+    /// step is done. In multiplications with three gates, as the number above.
+    const WORTH_WAITING: f64 = 24_000.0;
     /// How many rows are multiplied with a weight each time it is read.
-    const ROWS: i64 = 8;
+    const ROWS: i64 = 4;
     /// How many columns are computed together.
     const PANEL: i64 = 16;
     /// How many bytes of weights stay in a core's cache next to all other data.
@@ -74,15 +74,22 @@ pub(in crate::ops) fn are_too_few_to_pack(Sizes { steps, batch, .. }: Sizes) -> 
 /// are whole tiles of it; what it keeps for the backward pass takes more memory, which is slow
 /// beyond what an allocator keeps.
 pub(in crate::ops) fn is_onednn_faster(sizes: Sizes, keep: bool) -> bool {
-    const COLUMNS: i64 = 192;
     const TILE: i64 = 64;
     const ROWS: i64 = 8;
+    /// One step is computed without packing.
+    const ROWS_OF_ONE_STEP: i64 = 64;
+    const COLUMNS: std::ops::RangeInclusive<i64> = 192..=1024;
+    const COLUMNS_KEPT: i64 = 640;
     /// How many values all h have for which it keeps 32 MiB.
     const KEPT: i64 = 1 << 19;
     let Sizes { steps, batch, hidden, .. } = sizes;
-    let is_wide = hidden >= COLUMNS && hidden % TILE == 0 && batch >= ROWS;
+    let are_tiles = COLUMNS.contains(&hidden) && hidden % TILE == 0;
     let all = steps.saturating_mul(batch).saturating_mul(hidden);
-    is_wide && (!keep || all <= KEPT)
+    let is_large = match keep {
+        true => steps > 1 && batch >= ROWS && hidden <= COLUMNS_KEPT && all <= KEPT,
+        false => batch >= if steps > 1 { ROWS } else { ROWS_OF_ONE_STEP },
+    };
+    are_tiles && is_large
 }
 
 #[cfg(test)]
@@ -115,8 +122,8 @@ mod tests {
             is_onednn_faster(Sizes { steps, batch, features: hidden, hidden }, keep)
         };
         assert!(of(32, 64, 256, true) && of(32, 64, 256, false) && of(1024, 64, 256, false));
-        // Too much to keep; narrow; few rows; columns that are no whole tiles.
-        assert!(!of(1024, 64, 256, true) && !of(128, 16, 128, true));
-        assert!(!of(32, 4, 256, true) && !of(32, 64, 200, false));
+        // Too much to keep; narrow; wide; few rows; columns that are no whole tiles; one step.
+        assert!(!of(1024, 64, 256, true) && !of(128, 16, 128, true) && !of(4, 64, 1536, false));
+        assert!(!of(32, 4, 256, true) && !of(32, 64, 200, false) && !of(1, 64, 256, true));
     }
 }
