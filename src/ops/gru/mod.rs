@@ -32,7 +32,8 @@ use tch::Tensor;
 /// Under autocast, all tensors are cast to autocast's kind, which the outputs have, too.
 ///
 /// On the CPU the weights are packed once, and libtorch's threads work together through the whole
-/// sequence. The half kinds are computed as `Float` from end to end and rounded once.
+/// sequence; a single step is two products and a kernel. The half kinds are computed as `Float` from
+/// end to end and rounded once.
 ///
 /// On CUDA, libtorch's own layer is cuDNN's. On compute capability 9.0 all steps of a direction are
 /// one kernel of this crate where that is faster: in the half kinds, and in `Float` where tf32 is
