@@ -33,6 +33,7 @@ mod lstm;
 mod machine;
 mod matmul_add_relu;
 mod random;
+mod rms_norm;
 mod rnn;
 mod rnn_layers;
 mod rnn_sweep;

@@ -8,6 +8,8 @@ mod linear;
 mod lltm;
 #[cfg(feature = "recurrent")]
 mod lltm_layer;
+#[cfg(feature = "norm")]
+mod rms_norm;
 #[cfg(feature = "recurrent")]
 mod rnn;
 #[cfg(feature = "recurrent")]
@@ -21,5 +23,7 @@ pub use linear::{Linear, linear};
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};
 #[cfg(feature = "recurrent")]
 pub use lltm_layer::{LltmLayer, LltmLayerConfig, lltm_layer};
+#[cfg(feature = "norm")]
+pub use rms_norm::{RmsNorm, RmsNormConfig, RmsNormOp, rms_norm};
 #[cfg(feature = "recurrent")]
 pub use rnn::{Gru, Lstm, gru, lstm};

@@ -105,6 +105,7 @@ macro_rules! operators {
                 files: [
                     "recurrent/cpu",
                     "recurrent/cudnn.cpp",
+                    "recurrent/onednn.cpp",
                     "recurrent/step",
                     "recurrent/cluster",
                     "lstm/cluster_forward.cu",
@@ -126,6 +127,21 @@ macro_rules! operators {
                     "gemm/skinny.cu",
                     "gemm/small.cu",
                     "matmul_add_relu/cpu_product.cpp",
+                ],
+            }
+            rms_norm of "norm" {
+                functions: [rms_norm, f_rms_norm, rms_norm_reference],
+                way: [],
+                files: [
+                    "rms_norm/forward_registers.cu",
+                    "rms_norm/forward_passes.cu",
+                    "rms_norm/forward_shifted.cu",
+                    "rms_norm/backward_registers.cu",
+                    "rms_norm/backward_passes.cu",
+                    "rms_norm/backward_cluster.cu",
+                    "rms_norm/backward_few.cu",
+                    "rms_norm/backward_in_place.cu",
+                    "rms_norm/backward_ring.cu",
                 ],
             }
         }

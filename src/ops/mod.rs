@@ -5,7 +5,7 @@
 //! operations.
 //!
 //! Operators belong to families, each of which is a feature of this crate and on by default:
-//! `norm` (`layer_norm`), `gemm` (`linear`, `matmul_add_relu`) and `recurrent` (`lstm`, `gru`,
+//! `norm` (`layer_norm`, `rms_norm`), `gemm` (`linear`, `matmul_add_relu`) and `recurrent` (`lstm`, `gru`,
 //! `lltm`, `lltm_cell`; it needs `gemm`). The kernels of a family that is off are not compiled.
 
 #[macro_use]
@@ -33,6 +33,8 @@ mod matmul_add_relu;
 mod norm;
 #[cfg(feature = "recurrent")]
 mod recurrent;
+#[cfg(feature = "norm")]
+mod rms_norm;
 mod way;
 
 #[cfg(feature = "gemm")]

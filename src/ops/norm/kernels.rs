@@ -333,6 +333,3 @@ impl Kernels {
         Ok(0)
     }
 }
-
-#[cfg(test)]
-mod rms_norm_tests;

@@ -1,6 +1,6 @@
-// RMS normalisation on the CPU: the proof that the engine is generic in the statistic, and the
-// first piece of a future operator. Nobody calls it but the tests of src/ops/norm.
-#include "cpu.h"
+#include "../norm/cpu.h"
+
+#include "rms_norm.h"
 
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
