@@ -1,4 +1,4 @@
-// All steps of a GRU on the CPU: a single step, and all steps computed by a team of threads.
+// A GRU on the CPU: a single step, and all steps computed by a team of threads.
 //
 // The latter two functions take the parameters of recurrent/cpu/params.h, whose state is h: `c0` is
 // h0, `c` is `output` and c_stride is B·H. The gates are [r | z | n], as in torch.nn.GRU. With its

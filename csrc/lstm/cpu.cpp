@@ -1,4 +1,4 @@
-// All steps of an LSTM on the CPU: a single step, and all steps computed by a team of threads.
+// An LSTM on the CPU: a single step, and all steps computed by a team of threads.
 #include "../recurrent/step/cpu.h"
 
 #include "../recurrent/cells/lstm_cpu.h"

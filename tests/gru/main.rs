@@ -55,8 +55,8 @@ const RNN: Rnn = Rnn {
 rnn::tests!(RNN);
 rnn::each_way_tests! {
     RNN,
-    with_packed_weights: |arguments| force(RnnWay::Packed, || call(f_gru, arguments)),
-    by_steps: |arguments| force(RnnWay::Step, || call(f_gru, arguments)),
+    with_packed_weights(conformance): |arguments| force(RnnWay::Packed, || call(f_gru, arguments)),
+    by_steps(conformance): |arguments| force(RnnWay::Step, || call(f_gru, arguments)),
 }
 rnn_random::random_tests!("gru", RNN);
 rnn_tf32::tf32_tests!(RNN, Some(1));

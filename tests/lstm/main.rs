@@ -20,7 +20,7 @@ use packed::Packed;
 use rnn::{Rnn, some_lengths};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, apply_with, grad};
 use tch_extension::ops::{
     RnnWay, RnnWeights, f_lstm, f_lstm_padded, force, lstm_padded_reference, lstm_reference,
 };
@@ -58,8 +58,9 @@ const RNN: Rnn = Rnn {
 rnn::tests!(RNN);
 rnn::each_way_tests! {
     RNN,
-    with_packed_weights: |arguments| force(RnnWay::Packed, || call(f_lstm, arguments)),
-    by_steps: |arguments| force(RnnWay::Step, || call(f_lstm, arguments)),
+    with_packed_weights(conformance): |arguments| force(RnnWay::Packed, || call(f_lstm, arguments)),
+    by_steps(conformance): |arguments| force(RnnWay::Step, || call(f_lstm, arguments)),
+    by_onednn: |arguments| force(RnnWay::Onednn, || call(f_lstm, arguments)),
 }
 rnn_random::random_tests!("lstm", RNN);
 rnn_tf32::tf32_tests!(RNN, None);
@@ -135,4 +136,63 @@ fn gradients_of(outputs: &[Tensor], leaves: &[Tensor]) -> Vec<Tensor> {
     let (of, at): (Vec<_>, Vec<_>) = (outputs.iter().collect(), leaves.iter().collect());
     let found = grad(&of, &at, &options).expect("gradients").into_vec();
     found.into_iter().flatten().collect()
+}
+
+/// oneDNN writes into what its forward pass kept.
+#[test]
+fn two_threads_through_one_graph_by_onednn() {
+    let inputs = RNN.inputs([12, 16, 32, 256], Kind::Float, Device::Cpu);
+    let leaves = support::leaves(&inputs);
+    let outputs = force(RnnWay::Onednn, || call(f_lstm, &leaves)).expect("outputs");
+    let own = |of: &[Tensor]| of.iter().map(Tensor::shallow_clone).collect::<Vec<Tensor>>();
+    let of = |outputs: Vec<Tensor>, leaves: Vec<Tensor>| gradients_of(&outputs[..1], &leaves);
+    let expected = of(own(&outputs), own(&leaves));
+    for _ in 0..10 {
+        let threads: Vec<_> = (0..2)
+            .map(|_| {
+                let (outputs, leaves) = (own(&outputs), own(&leaves));
+                std::thread::spawn(move || of(outputs, leaves))
+            })
+            .collect();
+        for thread in threads {
+            let found = thread.join().expect("gradients");
+            assert!(found.iter().zip(&expected).all(|(found, expected)| found.equal(expected)));
+        }
+    }
+}
+
+/// `set_data` is not seen by autograd: what a backward pass reads is checked again.
+#[test]
+fn what_the_backward_reads_is_checked() {
+    for way in [RnnWay::Onednn, RnnWay::Packed, RnnWay::Step] {
+        let leaves = support::leaves(&RNN.inputs([6, 16, 8, 256], Kind::Float, Device::Cpu));
+        let outputs = force(way, || call(f_lstm, &leaves)).expect("outputs");
+        let mut w_hh = leaves[2].shallow_clone();
+        w_hh.set_data(&Tensor::zeros([4, 1], (Kind::Float, Device::Cpu)));
+        let at: Vec<&Tensor> = leaves.iter().collect();
+        let sum = outputs[0].sum(Kind::Float);
+        let error = grad(&[&sum], &at, &GradOptions::default()).expect_err("another size");
+        assert!(error.to_string().contains("lstm"), "{way:?}: {error}");
+    }
+}
+
+/// A node runs even if no gradient reaches it.
+#[test]
+fn no_gradient_at_all() {
+    for way in [RnnWay::Onednn, RnnWay::Packed, RnnWay::Step] {
+        let leaves = support::leaves(&RNN.inputs([4, 8, 8, 256], Kind::Float, Device::Cpu));
+        let outputs = force(way, || call(f_lstm, &leaves)).expect("outputs");
+        let y = apply_with(
+            "none",
+            &[Some(&outputs[0])],
+            |_, inputs| Ok(inputs.get(0)?.f_sin()?.into()),
+            |_, _| Ok(vec![None].into()),
+        );
+        let y = y.expect("an output").single().expect("one").sum(Kind::Float);
+        let at: Vec<&Tensor> = leaves.iter().collect();
+        let options = GradOptions { allow_unused: true, ..Default::default() };
+        let found = grad(&[&y], &at, &options).expect("no error");
+        let is_zero = |found: &Tensor| found.abs().sum(Kind::Double).double_value(&[]) == 0.0;
+        assert!(found.iter().flatten().all(is_zero), "{way:?}");
+    }
 }

@@ -46,8 +46,8 @@
 // On the CPU (CellOnCpu) the same functions take vectors, and read and write memory themselves: see
 // lltm_cpu.h and gru_cpu.h.
 //
-// The ways are generic, except that step on the CPU lacks what an LSTM and a GRU need besides, and
-// that wide_grid has no backward pass for four gates, whose weights do not fit.
+// The ways are generic, except that wide_grid has no backward pass for four gates, whose weights do
+// not fit.
 //
 // LLTM (lltm.h): the gates are [i | o | g] and the state is c. It saves σ(i), σ(o) and g before its
 // activation, because elu(g) near -1 has lost g's digits.

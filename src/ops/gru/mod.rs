@@ -32,8 +32,8 @@ use tch::Tensor;
 /// Under autocast, all tensors are cast to autocast's kind, which the outputs have, too.
 ///
 /// On the CPU the weights are packed once, and libtorch's threads work together through the whole
-/// sequence; a single step is two products and a kernel. The half kinds are computed as `Float` from
-/// end to end and rounded once.
+/// sequence; one step, and up to four rows in all steps, are products and a kernel for each step. The
+/// half kinds are computed as `Float` from end to end and rounded once.
 ///
 /// On CUDA, libtorch's own layer is cuDNN's. On compute capability 9.0 all steps of a direction are
 /// one kernel of this crate where that is faster: in the half kinds, and in `Float` where tf32 is
@@ -45,11 +45,15 @@ use tch::Tensor;
 ///
 /// Products of `Float` are in tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32)
 /// forbids it: cuDNN's, ours over all steps, and those of the kernels for all steps, which multiply
-/// fp16 values that are scaled by powers of two and are as exact as tf32. If it is forbidden, and in
-/// a product for each step, [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides
-/// for libtorch's products, which is off by default.
+/// fp16 values that are scaled by powers of two and are as exact as tf32 (in few steps, `Float`
+/// itself). If it is forbidden, and in a product for each step,
+/// [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides for libtorch's products,
+/// which is off by default.
 /// In the half kinds, our kernels for all steps keep h in `Float` from step to step, and round what
 /// they multiply.
+///
+/// With a graph other kernels may compute the output than without one, because the plan counts both
+/// passes: the last bits may differ.
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers in addition to inputs and
 /// outputs, or what cuDNN asks for.

@@ -1,4 +1,5 @@
-//! The kernels of `csrc/recurrent/cpu`, for any cell.
+//! The ways of this crate on the CPU: the kernels of `csrc/recurrent/cpu`, and those of
+//! `csrc/recurrent/step`, for any cell.
 
 use super::cuda::{Operands, Reversed, Source};
 use super::step::{self, StepBackward, StepForward};

@@ -1,5 +1,5 @@
-//! What the ways on CUDA have in common: a cell's kernels, the arrays that they read, and those that
-//! they write.
+//! What the ways on CUDA, and step by step on the CPU, have in common: a cell's kernels, the arrays
+//! that they read, and those that they write.
 
 use super::cluster::{ClusterBackward, ClusterForward};
 use super::grid::{GridBackward, GridForward};

@@ -33,7 +33,7 @@ pub(super) struct Saved<'a> {
     /// The arguments, in the order of `place`.
     pub inputs: &'a [Option<Tensor>],
     pub output: Tensor,
-    /// c of all steps, if there is one.
+    /// c of all steps, if there is one; by oneDNN only the last one.
     pub c: Option<Tensor>,
     pub activations: Tensor,
     /// No other backward pass will read this.
@@ -110,8 +110,8 @@ fn biases<C: Cell>(
     Ok((sum(b_ih, Some(of_sums))?, Some(separate)))
 }
 
-/// Computes all steps; no output shares memory with an argument. If `keep` is set, it keeps what [`backward`] reads. It sets whose kernels it
-/// uses.
+/// Computes all steps. No output shares memory with an argument. If `keep` is set, this keeps what
+/// [`backward`] reads. It sets whose kernels it uses.
 pub(super) fn forward<C: Cell>(
     operands: &Operands<'_>,
     library: &mut Library,

@@ -190,13 +190,16 @@ pub(super) fn backward_by_onednn(
     let grads = grads.map(|grad| grad.map(plain).transpose());
     let [grad_output, grad_h, grad_c] = grads;
     let (grad_output, grad_h, grad_c) = (grad_output?, grad_h?, grad_c?);
-    let [input, w_ih, w_hh, b_ih, b_hh, h, c] = onednn::backward(
+    // oneDNN writes into what it reads here, which another thread's backward pass may be reading.
+    let workspace = match saved.is_last {
+        true => saved.activations.shallow_clone(),
+        false => copied(&saved.activations)?,
+    };
+    let made = onednn::backward(
         &given.operands(),
-        &OnednnSaved { output: &saved.output, last_c, workspace: &saved.activations },
+        &OnednnSaved { output: &saved.output, last_c, workspace: &workspace },
         [grad_output.as_ref(), grad_h.as_ref(), grad_c.as_ref()],
     )?;
-    // Both biases have one tensor as their gradient.
-    let b_hh = if needs[place::B_IH] && needs[place::B_HH] { copied(&b_hh)? } else { b_hh };
-    let all = [input, w_ih, w_hh, b_ih, b_hh, h, c].into_iter().map(Some).chain([None]);
+    let all = made.into_iter().map(Some).chain([None]);
     Ok(all.zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
 }

@@ -56,7 +56,8 @@ mod place {
     pub const LEN: usize = 8;
 }
 
-/// Saved after the inputs: h of all steps, c of all steps, and what the cell saves.
+/// Saved after the inputs: h of all steps, c of all steps (by oneDNN only the last one), and what the
+/// cell saves.
 const OUTPUT: usize = place::LEN;
 const STATES: usize = place::LEN + 1;
 const ACTIVATIONS: usize = place::LEN + 2;
@@ -219,6 +220,10 @@ impl<C: Cell> Function for Layer<C> {
             grads.optional(1),
             if C::STATE_IS_H { None } else { grads.optional(2) },
         ];
+        if grads.iter().all(Option::is_none) {
+            // Nothing depends on this call.
+            return Ok((0..place::LEN).map(|_| None).collect::<Vec<_>>().into());
+        }
         let inputs =
             (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
         let Some(activations) = ctx.saved_optional(ACTIVATIONS)? else {

@@ -14,8 +14,8 @@ use std::cell::Cell as Slot;
 use tch::{Device, Kind};
 
 /// The ways to compute a layer of an LSTM or GRU. Where a description begins with a name and a colon,
-/// the kernels are in that folder of `csrc/recurrent`. The plan chooses in place of a way that the
-/// device does not have.
+/// the kernels are in that folder of `csrc/recurrent`. In place of a way of the other device the plan
+/// chooses. On CUDA, a way without a kernel for the arguments is `Step`.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
@@ -153,7 +153,7 @@ pub(super) fn library<C: Cell>(
     Ok(match way {
         _ if C::CUDA.is_none() => Library::Cudnn,
         Way::Cudnn if may_be_cudnn => Library::Cudnn,
-        Way::Automatic if may_be_cudnn => {
+        Way::Automatic | Way::Packed | Way::Onednn if may_be_cudnn => {
             let gpu = Gpu::of(device)?;
             let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
             let directions = [Direction::Forward, Direction::Backward];
@@ -403,8 +403,10 @@ pub(super) fn kernel<C: Cell>(
             }
             kernel => kernel,
         }),
-        Way::Automatic => Some(automatic(C::COSTS, direction, sizes, products, (gpu, room)).0),
-        Way::Step | Way::Cudnn | Way::Packed | Way::Onednn => None,
+        Way::Automatic | Way::Packed | Way::Onednn => {
+            Some(automatic(C::COSTS, direction, sizes, products, (gpu, room)).0)
+        }
+        Way::Step | Way::Cudnn => None,
     };
     Ok(kernel.unwrap_or(Kernel::Step))
 }

@@ -1,4 +1,4 @@
-//! How many threads share a sequence on the CPU.
+//! Which way computes a sequence on the CPU, and how many threads share it.
 
 use super::Sizes;
 use crate::ops::recurrent::kernels::cpu::Team;
@@ -11,11 +11,12 @@ pub(in crate::ops) fn team(
     kind: Kind,
     threads: i64,
 ) -> Team {
+    // Work is counted in multiplications of one of three gates.
     /// With less work, one thread is done before another is awake. This was measured with three
     /// gates.
     const WORTH_A_THREAD: f64 = (1 << 18) as f64;
     /// With less work, a step is done before the other threads of its rows notice that the preceding
-    /// step is done. In multiplications with three gates, as the number above.
+    /// step is done.
     const WORTH_WAITING: f64 = 24_000.0;
     /// How many rows are multiplied with a weight each time it is read.
     const ROWS: i64 = 4;
@@ -80,7 +81,7 @@ pub(in crate::ops) fn is_onednn_faster(sizes: Sizes, keep: bool) -> bool {
     const ROWS_OF_ONE_STEP: i64 = 64;
     const COLUMNS: std::ops::RangeInclusive<i64> = 192..=1024;
     const COLUMNS_KEPT: i64 = 640;
-    /// How many values all h have for which it keeps 32 MiB.
+    /// T·B·H at which it keeps 32 MiB.
     const KEPT: i64 = 1 << 19;
     let Sizes { steps, batch, hidden, .. } = sizes;
     let are_tiles = COLUMNS.contains(&hidden) && hidden % TILE == 0;
