@@ -19,6 +19,7 @@ mod list;
 mod autograd;
 mod clock;
 mod common;
+mod cross_entropy;
 mod draw;
 mod floor;
 mod gru;

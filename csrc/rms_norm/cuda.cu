@@ -7,17 +7,17 @@ using tch_extension::LaunchStatus;
 using namespace tch_extension::norm;
 
 extern "C" LaunchStatus tch_extension_rms_norm_forward_cuda(const NormForward* params,
-                                                              cudaStream_t stream) {
+                                                            cudaStream_t stream) {
   return launch("rms_norm_forward", *params, stream, start_forward<RmsNorm>);
 }
 
 extern "C" LaunchStatus tch_extension_rms_norm_backward_cuda(const NormBackward* params,
-                                                               cudaStream_t stream) {
+                                                             cudaStream_t stream) {
   return launch("rms_norm_backward", *params, stream, start_backward<RmsNorm>);
 }
 
 extern "C" LaunchStatus tch_extension_rms_norm_finish_cuda(const NormBackward* params,
-                                                             cudaStream_t stream) {
+                                                           cudaStream_t stream) {
   return launch("rms_norm_finish", *params, stream, start_parameter_gradients<RmsNorm>);
 }
 

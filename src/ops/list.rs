@@ -17,6 +17,11 @@
 macro_rules! operators {
     ($callback:ident) => {
         $callback! {
+            cross_entropy of "loss" {
+                functions: [cross_entropy, f_cross_entropy, cross_entropy_reference],
+                way: [],
+                files: [],
+            }
             layer_norm of "norm" {
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],
                 way: [],

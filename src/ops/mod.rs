@@ -5,14 +5,17 @@
 //! operations.
 //!
 //! Operators belong to families, each of which is a feature of this crate and on by default:
-//! `norm` (`layer_norm`, `rms_norm`), `gemm` (`linear`, `matmul_add_relu`) and `recurrent` (`lstm`, `gru`,
-//! `lltm`, `lltm_cell`; it needs `gemm`). The kernels of a family that is off are not compiled.
+//! `norm` (`layer_norm`, `rms_norm`), `loss` (`cross_entropy`), `gemm` (`linear`,
+//! `matmul_add_relu`) and `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`). The
+//! kernels of a family that is off are not compiled.
 
 #[macro_use]
 mod list;
 
 #[cfg(feature = "gemm")]
 mod column_sums;
+#[cfg(feature = "loss")]
+mod cross_entropy;
 #[cfg(feature = "gemm")]
 mod gemm;
 #[cfg(feature = "recurrent")]
@@ -25,6 +28,8 @@ mod linear;
 mod lltm;
 #[cfg(feature = "recurrent")]
 mod lltm_cell;
+#[cfg(feature = "loss")]
+mod loss;
 #[cfg(feature = "recurrent")]
 mod lstm;
 #[cfg(feature = "gemm")]
@@ -37,6 +42,8 @@ mod recurrent;
 mod rms_norm;
 mod way;
 
+#[cfg(feature = "loss")]
+pub use cross_entropy::CrossEntropyOptions;
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};

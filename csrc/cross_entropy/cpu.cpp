@@ -1,0 +1,179 @@
+// A row is computed by one thread.
+#include "tch_extension/cpu.h"
+
+#include <cmath>
+#include <limits>
+
+#include "cross_entropy.h"
+
+namespace tch_extension {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// A thread gets at least this many logits, because waking one takes a few microseconds.
+constexpr int64_t kElements = 2048;
+
+int64_t rows(const LossRows& params) { return params.rows; }
+
+int64_t rows_of_a_thread(const LossRows& params) {
+  return std::max<int64_t>(1, kElements / std::max<int64_t>(1, params.classes));
+}
+
+int64_t pieces(const LossScale& params) { return (params.count + kElements - 1) / kElements; }
+
+int64_t pieces_of_a_thread(const LossScale&) { return 4; }
+
+// Calls body(first class, count) for each vector of a row.
+template <typename T, typename Body>
+inline void for_each_vector(int64_t classes, Body body) {
+  constexpr int64_t kSize = kVecSize<T>;
+  int64_t at = 0;
+  for (; at + kSize <= classes; at += kSize) body(at, std::integral_constant<int64_t, kSize>{});
+  if (at < classes) body(at, classes - at);
+}
+
+// Writes value(first class, count) for each vector of a row. Two at a time cost half kinds less.
+template <typename T, typename Value>
+inline void write_row(int64_t classes, T* to, Value value) {
+  constexpr int64_t kSize = kVecSize<T>;
+  constexpr std::integral_constant<int64_t, kSize> whole;
+  int64_t at = 0;
+  for (; at + 2 * kSize <= classes; at += 2 * kSize)
+    store_pair(value(at, whole), value(at + kSize, whole), to + at);
+  for (; at < classes; at += kSize) {
+    const int64_t count = std::min(kSize, classes - at);
+    store(value(at, count), to + at, count);
+  }
+}
+
+// The vector's first `count` values, and `otherwise` in place of the others.
+template <typename C>
+inline Vec<C> only(const Vec<C>& values, int64_t count, C otherwise) {
+  return count == Vec<C>::size() ? values : Vec<C>::set(Vec<C>(otherwise), values, count);
+}
+
+template <typename T>
+struct Row {
+  using C = Compute<T>;
+  using V = Vec<C>;
+
+  Row(const LossRows& p, int64_t row) : params(p), classes(p.classes), row(row) {
+    logits = static_cast<const T*>(p.logits) + row * classes;
+    gradients = p.gradients == nullptr ? nullptr : static_cast<T*>(p.gradients) + row * classes;
+    weight = static_cast<const C*>(p.weight);
+    target = p.targets[row];
+    smoothing = static_cast<C>(p.label_smoothing) / static_cast<C>(classes);
+    is_smooth = p.label_smoothing != 0;
+  }
+
+  void run() {
+    if (target == params.ignore_index) {
+      if (params.losses != nullptr) static_cast<C*>(params.losses)[row] = 0;
+      if (gradients != nullptr) std::fill_n(gradients, classes, T(0));
+      return;
+    }
+    // The caller has checked the targets; this keeps a mistake from becoming a wild read.
+    if (target < 0 || target >= classes) return;
+    sum_up();
+    const C of_target = (C(1) - static_cast<C>(params.label_smoothing)) *
+                        (weight == nullptr ? C(1) : weight[target]);
+    const C all_weights = params.weight_sum == nullptr ? static_cast<C>(classes)
+                                                       : *static_cast<const C*>(params.weight_sum);
+    if (params.losses != nullptr) {
+      const C lse = largest + std::log(sum);
+      C loss = of_target * (lse - static_cast<C>(logits[target]));
+      if (is_smooth) loss += smoothing * (all_weights * lse - weighted);
+      static_cast<C*>(params.losses)[row] = loss;
+    }
+    if (gradients == nullptr) return;
+    const C factor = static_cast<const C*>(params.factors)[row * params.factor_stride];
+    const C of_probability = factor * (of_target + smoothing * all_weights) / sum;
+    const C of_class = smoothing * (weight == nullptr ? C(1) : weight[target]);
+    // Before the others: the gradients may be written over the logits.
+    const C here = of_probability * std::exp(static_cast<C>(logits[target]) - largest);
+    write_gradients(of_probability, factor * smoothing);
+    gradients[target] = static_cast<T>(here - factor * (of_target + of_class));
+  }
+
+  void sum_up() {
+    constexpr C kLeast = -std::numeric_limits<C>::infinity();
+    V most(kLeast);
+    for_each_vector<T>(classes, [&](int64_t at, int64_t count) {
+      most = at::vec::maximum(most, only<C>(load(logits + at, count), count, kLeast));
+    });
+    largest = at::vec::vec_reduce_all<C>([](V& a, V& b) { return at::vec::maximum(a, b); }, most);
+    // In the larger kinds the exponentials are kept where the gradients will be.
+    T* const kept = kKeeps && gradients != logits ? gradients : nullptr;
+    V sums(C(0)), of_weights(C(0));
+    for_each_vector<T>(classes, [&](int64_t at, int64_t count) {
+      const V values = load(logits + at, count);
+      const V exps = exp_of(values);
+      if (kept != nullptr) store(exps, kept + at, count);
+      sums = sums + only<C>(exps, count, C(0));
+      if (is_smooth) of_weights = of_weights + only<C>(weighted_by(values, at, count), count, C(0));
+    });
+    is_kept = kept != nullptr;
+    const auto add = [](V& a, V& b) { return a + b; };
+    sum = at::vec::vec_reduce_all<C>(add, sums);
+    if (is_smooth) weighted = at::vec::vec_reduce_all<C>(add, of_weights);
+    // The fast exponential of a NaN is a number. A row of -inf, or with +inf, has no loss.
+    if (!std::isfinite(largest)) sum = std::numeric_limits<C>::quiet_NaN();
+  }
+
+  V weighted_by(const V& values, int64_t at, int64_t count) const {
+    return weight == nullptr ? values : values * load(weight + at, count);
+  }
+
+  // libtorch's log_softmax takes the same exponential: off by up to 20 units in the last place.
+  V exp_of(const V& values) const { return (values - V(largest)).exp_u20(); }
+
+  void write_gradients(C of_probability, C of_class) {
+    write_row(classes, gradients, [&](int64_t at, int64_t count) {
+      const V exps = is_kept ? load(gradients + at, count) : exp_of(load(logits + at, count));
+      V gradient = exps * V(of_probability);
+      if (is_smooth) gradient = gradient - weighted_by(V(of_class), at, count);
+      return gradient;
+    });
+  }
+
+  static constexpr bool kKeeps = std::is_same_v<T, C>;
+
+  const LossRows& params;
+  const int64_t classes, row;
+  const T* logits;
+  T* gradients;
+  const C* weight;
+  int64_t target;
+  C smoothing, largest = 0, sum = 0, weighted = 0;
+  bool is_smooth, is_kept = false;
+};
+
+}  // namespace
+
+static void loss_rows(const LossRows& params, int64_t begin, int64_t end) {
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for (int64_t row = begin; row < end; ++row) Row<T>(params, row).run();
+  });
+}
+
+static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    const auto number = *static_cast<const Compute<T>*>(params.factor);
+    if (number == Compute<T>(1)) return;
+    const Vec<Compute<T>> factor(number);
+    const int64_t first = begin * kElements, last = std::min(end * kElements, params.count);
+    T* values = static_cast<T*>(params.values) + first;
+    write_row(last - first, values,
+              [&](int64_t at, int64_t count) { return load(values + at, count) * factor; });
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tch_extension
+
+TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_rows, loss_rows, LossRows, tch_extension::rows,
+                         tch_extension::rows_of_a_thread)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_scale, loss_scale, LossScale, tch_extension::pieces,
+                         tch_extension::pieces_of_a_thread)

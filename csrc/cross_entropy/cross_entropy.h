@@ -1,0 +1,12 @@
+// The cross-entropy of rows of logits, and its gradient. For a row z of V logits with target t,
+// weights w and smoothing e:
+//
+//   lse = log Σ exp z              p = exp(z - lse)             W = Σ w
+//   loss = (1 - e) w[t] (lse - z[t]) + e / V (W lse - Σ w z)
+//   d loss / d z[c] = ((1 - e) w[t] + e / V W) p[c] - [c = t] (1 - e) w[t] - e / V w[c]
+//
+// A row whose target is ignore_index has a loss and a gradient of zero. Half-precision logits are
+// computed in float, and gradients are rounded once.
+#pragma once
+
+#include "../loss/params.h"

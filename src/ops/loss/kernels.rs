@@ -1,0 +1,147 @@
+//! Calls of the kernels of `csrc/loss`: rows of logits, the loss of each, and its gradient.
+
+use crate::ffi::{checked, kind_code, optional_ptr};
+use crate::{Error, Result};
+use std::ffi::c_void;
+use tch::{Device, Kind, Tensor};
+
+/// Rows of logits, and what is computed of each. All arrays are row-major and contiguous. The
+/// compute kind is `Double` for logits of `Double`, and otherwise `Float`.
+#[repr(C)]
+pub(crate) struct Rows {
+    /// M, the number of rows.
+    rows: i64,
+    /// V, the number of classes.
+    classes: i64,
+    /// Rows with this target have no loss.
+    ignore_index: i64,
+    /// From a row's factor to the next one's: 1, or 0 if all rows have one.
+    factor_stride: i64,
+    label_smoothing: f64,
+    /// Of logits and gradients.
+    kind: i32,
+    reserved: i32,
+    /// `[M, V]`.
+    logits: *const c_void,
+    /// `[M]`.
+    targets: *const i64,
+    /// `[V]` of the compute kind: the weights of the classes; null for ones.
+    weight: *const c_void,
+    /// `[1]` of the compute kind: the sum of these weights; null for V.
+    weight_sum: *const c_void,
+    /// `[M]` of the compute kind, null when nobody needs it.
+    losses: *mut c_void,
+    /// `[M]` or `[1]` of the compute kind: by what a row's gradient is multiplied; null without
+    /// gradients.
+    factors: *const c_void,
+    /// `[M, V]`: the gradients of the logits, null when nobody needs them.
+    gradients: *mut c_void,
+}
+
+/// Gradients, and the number by which they are multiplied.
+#[repr(C)]
+pub(crate) struct Scale {
+    /// The number of gradients.
+    count: i64,
+    kind: i32,
+    reserved: i32,
+    /// `[1]` of the compute kind.
+    factor: *const c_void,
+    /// `[count]`.
+    values: *mut c_void,
+}
+
+crate::kernels::raw_kernels! {
+    "cross_entropy";
+    fn run_rows(Rows) = tch_extension_loss_rows_cpu, tch_extension_loss_rows_cuda;
+    fn run_scale(Scale) = tch_extension_loss_scale_cpu, tch_extension_loss_scale_cuda;
+}
+
+/// The kind in which losses of logits of this kind are computed.
+pub(crate) fn compute_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// What the losses of rows depend on.
+pub(crate) struct Operands<'a> {
+    /// `[M, V]`, contiguous.
+    pub logits: &'a Tensor,
+    /// `[M]`, contiguous, of kind `Int64`; each is a class or `ignore_index`.
+    pub targets: &'a Tensor,
+    /// `[V]` of [`compute_kind`], contiguous.
+    pub weight: Option<&'a Tensor>,
+    pub ignore_index: i64,
+    pub label_smoothing: f64,
+}
+
+/// What is computed.
+pub(crate) struct Wanted<'a> {
+    /// `[M]` of [`compute_kind`].
+    pub losses: Option<&'a mut Tensor>,
+    /// By what gradients are multiplied, `[M]` or `[1]` of [`compute_kind`]; and where they are
+    /// written, like the logits.
+    pub gradients: Option<(&'a Tensor, &'a mut Tensor)>,
+}
+
+/// Computes the losses and gradients of rows.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
+    let (rows, classes) = operands.logits.size2()?;
+    let (kind, device) = (operands.logits.f_kind()?, operands.logits.device());
+    let (like, compute) = ((kind, device), (compute_kind(kind), device));
+    let weight_sum = operands.weight.map(|weight| weight.f_sum(compute.0)).transpose()?;
+    let weight_sum = weight_sum.map(|sum| sum.f_view([1])).transpose()?;
+    let (factors, gradients) = wanted.gradients.unzip();
+    let factor_count = factors.map_or(1, |factors| factors.size().first().copied().unwrap_or(0));
+    if factor_count != 1 && factor_count != rows {
+        return Err(Error::msg("internal error: one factor, or one for each row"));
+    }
+    let params = Rows {
+        rows,
+        classes,
+        ignore_index: operands.ignore_index,
+        factor_stride: i64::from(factor_count == rows && rows != 1),
+        label_smoothing: operands.label_smoothing,
+        kind: kind_code(kind)?,
+        reserved: 0,
+        logits: checked("logits", operands.logits, &[rows, classes], like)?,
+        targets: checked("targets", operands.targets, &[rows], (Kind::Int64, device))?
+            .cast_const()
+            .cast(),
+        weight: optional_ptr("weight", operands.weight, &[classes], compute)?,
+        weight_sum: optional_ptr("weight_sum", weight_sum.as_ref(), &[1], compute)?,
+        losses: optional_ptr("losses", wanted.losses.as_deref(), &[rows], compute)?,
+        factors: optional_ptr("factors", factors, &[factor_count], compute)?,
+        gradients: optional_ptr("gradients", gradients.as_deref(), &[rows, classes], like)?,
+    };
+    // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
+    // are written are borrowed exclusively, so they overlap no other.
+    unsafe { run_rows(device, &params) }
+}
+
+/// Multiplies gradients in place by a number of [`compute_kind`], `[]` or `[1]`. They are not read if
+/// it is 1.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn scale(gradients: &mut Tensor, factor: &Tensor) -> Result<()> {
+    let (kind, device) = (gradients.f_kind()?, gradients.device());
+    let factor = factor.f_to_kind(compute_kind(kind))?.f_reshape([1])?;
+    let size = gradients.size();
+    let params = Scale {
+        count: size.iter().product(),
+        kind: kind_code(kind)?,
+        reserved: 0,
+        factor: checked("factor", &factor, &[1], (compute_kind(kind), device))?,
+        values: checked("gradients", gradients, &size, (kind, device))?,
+    };
+    // SAFETY: as in `rows`.
+    unsafe { run_scale(device, &params) }
+}
+
+/// Whether the tensor is on the CPU, where its values may be read without waiting for anything.
+pub(crate) fn is_on_cpu(tensor: &Tensor) -> bool {
+    tensor.device() == Device::Cpu
+}

@@ -1,0 +1,3 @@
+//! What the losses over classes share.
+
+pub(super) mod kernels;

@@ -1,0 +1,324 @@
+//! Tests of `ops::cross_entropy`: against its reference, libtorch's own loss and finite differences,
+//! and with bad input.
+
+#[path = "../support/mod.rs"]
+mod support;
+
+use support::{KINDS, Suite, leaves};
+use tch::{Device, Kind, Reduction, Tensor};
+use tch_extension::Result;
+use tch_extension::amp::Autocast;
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::ops::{CrossEntropyOptions, cross_entropy_reference, f_cross_entropy};
+use tch_extension::testing::{
+    Sample, SampleTable, Shape, assert_as_accurate, assert_close, cuda_or_skip, devices,
+};
+
+/// What varies besides sizes and kinds. The weights are no input of the samples, because they have no
+/// gradient.
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    reduction: Reduction,
+    label_smoothing: f64,
+    is_weighted: bool,
+}
+
+const REDUCTIONS: [Reduction; 3] = [Reduction::Mean, Reduction::Sum, Reduction::None];
+const IGNORED: i64 = -7;
+
+fn cases() -> impl Iterator<Item = Case> {
+    REDUCTIONS.into_iter().flat_map(|reduction| {
+        [(0.0, false), (0.0, true), (0.1, false), (0.3, true)]
+            .map(|(label_smoothing, is_weighted)| Case { reduction, label_smoothing, is_weighted })
+    })
+}
+
+/// Every third row is ignored, the first one never. The targets are made on the logits' device, because
+/// a call may be captured in a CUDA graph.
+fn targets_of(logits: &Tensor) -> Tensor {
+    let (rows, classes) = logits.size2().expect("two dimensions");
+    let rows = Tensor::arange(rows, (Kind::Int64, logits.device()));
+    let is_ignored = rows.remainder(3).eq(2);
+    (rows * 7 + 3).remainder(classes.max(1)).masked_fill(&is_ignored, IGNORED)
+}
+
+fn weight_of(logits: &Tensor) -> Tensor {
+    let classes = logits.size()[1];
+    let weight = Tensor::arange(classes, (Kind::Double, logits.device())).sin() + 1.5;
+    weight.to_kind(logits.kind())
+}
+
+type Op = fn(&Tensor, &Tensor, &CrossEntropyOptions<'_>) -> Result<Tensor>;
+
+fn libtorch(
+    logits: &Tensor,
+    targets: &Tensor,
+    options: &CrossEntropyOptions<'_>,
+) -> Result<Tensor> {
+    let CrossEntropyOptions { weight, reduction, ignore_index, label_smoothing } = *options;
+    Ok(logits.f_cross_entropy_loss(targets, weight, reduction, ignore_index, label_smoothing)?)
+}
+
+impl Case {
+    fn call(self, op: Op, logits: &Tensor) -> Result<Tensor> {
+        let weight = self.is_weighted.then(|| weight_of(logits));
+        let Case { reduction, label_smoothing, .. } = self;
+        let weight = weight.as_ref();
+        let options =
+            CrossEntropyOptions { weight, reduction, label_smoothing, ignore_index: IGNORED };
+        op(logits, &targets_of(logits), &options)
+    }
+
+    fn samples(self, sizes: &[[i64; 2]], kind: Kind, device: Device) -> Vec<Sample> {
+        SampleTable::empty(["M", "V"], |[m, v]| vec![Shape::new([m, v])])
+            .with_sizes(sizes)
+            .with_layouts([4, 6])
+            .samples(kind, device)
+            .expect("samples")
+    }
+
+    fn suite(self, test: impl FnOnce(&Suite<'_>)) {
+        let small = [[3, 5], [1, 1], [2, 8], [4, 33]];
+        // For the kernels on CUDA: rows of one vector a thread and of 4 a thread, rows read twice, with
+        // and without whole vectors; many short rows.
+        let large =
+            [[5, 1000], [300, 3], [2, 8192], [3, 16384], [2, 40_000], [2, 140_000], [2, 5001]];
+        eprintln!("{self:?}");
+        test(&Suite {
+            fused: &move |inputs| Ok(vec![self.call(f_cross_entropy, &inputs[0])?]),
+            reference: &move |inputs| Ok(vec![self.call(cross_entropy_reference, &inputs[0])?]),
+            small: &move |kind, device| self.samples(&small, kind, device),
+            large: &move |kind, device| self.samples(&large, kind, device),
+            terms: &|sample| sample.inputs[0].size()[1],
+        });
+    }
+}
+
+#[test]
+fn forward_agrees_with_the_reference() {
+    cases().for_each(|case| case.suite(|suite| suite.forward_agrees_with_the_reference()));
+}
+
+#[test]
+fn gradients_agree_with_the_reference() {
+    cases().for_each(|case| case.suite(|suite| suite.gradients_agree_with_the_reference()));
+}
+
+#[test]
+fn with_and_without_a_graph_the_bits_are_the_same() {
+    cases().for_each(|case| {
+        case.suite(|suite| suite.with_and_without_a_graph_the_bits_are_the_same());
+    });
+}
+
+#[test]
+fn gradcheck_of_every_small_sample() {
+    cases().for_each(|case| case.suite(|suite| suite.gradcheck_of_every_small_sample()));
+}
+
+#[test]
+fn second_derivatives_of_every_small_sample() {
+    cases().for_each(|case| case.suite(|suite| suite.gradgradcheck_of_every_small_sample()));
+}
+
+#[test]
+fn conformance_in_every_kind() {
+    cases().for_each(|case| case.suite(|suite| suite.conformance_of(suite.small)));
+}
+
+/// The reference could be wrong in the same way, so these numbers come from the formula.
+#[test]
+fn the_formula_by_hand() {
+    let rows = [[0.5_f64, -1.0, 2.0], [1.0, 1.0, 1.0], [-3.0, 0.25, 4.0]];
+    let (targets, weights, smoothing) = ([2_usize, 0, 1], [0.5, 1.0, 2.0], 0.2);
+    let loss = |row: &[f64; 3], target: usize| {
+        let lse = row.iter().map(|z| z.exp()).sum::<f64>().ln();
+        let all: f64 = row.iter().zip(&weights).map(|(z, w)| w * (lse - z)).sum();
+        (1.0 - smoothing) * weights[target] * (lse - row[target]) + smoothing / 3.0 * all
+    };
+    // The last row is ignored.
+    let sum: f64 = rows.iter().zip(targets).take(2).map(|(row, target)| loss(row, target)).sum();
+    let expected = sum / (weights[targets[0]] + weights[targets[1]]);
+    for device in devices() {
+        let logits = Tensor::from_slice(rows.as_flattened()).view([3, 3]).to_device(device);
+        let targets = Tensor::from_slice(&[2_i64, 0, IGNORED]).to_device(device);
+        let weight = Tensor::from_slice(&weights).to_device(device);
+        let options = CrossEntropyOptions {
+            weight: Some(&weight),
+            ignore_index: IGNORED,
+            label_smoothing: smoothing,
+            ..Default::default()
+        };
+        for op in [f_cross_entropy as Op, cross_entropy_reference] {
+            let found = op(&logits, &targets, &options).expect("a loss").double_value(&[]);
+            assert!((found - expected).abs() < 1e-13, "{found} {expected} on {device:?}");
+        }
+    }
+}
+
+/// Values and gradients are at least as exact as those of libtorch's own loss, with and without
+/// autocast, and have its kinds. Without rows, and if all are ignored, the mean is NaN and the sum 0.
+#[test]
+fn as_libtorch() {
+    for device in devices() {
+        for (kind, case) in KINDS.into_iter().flat_map(|kind| cases().map(move |case| (kind, case)))
+        {
+            for lower in [None, Some(Kind::BFloat16)] {
+                let _autocast = lower.map(|kind| Autocast::new(device, kind).expect("autocast"));
+                let logits = Tensor::randn([70, 129], (Kind::Float, device)).to_kind(kind);
+                let run = |op: Op, logits: &Tensor| {
+                    let logits = leaves(&[logits.shallow_clone()]).remove(0);
+                    let loss = case.call(op, &logits).expect("a loss");
+                    let sum = loss.sum(Kind::Double);
+                    let found = grad(&[&sum], &[&logits], &GradOptions::default());
+                    let gradient = found.expect("a gradient").into_vec().remove(0);
+                    [loss.detach(), gradient.expect("a gradient")]
+                };
+                let (ours, theirs) = (run(f_cross_entropy, &logits), run(libtorch, &logits));
+                let exact = run(cross_entropy_reference, &logits.to_kind(Kind::Double));
+                for ((ours, theirs), exact) in ours.iter().zip(&theirs).zip(&exact) {
+                    assert_eq!(ours.kind(), theirs.kind(), "{kind:?} {case:?} {lower:?}");
+                    match kind {
+                        Kind::Double => assert_close(ours, exact, 1e-12, 1e-14),
+                        // A single number, or weights that were rounded, say nothing of exactness.
+                        _ if exact.numel() == 1 || case.is_weighted => {
+                            let bound = if kind == Kind::Float { 1e-5 } else { 2e-2 };
+                            assert_close(ours, &exact.to_kind(ours.kind()), bound, bound);
+                        }
+                        _ => assert_as_accurate(ours, theirs, exact),
+                    }
+                }
+            }
+        }
+        for rows in [0, 2] {
+            let logits = Tensor::ones([rows, 4], (Kind::Float, device));
+            let targets = Tensor::full([rows], IGNORED, (Kind::Int64, device));
+            for reduction in REDUCTIONS {
+                let options =
+                    CrossEntropyOptions { reduction, ignore_index: IGNORED, ..Default::default() };
+                let of = |op: Op| op(&logits, &targets, &options).expect("a loss");
+                let (ours, theirs) = (of(f_cross_entropy), of(libtorch));
+                assert_eq!(ours.size(), theirs.size());
+                assert!(ours.allclose(&theirs, 0.0, 0.0, true), "{rows} {reduction:?} {device:?}");
+            }
+        }
+    }
+}
+
+/// Logits of -inf, as a mask leaves them, have no part; a NaN or +inf spoils its row alone.
+#[test]
+fn infinities_and_nan_are_those_of_libtorch() {
+    for device in devices() {
+        for columns in [8, 1000, 40_000] {
+            let values = Tensor::randn([6, columns], (Kind::Float, device));
+            let set = |row: i64, column: i64, value: f64| {
+                let _ = values.get(row).narrow(0, column, 1).fill_(value);
+            };
+            let _ = values.get(0).narrow(0, 4, columns - 4).fill_(f64::NEG_INFINITY);
+            let _ = values.get(1).fill_(f64::NEG_INFINITY);
+            set(3, 1, f64::NAN);
+            set(4, 5, f64::INFINITY);
+            let run = |op: Op| {
+                let logits = values.copy().set_requires_grad(true);
+                let targets = Tensor::zeros([6], (Kind::Int64, device));
+                let options =
+                    CrossEntropyOptions { reduction: Reduction::None, ..Default::default() };
+                let losses = op(&logits, &targets, &options).expect("losses");
+                let vector = Tensor::ones([6], (Kind::Float, device));
+                let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                let found = grad(&[&losses], &[&logits], &options).expect("a gradient");
+                [losses.detach(), found.into_vec().remove(0).expect("a gradient")]
+            };
+            for (ours, theirs) in run(f_cross_entropy).iter().zip(&run(libtorch)) {
+                assert!(ours.allclose(theirs, 1e-5, 1e-6, true), "{columns} on {device:?}");
+            }
+        }
+    }
+}
+
+/// A gradient that was computed in the forward pass is multiplied in each backward pass.
+#[test]
+fn any_incoming_gradient_any_number_of_times() {
+    for device in devices() {
+        let logits = Tensor::randn([9, 40], (Kind::Float, device)).set_requires_grad(true);
+        let loss = f_cross_entropy(
+            &logits,
+            &targets_of(&logits),
+            &CrossEntropyOptions { ignore_index: IGNORED, ..Default::default() },
+        );
+        let loss = loss.expect("a loss");
+        let of = |factor: f64, retain: bool| {
+            let factor = Tensor::full([], factor, (Kind::Float, device));
+            let options = GradOptions {
+                grad_outputs: &[Some(&factor)],
+                retain_graph: Some(retain),
+                ..Default::default()
+            };
+            grad(&[&loss], &[&logits], &options).expect("a gradient").into_vec().remove(0).unwrap()
+        };
+        let (one, half) = (of(1.0, true), of(0.5, true));
+        assert!(
+            half.equal(&(&one * 0.5)) && of(1.0, true).equal(&one) && of(0.5, false).equal(&half)
+        );
+    }
+}
+
+#[test]
+fn bad_input_is_refused_by_name() {
+    let options = CrossEntropyOptions::default();
+    for device in devices() {
+        let of = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
+        let (logits, targets) = (of(&[3, 4], Kind::Float), of(&[3], Kind::Int64));
+        let (short, double) = (of(&[3], Kind::Float), of(&[4], Kind::Double));
+        let weighted = |weight| CrossEntropyOptions { weight: Some(weight), ..options };
+        let smooth = CrossEntropyOptions { label_smoothing: 1.5, ..options };
+        let other = CrossEntropyOptions { reduction: Reduction::Other(7), ..options };
+        for (error, parts) in [
+            (f_cross_entropy(&of(&[3], Kind::Float), &targets, &options), ["logits", "[M, V]"]),
+            (f_cross_entropy(&of(&[3, 4], Kind::Int), &targets, &options), ["logits", "Int"]),
+            (f_cross_entropy(&logits, &of(&[2], Kind::Int64), &options), ["targets", "[M]"]),
+            (f_cross_entropy(&logits, &of(&[3], Kind::Float), &options), ["targets", "Int64"]),
+            (f_cross_entropy(&logits, &targets, &weighted(&short)), ["weight", "[V]"]),
+            (f_cross_entropy(&logits, &targets, &weighted(&double)), ["weight", "Float"]),
+            (f_cross_entropy(&logits, &targets, &smooth), ["label_smoothing", "1.5"]),
+            (f_cross_entropy(&logits, &targets, &other), ["reduction", "Other"]),
+        ] {
+            let error = error.expect_err("an error").to_string();
+            assert!(error.starts_with("cross_entropy: ") && !error.contains('\n'), "{error}");
+            assert!(parts.iter().all(|part| error.contains(part)), "{error}: {parts:?}");
+        }
+    }
+    let logits = Tensor::zeros([3, 4], (Kind::Float, Device::Cpu));
+    for wrong in [4, -1, i64::MIN, i64::MAX] {
+        let targets = Tensor::from_slice(&[0, wrong, 1]);
+        let error = f_cross_entropy(&logits, &targets, &options).expect_err("no class").to_string();
+        assert!(error.contains("targets") && error.contains(&format!("{wrong} at 1")), "{error}");
+    }
+}
+
+/// As libtorch's own loss, it fails an assertion on the device, which ends the program: here a child.
+#[test]
+fn cuda_a_target_that_is_no_class_stops_the_program() {
+    const TEST: &str = "cuda_a_target_that_is_no_class_stops_the_program";
+    const CHILD: &str = "TCH_EXTENSION_TEST_CHILD";
+    let Some(device) = cuda_or_skip(TEST) else { return };
+    for columns in [8, 40_000, 40_001] {
+        let columns_of_child = std::env::var(CHILD).ok().and_then(|value| value.parse().ok());
+        if let Some(columns) = columns_of_child {
+            let logits = Tensor::zeros([2, columns], (Kind::Float, device));
+            let targets = Tensor::from_slice(&[0, columns]).to_device(device);
+            let loss = f_cross_entropy(&logits, &targets, &CrossEntropyOptions::default());
+            let value = loss.and_then(|loss| Ok(loss.f_double_value(&[])?));
+            panic!("{value:?}");
+        }
+        let child = std::process::Command::new(std::env::current_exe().expect("this program"))
+            .args([TEST, "--exact", "--nocapture"])
+            .env(CHILD, columns.to_string())
+            .output()
+            .expect("a child");
+        let text = String::from_utf8_lossy(&child.stderr).into_owned()
+            + &String::from_utf8_lossy(&child.stdout);
+        assert!(!child.status.success(), "{text}");
+        assert!(text.contains("cross_entropy: a target is no class"), "{text}");
+    }
+}
