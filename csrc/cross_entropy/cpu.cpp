@@ -23,6 +23,12 @@ int64_t pieces(const LossScale& params) { return (params.count + kElements - 1) 
 
 int64_t pieces_of_a_thread(const LossScale&) { return 4; }
 
+// These are computed by one thread, in order.
+template <typename Params>
+int64_t one(const Params&) {
+  return 1;
+}
+
 // Calls body(first class, count) for each vector of a row.
 template <typename T, typename Body>
 inline void for_each_vector(int64_t classes, Body body) {
@@ -157,6 +163,33 @@ static void loss_rows(const LossRows& params, int64_t begin, int64_t end) {
   });
 }
 
+static void loss_mean(const LossMean& params, int64_t, int64_t) {
+  for_kind(params.kind, [&](auto type) {
+    using C = Compute<typename decltype(type)::type>;
+    const C* weight = static_cast<const C*>(params.weight);
+    double sum = 0;
+    for (int64_t row = 0; row < params.rows; ++row) {
+      const int64_t target = params.targets[row];
+      if (target == params.ignore_index) continue;
+      if (weight != nullptr && (target < 0 || target >= params.classes)) continue;
+      sum += weight == nullptr ? 1.0 : static_cast<double>(weight[target]);
+    }
+    *static_cast<C*>(params.factor) = static_cast<C>(1 / sum);
+  });
+}
+
+static void loss_total(const LossTotal& params, int64_t, int64_t) {
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    using C = Compute<T>;
+    const C* losses = static_cast<const C*>(params.losses);
+    double sum = 0;
+    for (int64_t row = 0; row < params.rows; ++row) sum += static_cast<double>(losses[row]);
+    const C factor = *static_cast<const C*>(params.factor);
+    *static_cast<T*>(params.total) = static_cast<T>(static_cast<C>(sum) * factor);
+  });
+}
+
 static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -175,5 +208,9 @@ static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
 
 TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_rows, loss_rows, LossRows, tch_extension::rows,
                          tch_extension::rows_of_a_thread)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_mean, loss_mean, LossMean, tch_extension::one,
+                         tch_extension::one)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_total, loss_total, LossTotal, tch_extension::one,
+                         tch_extension::one)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_scale, loss_scale, LossScale, tch_extension::pieces,
                          tch_extension::pieces_of_a_thread)

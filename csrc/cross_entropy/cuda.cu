@@ -229,6 +229,41 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
+// One block adds the values of all rows, always in the same order.
+template <typename C, typename Value>
+__device__ __forceinline__ C sum_of_rows(int64_t rows, Value value) {
+  __shared__ C shared[kMostThreads / kWarp];
+  C sum = 0;
+  for (int64_t row = threadIdx.x; row < rows; row += blockDim.x) sum += value(row);
+  return over_block(sum, shared, [](C a, C b) { return a + b; });
+}
+
+template <typename C>
+__global__ void __launch_bounds__(kMostThreads)
+    mean_kernel(const __grid_constant__ LossMean params) {
+  const C* weight = static_cast<const C*>(params.weight);
+  const C sum = sum_of_rows<C>(params.rows, [&](int64_t row) {
+    const int64_t target = params.targets[row];
+    if (target == params.ignore_index) return C(0);
+    // The kernel of the rows says so if it is no class; here it must not be read.
+    return weight == nullptr                        ? C(1)
+           : target < 0 || target >= params.classes ? C(0)
+                                                    : weight[target];
+  });
+  if (threadIdx.x == 0) *static_cast<C*>(params.factor) = C(1) / sum;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kMostThreads)
+    total_kernel(const __grid_constant__ LossTotal params) {
+  using C = Compute<T>;
+  const C* losses = static_cast<const C*>(params.losses);
+  const C sum = sum_of_rows<C>(params.rows, [&](int64_t row) { return losses[row]; });
+  if (threadIdx.x == 0) {
+    *static_cast<T*>(params.total) = static_cast<T>(sum * *static_cast<const C*>(params.factor));
+  }
+}
+
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ LossScale params) {
   using C = Compute<T>;
@@ -284,6 +319,23 @@ extern "C" LaunchStatus tch_extension_loss_rows_cuda(const LossRows* params, cud
     });
   }
   return launch_status("loss_rows");
+}
+
+extern "C" LaunchStatus tch_extension_loss_mean_cuda(const LossMean* params, cudaStream_t stream) {
+  for_kind(params->kind, [&](auto type) {
+    using C = Compute<typename decltype(type)::type>;
+    mean_kernel<C><<<1, threads_for(params->rows), 0, stream>>>(*params);
+  });
+  return launch_status("loss_mean");
+}
+
+extern "C" LaunchStatus tch_extension_loss_total_cuda(const LossTotal* params,
+                                                      cudaStream_t stream) {
+  for_kind(params->kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    total_kernel<T><<<1, threads_for(params->rows), 0, stream>>>(*params);
+  });
+  return launch_status("loss_total");
 }
 
 extern "C" LaunchStatus tch_extension_loss_scale_cuda(const LossScale* params,

@@ -36,6 +36,40 @@ struct LossRows {
   void* gradients;
 };
 
+// Targets, and by what the sum of their rows' losses is multiplied for a mean: 1 / Σ w[t] over rows
+// that are not ignored.
+struct LossMean {
+  // M, the number of rows.
+  int64_t rows;
+  // V, the number of weights.
+  int64_t classes;
+  int64_t ignore_index;
+  // The compute kind.
+  int32_t kind;
+  int32_t reserved;
+  // `[M]`.
+  const int64_t* targets;
+  // `[V]`, null for ones.
+  const void* weight;
+  // `[1]`.
+  void* factor;
+};
+
+// The losses of rows, and their sum times a factor.
+struct LossTotal {
+  // M, the number of rows.
+  int64_t rows;
+  // Of the total; the others have the compute kind.
+  int32_t kind;
+  int32_t reserved;
+  // `[M]`.
+  const void* losses;
+  // `[1]`.
+  const void* factor;
+  // `[1]`.
+  void* total;
+};
+
 // Gradients, and the number by which they are multiplied.
 struct LossScale {
   // The number of gradients.

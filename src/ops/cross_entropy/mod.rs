@@ -1,6 +1,8 @@
 //! The cross-entropy of logits and classes.
 
-use super::loss::kernels::{Operands, Wanted, compute_kind, is_on_cpu, rows, scale};
+use super::loss::kernels::{
+    Operands, Wanted, compute_kind, is_on_cpu, mean_factor, rows, scale, total,
+};
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::ffi::tensor::plain;
@@ -262,8 +264,7 @@ impl CrossEntropy {
             keep.then(|| Tensor::f_empty(logits.size(), (kind, device))).transpose()?;
         let gradients = gradient.as_mut().map(|gradient| (&factor, gradient));
         rows(&operands, Wanted { losses: Some(&mut losses), gradients })?;
-        let loss = losses.f_sum(compute.0)?.f_mul(&factor.f_view([0_i64; 0].as_slice())?)?;
-        Ok((loss.f_to_kind(kind)?, gradient))
+        Ok((total(&losses, &factor, kind)?, gradient))
     }
 
     /// By what the sum of the losses is multiplied, `[1]`; `None` without a reduction.
@@ -273,38 +274,11 @@ impl CrossEntropy {
         weight: Option<&Tensor>,
         kind: Kind,
     ) -> Result<Option<Tensor>> {
-        let device = targets.device();
         Ok(match self.reduction {
-            Reduction::Mean if is_on_cpu(targets) => {
-                let sum = self.sum_of_weights(targets, weight)?;
-                Some(Tensor::f_full([1], 1.0 / sum, (kind, device))?)
-            }
-            // These are operations of libtorch, because the host must not wait for the sum.
-            Reduction::Mean => {
-                let counts = targets.f_ne(self.ignore_index)?;
-                let of_rows = match weight {
-                    // Ignored rows may have any target.
-                    Some(weight) => {
-                        let classes = targets.f_mul(&counts.f_to_kind(Kind::Int64)?)?;
-                        weight.f_index_select(0, &classes)?.f_mul(&counts.f_to_kind(kind)?)?
-                    }
-                    None => counts,
-                };
-                Some(of_rows.f_sum(kind)?.f_reciprocal()?.f_view([1])?)
-            }
-            Reduction::Sum => Some(Tensor::f_ones([1], (kind, device))?),
+            Reduction::Mean => Some(mean_factor(targets, weight, self.ignore_index, kind)?),
+            Reduction::Sum => Some(Tensor::f_ones([1], (kind, targets.device()))?),
             _ => None,
         })
-    }
-
-    /// Σ w[t] over rows that are not ignored, of tensors on the CPU.
-    fn sum_of_weights(&self, targets: &Tensor, weight: Option<&Tensor>) -> Result<f64> {
-        let targets = view::<i64, 1>(targets)?;
-        let taken = targets.iter().filter(|target| *target != self.ignore_index);
-        let Some(weight) = weight else { return Ok(taken.count() as f64) };
-        let weight = view::<f64, 1>(&weight.f_to_kind(Kind::Double)?)?.to_vec();
-        let of = |target: i64| usize::try_from(target).ok().and_then(|at| weight.get(at)).copied();
-        Ok(taken.map(|target| of(target).unwrap_or(f64::NAN)).sum())
     }
 
     /// The gradient of losses without a reduction.

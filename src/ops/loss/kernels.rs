@@ -38,6 +38,42 @@ pub(crate) struct Rows {
     gradients: *mut c_void,
 }
 
+/// Targets, and by what the sum of their rows' losses is multiplied for a mean: 1 / Σ w[t] over rows
+/// that are not ignored.
+#[repr(C)]
+pub(crate) struct Mean {
+    /// M, the number of rows.
+    rows: i64,
+    /// V, the number of weights.
+    classes: i64,
+    ignore_index: i64,
+    /// The compute kind.
+    kind: i32,
+    reserved: i32,
+    /// `[M]`.
+    targets: *const i64,
+    /// `[V]`, null for ones.
+    weight: *const c_void,
+    /// `[1]`.
+    factor: *mut c_void,
+}
+
+/// The losses of rows, and their sum times a factor.
+#[repr(C)]
+pub(crate) struct Total {
+    /// M, the number of rows.
+    rows: i64,
+    /// Of the total; the others have the compute kind.
+    kind: i32,
+    reserved: i32,
+    /// `[M]`.
+    losses: *const c_void,
+    /// `[1]`.
+    factor: *const c_void,
+    /// `[1]`.
+    total: *mut c_void,
+}
+
 /// Gradients, and the number by which they are multiplied.
 #[repr(C)]
 pub(crate) struct Scale {
@@ -54,6 +90,8 @@ pub(crate) struct Scale {
 crate::kernels::raw_kernels! {
     "cross_entropy";
     fn run_rows(Rows) = tch_extension_loss_rows_cpu, tch_extension_loss_rows_cuda;
+    fn run_mean(Mean) = tch_extension_loss_mean_cpu, tch_extension_loss_mean_cuda;
+    fn run_total(Total) = tch_extension_loss_total_cpu, tch_extension_loss_total_cuda;
     fn run_scale(Scale) = tch_extension_loss_scale_cpu, tch_extension_loss_scale_cuda;
 }
 
@@ -119,6 +157,56 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
     // are written are borrowed exclusively, so they overlap no other.
     unsafe { run_rows(device, &params) }
+}
+
+/// 1 / Σ w[t] over rows that are not ignored, `[1]` of this compute kind; of targets `[M]` and weights
+/// `[V]`, both contiguous.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn mean_factor(
+    targets: &Tensor,
+    weight: Option<&Tensor>,
+    ignore_index: i64,
+    compute: Kind,
+) -> Result<Tensor> {
+    let (rows, like) = (targets.size1()?, (compute, targets.device()));
+    let factor = Tensor::f_empty([1], like)?;
+    let classes = weight.map(Tensor::size1).transpose()?.unwrap_or(0);
+    let params = Mean {
+        rows,
+        classes,
+        ignore_index,
+        kind: kind_code(compute)?,
+        reserved: 0,
+        targets: checked("targets", targets, &[rows], (Kind::Int64, like.1))?.cast_const().cast(),
+        weight: optional_ptr("weight", weight, &[classes], like)?,
+        factor: checked("factor", &factor, &[1], like)?,
+    };
+    // SAFETY: as in `rows`. A weight is read only for a target that is a class.
+    unsafe { run_mean(like.1, &params)? };
+    Ok(factor)
+}
+
+/// The sum of losses `[M]` times a factor `[1]`, both of the compute kind: without dimensions, of this
+/// kind.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn total(losses: &Tensor, factor: &Tensor, kind: Kind) -> Result<Tensor> {
+    let (rows, like) = (losses.size1()?, (compute_kind(kind), losses.device()));
+    let total = Tensor::f_empty([0_i64; 0].as_slice(), (kind, like.1))?;
+    let params = Total {
+        rows,
+        kind: kind_code(kind)?,
+        reserved: 0,
+        losses: checked("losses", losses, &[rows], like)?,
+        factor: checked("factor", factor, &[1], like)?,
+        total: checked("total", &total, &[], (kind, like.1))?,
+    };
+    // SAFETY: as in `rows`.
+    unsafe { run_total(like.1, &params)? };
+    Ok(total)
 }
 
 /// Multiplies gradients in place by a number of [`compute_kind`], `[]` or `[1]`. They are not read if
