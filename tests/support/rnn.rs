@@ -303,9 +303,9 @@ impl Rnn {
                         true => self.gradients_of_ones(&inputs),
                         false => (self.fused)(&inputs),
                     };
-                    force(way, &call).expect("a warm-up");
+                    force(way, call).expect("a warm-up");
                     let (graph, _) =
-                        Graph::capture(device, || force(way, &call)).expect("a capture");
+                        Graph::capture(device, || force(way, call)).expect("a capture");
                     graph.kernels()
                 };
                 // Products over all steps may be split into more parts when they are larger.
