@@ -24,6 +24,13 @@ fn parts() -> Vec<String> {
     included.map(|part| format!("csrc/{part}")).collect()
 }
 
+/// Whether there is anything to compile in a folder: a family may consist of headers.
+fn has_sources(folder: &str) -> bool {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut extensions = entries.filter_map(|entry| Some(entry.path().extension()?.to_owned()));
+    extensions.any(|extension| extension == "cu" || extension == "cpp")
+}
+
 fn main() {
     // With this macro, libtorch's headers include only the operators that they use, whose parsing
     // was most of the time of a C++ source (docs/lab/methods.md, "Build times").
@@ -35,7 +42,11 @@ fn main() {
     }
     for (name, family) in OPERATORS {
         if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {
-            extension = extension.without(format!("csrc/{name}")).without(format!("csrc/{family}"));
+            extension = extension.without(format!("csrc/{name}"));
+            let family = format!("csrc/{family}");
+            if has_sources(&family) {
+                extension = extension.without(family);
+            }
         }
     }
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
