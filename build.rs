@@ -24,7 +24,8 @@ fn parts() -> Vec<String> {
     included.map(|part| format!("csrc/{part}")).collect()
 }
 
-/// Whether there is anything to compile in a folder: a family may consist of headers.
+/// Whether there is anything to compile in a folder: a family may consist of headers, and an operator
+/// may have all its kernels in its family's folder.
 fn has_sources(folder: &str) -> bool {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut extensions = entries.filter_map(|entry| Some(entry.path().extension()?.to_owned()));
@@ -42,10 +43,10 @@ fn main() {
     }
     for (name, family) in OPERATORS {
         if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {
-            extension = extension.without(format!("csrc/{name}"));
-            let family = format!("csrc/{family}");
-            if has_sources(&family) {
-                extension = extension.without(family);
+            for folder in [name, family].map(|folder| format!("csrc/{folder}")) {
+                if has_sources(&folder) {
+                    extension = extension.without(folder);
+                }
             }
         }
     }

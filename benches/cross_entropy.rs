@@ -17,7 +17,7 @@ fn libtorch(
     targets: &Tensor,
     options: &CrossEntropyOptions<'_>,
 ) -> Result<Tensor> {
-    let CrossEntropyOptions { weight, reduction, ignore_index, label_smoothing } = *options;
+    let CrossEntropyOptions { weight, reduction, ignore_index, label_smoothing, .. } = *options;
     Ok(logits.f_cross_entropy_loss(targets, weight, reduction, ignore_index, label_smoothing)?)
 }
 

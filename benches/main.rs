@@ -27,6 +27,7 @@ mod layer_norm;
 mod layer_norm_sweep;
 mod library;
 mod linear;
+mod linear_cross_entropy;
 mod lltm;
 mod lltm_cell;
 mod lltm_sweep;

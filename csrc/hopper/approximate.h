@@ -4,11 +4,15 @@
 
 namespace tch_extension::hopper {
 
+__device__ __forceinline__ float fast_exp2(float x) {
+  float result;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+  return result;
+}
+
 __device__ __forceinline__ float fast_exp(float x) {
   constexpr float kLog2OfE = 1.4426950408889634f;
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2OfE));
-  return result;
+  return fast_exp2(x * kLog2OfE);
 }
 
 __device__ __forceinline__ float fast_reciprocal(float x) {

@@ -1,5 +1,6 @@
-// The copies of the tensor memory accelerator (TMA): whole boxes of a matrix between global and
-// shared memory, described by a tensor map (tensor_map.h). One thread starts them.
+// The copies of the tensor memory accelerator (TMA) between global and shared memory: adjacent
+// bytes, or whole boxes of a matrix that a tensor map describes (tensor_map.h). One thread starts
+// them.
 #pragma once
 
 #include <cuda.h>
@@ -23,6 +24,17 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, ui
       "%3, %4}], "
       "[%5];" ::"r"(to),
       "l"(&map), "r"(x), "r"(y), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
+// Loads adjacent bytes: a multiple of 16, from and to addresses that are such multiples. The
+// mbarrier counts them.
+__device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes,
+                                           uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
       : "memory");
 }
 

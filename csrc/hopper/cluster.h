@@ -15,6 +15,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
+// The number of blocks of this block's cluster.
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
 // The same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t in_block(uint32_t address, uint32_t block) {
   uint32_t there;

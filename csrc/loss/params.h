@@ -16,6 +16,10 @@ struct LossRows {
   // From a row's factor to the next one's: 1, or 0 if all rows have one.
   int64_t factor_stride;
   double label_smoothing;
+  // c: the loss is that of c tanh(z / c); 0 for the logits themselves.
+  double softcap;
+  // By what the square of a row's lse is multiplied when it is added to the loss.
+  double z_loss;
   // Of logits and gradients.
   int32_t kind;
   int32_t reserved;
@@ -32,7 +36,8 @@ struct LossRows {
   // `[M]` or `[1]` of the compute kind: by what a row's gradient is multiplied; null without
   // gradients.
   const void* factors;
-  // `[M, V]`: the gradients of the logits, null when nobody needs them.
+  // `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
+  // place.
   void* gradients;
 };
 
@@ -79,5 +84,7 @@ struct LossScale {
   // `[1]` of the compute kind.
   const void* factor;
   // `[count]`.
-  void* values;
+  const void* from;
+  // `[count]`, the same memory or other memory.
+  void* to;
 };

@@ -23,24 +23,6 @@ constexpr int kMostThreads = 512;
 template <typename T>
 constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
 
-// The values of a vector in the compute kind. A bfloat16 is the upper half of a float, so that
-// converting one takes one instruction.
-template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> unpack(const Vector<T, kLanes>& stored) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16> && kLanes % 2 == 0) {
-    Values<T, kLanes> values;
-    const auto* words = reinterpret_cast<const unsigned int*>(&stored);
-#pragma unroll
-    for (int word = 0; word < kLanes / 2; ++word) {
-      values.lane[2 * word] = __uint_as_float(words[word] << 16);
-      values.lane[2 * word + 1] = __uint_as_float(words[word] & 0xffff0000u);
-    }
-    return values;
-  } else {
-    return values_of(stored);
-  }
-}
-
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_t at,
                                                      Compute<T> otherwise) {

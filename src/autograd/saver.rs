@@ -244,25 +244,26 @@ impl<'a> Saver<'a> {
     /// checked only after the forward pass.
     pub fn in_place(&mut self, index: usize) -> Result<Tensor> {
         let input = Inputs::new(self.inputs).get(index)?;
-        if self.needs_graph {
-            // SAFETY: each pointer is null or borrowed from a live tensor, and `index` is in range,
-            // because `get` found that input.
-            let message = unsafe {
-                ffi::tch_extension_check_in_place(
-                    self.pointers.as_ptr(),
-                    self.pointers.len(),
-                    index,
-                )
-            };
-            if let Some(message) = take_message(message) {
-                return Err(Error::Autograd(format!(
-                    "{}: in_place({index}): {message}",
-                    self.name
-                )));
-            }
-        }
+        self.check_in_place(index, &format!("in_place({index})"))?;
         self.mark_dirty(index);
         Ok(input.shallow_clone())
+    }
+
+    /// Whether libtorch allows the input to be changed in place, when there can be a backward pass.
+    pub(crate) fn check_in_place(&self, index: usize, what: &str) -> Result<()> {
+        Inputs::new(self.inputs).get(index)?;
+        if !self.needs_graph {
+            return Ok(());
+        }
+        // SAFETY: each pointer is null or borrowed from a live tensor, and `index` is in range, because
+        // `get` found that input.
+        let message = unsafe {
+            ffi::tch_extension_check_in_place(self.pointers.as_ptr(), self.pointers.len(), index)
+        };
+        match take_message(message) {
+            Some(message) => Err(Error::Autograd(format!("{}: {what}: {message}", self.name))),
+            None => Ok(()),
+        }
     }
 
     /// Declares that the forward pass changed input `index` in place. That input must be among the

@@ -7,7 +7,7 @@
 
 /// An entry consists of
 /// - the operator's name, which its folders in `csrc`, `src/ops` and `tests`, and its file in
-///   `benches` have, too;
+///   `benches` have, too; it has no folder in `csrc` if all its kernels are those of its family;
 /// - its family, the folder of `csrc` whose code it shares with other operators, and the feature of
 ///   this crate without which neither is compiled;
 /// - the public functions of its module, and its public name for the module's `Way`, unless its
@@ -20,7 +20,14 @@ macro_rules! operators {
             cross_entropy of "loss" {
                 functions: [cross_entropy, f_cross_entropy, cross_entropy_reference],
                 way: [],
-                files: [],
+                files: ["loss/cpu.cpp", "loss/cuda.cu", "loss/rows_hopper.cu"],
+            }
+            linear_cross_entropy of "loss" {
+                functions: [
+                    linear_cross_entropy, f_linear_cross_entropy, linear_cross_entropy_reference
+                ],
+                way: [],
+                files: ["loss/cpu.cpp", "loss/cuda.cu", "loss/rows_hopper.cu"],
             }
             layer_norm of "norm" {
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],

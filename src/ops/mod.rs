@@ -5,7 +5,8 @@
 //! operations.
 //!
 //! Operators belong to families, each of which is a feature of this crate and on by default:
-//! `norm` (`layer_norm`, `rms_norm`), `loss` (`cross_entropy`), `gemm` (`linear`,
+//! `norm` (`layer_norm`, `rms_norm`), `loss` (`cross_entropy`,
+//! `linear_cross_entropy`), `gemm` (`linear`,
 //! `matmul_add_relu`) and `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`). The
 //! kernels of a family that is off are not compiled.
 
@@ -24,6 +25,8 @@ mod gru;
 mod layer_norm;
 #[cfg(feature = "gemm")]
 mod linear;
+#[cfg(feature = "loss")]
+mod linear_cross_entropy;
 #[cfg(feature = "recurrent")]
 mod lltm;
 #[cfg(feature = "recurrent")]
@@ -47,6 +50,8 @@ pub use cross_entropy::CrossEntropyOptions;
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
+#[cfg(feature = "loss")]
+pub use linear_cross_entropy::LinearCrossEntropyOptions;
 #[cfg(feature = "norm")]
 #[doc(hidden)]
 pub use norm::Way as NormWay;

@@ -1,12 +1,13 @@
 //! The cross-entropy of logits and classes.
 
+use super::loss::check::{check_options, check_targets};
 use super::loss::kernels::{
-    Operands, Wanted, compute_kind, is_on_cpu, mean_factor, rows, scale, total,
+    Gradients, Operands, Wanted, compute_kind, is_in_range_without_scale, mean_factor, rows, scale,
+    scaled, times_gradient, total,
 };
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::ffi::tensor::plain;
-use crate::view::view;
+use crate::ffi::tensor::{bump_version, is_plain, plain};
 use crate::{Error, Result, check};
 use tch::{Kind, Reduction, Tensor};
 
@@ -25,6 +26,13 @@ pub struct CrossEntropyOptions<'a> {
     pub ignore_index: i64,
     /// ε, from 0 to 1: so much of a target's probability is spread over all classes.
     pub label_smoothing: f64,
+    /// Whether the gradient may take the logits' memory, which saves as many bytes. The logits must not
+    /// be read after the call. If autograd saved them before it, the backward pass is an error; what
+    /// reads them later finds the gradient. There are no second derivatives then. The logits must be a
+    /// tensor that libtorch allows to be changed in place, which a leaf that requires grad is not; if
+    /// they are slices of one tensor, the call for one of them invalidates the others' gradients, and
+    /// the backward pass says so.
+    pub reuse_logits: bool,
 }
 
 impl Default for CrossEntropyOptions<'_> {
@@ -34,6 +42,7 @@ impl Default for CrossEntropyOptions<'_> {
             reduction: Reduction::Mean,
             ignore_index: -100,
             label_smoothing: 0.0,
+            reuse_logits: false,
         }
     }
 }
@@ -56,9 +65,11 @@ impl Default for CrossEntropyOptions<'_> {
 /// logits have first and second derivatives; the weights have none, as in libtorch. On CUDA the
 /// operator works on libtorch's current stream and never waits for the GPU. It is deterministic.
 ///
-/// A mean or sum that needs a gradient computes it in the forward pass, from logits that are read
-/// once: the backward pass then only multiplies it by the incoming gradient, and does nothing if that
-/// is 1. With `Reduction::None` the backward pass computes it from the logits.
+/// A mean or sum that needs a gradient computes it in the forward pass: the backward pass then only
+/// multiplies it by the incoming gradient, and does nothing if that is 1. With `Reduction::None` the
+/// backward pass computes it from the logits; so it does for logits of `Half`, whose gradients need
+/// the loss scale. On a GPU of compute capability 9.0 a row of logits is read once, unless it exceeds
+/// about 850 KB.
 ///
 /// Equivalent to:
 /// ```
@@ -104,8 +115,9 @@ pub fn f_cross_entropy(
     if let Some(weight) = weight {
         check!(OP, weight).kind_as(logits.f_kind()?, "logits")?;
     }
-    let CrossEntropyOptions { reduction, ignore_index, label_smoothing, .. } = *options;
-    let loss = CrossEntropy { reduction, ignore_index, label_smoothing };
+    let CrossEntropyOptions { reduction, ignore_index, label_smoothing, reuse_logits, .. } =
+        *options;
+    let loss = CrossEntropy { reduction, ignore_index, label_smoothing, reuse_logits };
     let weight = weight.map(Tensor::detach);
     apply(loss, &[Some(logits), Some(targets), weight.as_ref()])?.single()
 }
@@ -146,37 +158,15 @@ fn check_arguments(
         let weight = check!(OP, weight).defined()?.same_device_as(&logits)?;
         weight.kind_in(&KINDS)?.shape("[V]", &[classes])?;
     }
-    let CrossEntropyOptions { reduction, label_smoothing, .. } = *options;
-    if !(0.0..=1.0).contains(&label_smoothing) {
-        let got = label_smoothing.to_string();
-        return Err(Error::argument(OP, "label_smoothing", "a number from 0 to 1", &got, ""));
-    }
-    if matches!(reduction, Reduction::Other(_)) {
-        let got = format!("{reduction:?}");
-        return Err(Error::argument(OP, "reduction", "None, Mean or Sum", &got, ""));
-    }
+    check_options(OP, options.reduction, options.label_smoothing)?;
     Ok(())
-}
-
-/// On the CPU, refuses a target that is no class. On CUDA the kernel stops the program.
-fn check_classes(targets: &Tensor, classes: i64, ignore_index: i64) -> Result<()> {
-    if !is_on_cpu(targets) {
-        return Ok(());
-    }
-    let is_right = |target: i64| (0..classes).contains(&target) || target == ignore_index;
-    let all = view::<i64, 1>(targets)?;
-    let Some((at, wrong)) = all.iter().enumerate().find(|(_, target)| !is_right(*target)) else {
-        return Ok(());
-    };
-    let last = classes - 1;
-    let expected = format!("classes from 0 to V - 1 = {last}, or ignore_index {ignore_index}");
-    Err(Error::argument(OP, "targets", expected, format!("{wrong} at {at}"), ""))
 }
 
 struct CrossEntropy {
     reduction: Reduction,
     ignore_index: i64,
     label_smoothing: f64,
+    reuse_logits: bool,
 }
 
 /// The positions of the inputs, which are also their slots among the saved tensors.
@@ -197,10 +187,16 @@ impl Function for CrossEntropy {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (logits, targets) = (inputs.get(place::LOGITS)?, inputs.get(place::TARGETS)?);
         let weight = inputs.optional(place::WEIGHT);
-        check_classes(targets, logits.size2()?.1, self.ignore_index)?;
+        check_targets(OP, targets, logits.size2()?.1, self.ignore_index)?;
         let keep = saver.needs_input_grad(place::LOGITS);
+        if keep && self.reuse_logits {
+            saver.check_in_place(place::LOGITS, "logits: reuse_logits")?;
+        }
+        let keep = keep && is_in_range_without_scale(logits.f_kind()?);
         let (loss, gradient) = self.forward_of(logits, targets, weight, keep)?;
-        for tensor in [Some(logits), Some(targets), weight, gradient.as_ref()] {
+        let is_gone = self.reuse_logits && gradient.is_some();
+        let logits = Some(logits).filter(|_| !is_gone);
+        for tensor in [logits, Some(targets), weight, gradient.as_ref()] {
             saver.save_optional(tensor);
         }
         Ok(loss.into())
@@ -210,25 +206,25 @@ impl Function for CrossEntropy {
         let inputs =
             (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
         if ctx.create_graph() {
+            if inputs[place::LOGITS].is_none() {
+                return Err(Error::msg(
+                    "cross_entropy: logits: expected to be there for a second derivative, got their \
+                     gradient in their place; leave reuse_logits off",
+                ));
+            }
             return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
         }
         let grad = grads.get(0)?;
         let gradient = match ctx.saved_optional(GRADIENT)? {
-            Some(gradient) => scaled(gradient, grad, ctx.is_last_backward())?,
-            None => self.gradient_of_rows(&inputs, grad)?,
+            Some(mut gradient) if ctx.is_last_backward() => {
+                scale(&mut gradient, grad)?;
+                gradient
+            }
+            Some(gradient) => scaled(&gradient, grad)?,
+            None => self.gradient_of_rows(&inputs, grad, ctx.is_last_backward())?,
         };
         Ok([Some(gradient), None, None].into())
     }
-}
-
-/// The gradient times a number, in place if nobody else reads it.
-fn scaled(gradient: Tensor, factor: &Tensor, is_last: bool) -> Result<Tensor> {
-    let mut own = match is_last {
-        true => gradient,
-        false => gradient.f_to_dtype(gradient.f_kind()?, false, true)?,
-    };
-    scale(&mut own, factor)?;
-    Ok(own)
 }
 
 impl CrossEntropy {
@@ -239,7 +235,15 @@ impl CrossEntropy {
         weight: Option<&'a Tensor>,
     ) -> Operands<'a> {
         let CrossEntropy { ignore_index, label_smoothing, .. } = *self;
-        Operands { logits, targets, weight, ignore_index, label_smoothing }
+        Operands {
+            logits,
+            targets,
+            weight,
+            ignore_index,
+            label_smoothing,
+            softcap: 0.0,
+            z_loss: 0.0,
+        }
     }
 
     /// The loss and, if it is kept, the gradient of a mean or sum.
@@ -250,7 +254,8 @@ impl CrossEntropy {
         weight: Option<&Tensor>,
         keep: bool,
     ) -> Result<(Tensor, Option<Tensor>)> {
-        let (logits, targets) = (plain(logits)?, plain(targets)?);
+        let is_copied = !is_plain(logits);
+        let (mut logits, targets) = (plain(logits)?, plain(targets)?);
         let (kind, device) = (logits.f_kind()?, logits.device());
         let compute = (compute_kind(kind), device);
         let weight = weight.map(|weight| plain(&weight.f_to_kind(compute.0)?)).transpose()?;
@@ -260,11 +265,20 @@ impl CrossEntropy {
             rows(&operands, Wanted { losses: Some(&mut losses), gradients: None })?;
             return Ok((losses.f_to_kind(kind)?, None));
         };
-        let mut gradient =
-            keep.then(|| Tensor::f_empty(logits.size(), (kind, device))).transpose()?;
-        let gradients = gradient.as_mut().map(|gradient| (&factor, gradient));
+        // A copy is nobody else's.
+        let in_place = keep && (is_copied || self.reuse_logits);
+        let mut own = (keep && !in_place).then(|| logits.f_empty_like()).transpose()?;
+        let gradients = match own.as_mut() {
+            Some(own) => Some(Gradients::To(own)),
+            None => in_place.then_some(Gradients::InPlace),
+        };
+        let gradients = gradients.map(|gradients| (&factor, gradients));
         rows(&operands, Wanted { losses: Some(&mut losses), gradients })?;
-        Ok((total(&losses, &factor, kind)?, gradient))
+        if in_place {
+            bump_version(&mut logits)?;
+            own = Some(logits.f_detach()?);
+        }
+        Ok((total(&losses, &factor, kind)?, own))
     }
 
     /// By what the sum of the losses is multiplied, `[1]`; `None` without a reduction.
@@ -281,19 +295,37 @@ impl CrossEntropy {
         })
     }
 
-    /// The gradient of losses without a reduction.
-    fn gradient_of_rows(&self, inputs: &[Option<Tensor>], grad: &Tensor) -> Result<Tensor> {
+    /// The gradient, from the logits. Nobody needs them after the last one.
+    fn gradient_of_rows(
+        &self,
+        inputs: &[Option<Tensor>],
+        grad: &Tensor,
+        is_last: bool,
+    ) -> Result<Tensor> {
         let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
         let inputs = Inputs::new(&inputs);
-        let logits = plain(inputs.get(place::LOGITS)?)?;
+        let logits = inputs.get(place::LOGITS)?;
+        let in_place = !is_plain(logits) || (self.reuse_logits && is_last);
+        let mut logits = plain(logits)?;
         let targets = plain(inputs.get(place::TARGETS)?)?;
         let compute = compute_kind(logits.f_kind()?);
         let weight = inputs.optional(place::WEIGHT);
         let weight = weight.map(|weight| plain(&weight.f_to_kind(compute)?)).transpose()?;
-        let factors = plain(&grad.f_to_kind(compute)?)?;
-        let mut gradient = logits.f_empty_like()?;
+        let factors = match self.factor(&targets, weight.as_ref(), compute)? {
+            Some(factor) => times_gradient(&factor, grad)?,
+            None => plain(&grad.f_to_kind(compute)?)?,
+        };
         let operands = self.operands(&logits, &targets, weight.as_ref());
-        let gradients = Some((&factors, &mut gradient));
+        if in_place {
+            rows(
+                &operands,
+                Wanted { losses: None, gradients: Some((&factors, Gradients::InPlace)) },
+            )?;
+            bump_version(&mut logits)?;
+            return Ok(logits.f_detach()?);
+        }
+        let mut gradient = logits.f_empty_like()?;
+        let gradients = Some((&factors, Gradients::To(&mut gradient)));
         rows(&operands, Wanted { losses: None, gradients })?;
         Ok(gradient)
     }
@@ -301,9 +333,15 @@ impl CrossEntropy {
     fn reference(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
         let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
         let inputs = Inputs::new(&inputs);
-        let CrossEntropy { reduction, ignore_index, label_smoothing } = *self;
+        let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = *self;
         let weight = inputs.optional(place::WEIGHT);
-        let options = CrossEntropyOptions { weight, reduction, ignore_index, label_smoothing };
+        let options = CrossEntropyOptions {
+            weight,
+            reduction,
+            ignore_index,
+            label_smoothing,
+            ..Default::default()
+        };
         let (logits, targets) = (inputs.get(place::LOGITS)?, inputs.get(place::TARGETS)?);
         Ok(cross_entropy_reference(logits, targets, &options)?.into())
     }

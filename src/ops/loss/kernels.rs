@@ -1,9 +1,10 @@
 //! Calls of the kernels of `csrc/loss`: rows of logits, the loss of each, and its gradient.
 
+use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// Rows of logits, and what is computed of each. All arrays are row-major and contiguous. The
 /// compute kind is `Double` for logits of `Double`, and otherwise `Float`.
@@ -18,6 +19,10 @@ pub(crate) struct Rows {
     /// From a row's factor to the next one's: 1, or 0 if all rows have one.
     factor_stride: i64,
     label_smoothing: f64,
+    /// c: the loss is that of c tanh(z / c); 0 for the logits themselves.
+    softcap: f64,
+    /// By what the square of a row's lse is multiplied when it is added to the loss.
+    z_loss: f64,
     /// Of logits and gradients.
     kind: i32,
     reserved: i32,
@@ -34,7 +39,8 @@ pub(crate) struct Rows {
     /// `[M]` or `[1]` of the compute kind: by what a row's gradient is multiplied; null without
     /// gradients.
     factors: *const c_void,
-    /// `[M, V]`: the gradients of the logits, null when nobody needs them.
+    /// `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
+    /// place.
     gradients: *mut c_void,
 }
 
@@ -84,11 +90,13 @@ pub(crate) struct Scale {
     /// `[1]` of the compute kind.
     factor: *const c_void,
     /// `[count]`.
-    values: *mut c_void,
+    from: *const c_void,
+    /// `[count]`, the same memory or other memory.
+    to: *mut c_void,
 }
 
 crate::kernels::raw_kernels! {
-    "cross_entropy";
+    "loss";
     fn run_rows(Rows) = tch_extension_loss_rows_cpu, tch_extension_loss_rows_cuda;
     fn run_mean(Mean) = tch_extension_loss_mean_cpu, tch_extension_loss_mean_cuda;
     fn run_total(Total) = tch_extension_loss_total_cpu, tch_extension_loss_total_cuda;
@@ -98,6 +106,25 @@ crate::kernels::raw_kernels! {
 /// The kind in which losses of logits of this kind are computed.
 pub(crate) fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// Whether the gradients of a mean or sum may be computed in the forward pass. Those of `Half` would be
+/// too small there for its range: the loss scale that keeps them in it arrives in the backward pass.
+pub(crate) fn is_in_range_without_scale(kind: Kind) -> bool {
+    kind != Kind::Half
+}
+
+/// A mean's or sum's factor, `[1]`, times the incoming gradient, `[]`.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn times_gradient(factor: &Tensor, grad: &Tensor) -> Result<Tensor> {
+    plain(&factor.f_mul(&grad.f_to_kind(factor.f_kind()?)?)?)
+}
+
+/// The bytes of an element.
+pub(crate) fn size_of(kind: Kind) -> i64 {
+    kind.elt_size_in_bytes() as i64
 }
 
 /// What the losses of rows depend on.
@@ -110,6 +137,17 @@ pub(crate) struct Operands<'a> {
     pub weight: Option<&'a Tensor>,
     pub ignore_index: i64,
     pub label_smoothing: f64,
+    /// 0 for none.
+    pub softcap: f64,
+    pub z_loss: f64,
+}
+
+/// Where the gradients of the logits are written.
+pub(crate) enum Gradients<'a> {
+    /// To a tensor like the logits.
+    To(&'a mut Tensor),
+    /// Over the logits.
+    InPlace,
 }
 
 /// What is computed.
@@ -117,8 +155,8 @@ pub(crate) struct Wanted<'a> {
     /// `[M]` of [`compute_kind`].
     pub losses: Option<&'a mut Tensor>,
     /// By what gradients are multiplied, `[M]` or `[1]` of [`compute_kind`]; and where they are
-    /// written, like the logits.
-    pub gradients: Option<(&'a Tensor, &'a mut Tensor)>,
+    /// written.
+    pub gradients: Option<(&'a Tensor, Gradients<'a>)>,
 }
 
 /// Computes the losses and gradients of rows.
@@ -132,6 +170,10 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     let weight_sum = operands.weight.map(|weight| weight.f_sum(compute.0)).transpose()?;
     let weight_sum = weight_sum.map(|sum| sum.f_view([1])).transpose()?;
     let (factors, gradients) = wanted.gradients.unzip();
+    let gradients = gradients.as_ref().map(|gradients| match gradients {
+        Gradients::To(tensor) => &**tensor,
+        Gradients::InPlace => operands.logits,
+    });
     let factor_count = factors.map_or(1, |factors| factors.size().first().copied().unwrap_or(0));
     if factor_count != 1 && factor_count != rows {
         return Err(Error::msg("internal error: one factor, or one for each row"));
@@ -142,6 +184,8 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         ignore_index: operands.ignore_index,
         factor_stride: i64::from(factor_count == rows && rows != 1),
         label_smoothing: operands.label_smoothing,
+        softcap: operands.softcap,
+        z_loss: operands.z_loss,
         kind: kind_code(kind)?,
         reserved: 0,
         logits: checked("logits", operands.logits, &[rows, classes], like)?,
@@ -152,10 +196,11 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         weight_sum: optional_ptr("weight_sum", weight_sum.as_ref(), &[1], compute)?,
         losses: optional_ptr("losses", wanted.losses.as_deref(), &[rows], compute)?,
         factors: optional_ptr("factors", factors, &[factor_count], compute)?,
-        gradients: optional_ptr("gradients", gradients.as_deref(), &[rows, classes], like)?,
+        gradients: optional_ptr("gradients", gradients, &[rows, classes], like)?,
     };
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
-    // are written are borrowed exclusively, so they overlap no other.
+    // are written are borrowed exclusively, so they overlap no other, except that the gradients may
+    // be the logits, which the kernels read before they write there.
     unsafe { run_rows(device, &params) }
 }
 
@@ -209,27 +254,38 @@ pub(crate) fn total(losses: &Tensor, factor: &Tensor, kind: Kind) -> Result<Tens
     Ok(total)
 }
 
-/// Multiplies gradients in place by a number of [`compute_kind`], `[]` or `[1]`. They are not read if
-/// it is 1.
+/// Multiplies gradients in place by a number of any kind, `[]` or `[1]`. They are not read if it
+/// is 1.
 ///
 /// # Errors
 /// When CUDA fails.
 pub(crate) fn scale(gradients: &mut Tensor, factor: &Tensor) -> Result<()> {
-    let (kind, device) = (gradients.f_kind()?, gradients.device());
-    let factor = factor.f_to_kind(compute_kind(kind))?.f_reshape([1])?;
-    let size = gradients.size();
-    let params = Scale {
-        count: size.iter().product(),
-        kind: kind_code(kind)?,
-        reserved: 0,
-        factor: checked("factor", &factor, &[1], (compute_kind(kind), device))?,
-        values: checked("gradients", gradients, &size, (kind, device))?,
-    };
-    // SAFETY: as in `rows`.
-    unsafe { run_scale(device, &params) }
+    multiply(gradients, factor, gradients)
 }
 
-/// Whether the tensor is on the CPU, where its values may be read without waiting for anything.
-pub(crate) fn is_on_cpu(tensor: &Tensor) -> bool {
-    tensor.device() == Device::Cpu
+/// Gradients times a number, in memory of their own.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn scaled(gradients: &Tensor, factor: &Tensor) -> Result<Tensor> {
+    let to = Tensor::f_empty(gradients.size(), (gradients.f_kind()?, gradients.device()))?;
+    multiply(gradients, factor, &to)?;
+    Ok(to)
+}
+
+/// `to` is `from` itself, or belongs to the caller alone.
+fn multiply(from: &Tensor, factor: &Tensor, to: &Tensor) -> Result<()> {
+    let like = (from.f_kind()?, from.device());
+    let factor = plain(&factor.f_to_kind(compute_kind(like.0))?.f_reshape([1])?)?;
+    let size = from.size();
+    let params = Scale {
+        count: size.iter().product(),
+        kind: kind_code(like.0)?,
+        reserved: 0,
+        factor: checked("factor", &factor, &[1], (compute_kind(like.0), like.1))?,
+        from: checked("gradients", from, &size, like)?,
+        to: checked("product", to, &size, like)?,
+    };
+    // SAFETY: as in `rows`. Each value is read before it is written.
+    unsafe { run_scale(like.1, &params) }
 }

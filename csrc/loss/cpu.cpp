@@ -4,7 +4,7 @@
 #include <cmath>
 #include <limits>
 
-#include "cross_entropy.h"
+#include "loss.h"
 
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
@@ -69,6 +69,7 @@ struct Row {
     weight = static_cast<const C*>(p.weight);
     target = p.targets[row];
     smoothing = static_cast<C>(p.label_smoothing) / static_cast<C>(classes);
+    softcap = static_cast<C>(p.softcap);
     is_smooth = p.label_smoothing != 0;
   }
 
@@ -80,39 +81,46 @@ struct Row {
     }
     // The caller has checked the targets; this keeps a mistake from becoming a wild read.
     if (target < 0 || target >= classes) return;
+    // Before anything is written: the gradients may take the logits' place.
+    const C at_target = capped(static_cast<C>(logits[target]));
     sum_up();
     const C of_target = (C(1) - static_cast<C>(params.label_smoothing)) *
                         (weight == nullptr ? C(1) : weight[target]);
     const C all_weights = params.weight_sum == nullptr ? static_cast<C>(classes)
                                                        : *static_cast<const C*>(params.weight_sum);
+    // lse less the largest logit: their sum would lose the digits of a small part.
+    const C rest = std::log(sum);
+    const C lse = largest + rest, z_loss = static_cast<C>(params.z_loss);
     if (params.losses != nullptr) {
-      const C lse = largest + std::log(sum);
-      C loss = of_target * (lse - static_cast<C>(logits[target]));
+      C loss = of_target * (rest - (at_target - largest));
       if (is_smooth) loss += smoothing * (all_weights * lse - weighted);
+      if (z_loss != 0) loss += z_loss * lse * lse;
       static_cast<C*>(params.losses)[row] = loss;
     }
     if (gradients == nullptr) return;
     const C factor = static_cast<const C*>(params.factors)[row * params.factor_stride];
-    const C of_probability = factor * (of_target + smoothing * all_weights) / sum;
+    C of_lse = of_target + smoothing * all_weights;
+    if (z_loss != 0) of_lse += C(2) * z_loss * lse;
+    const C of_probability = factor * of_lse / sum;
     const C of_class = smoothing * (weight == nullptr ? C(1) : weight[target]);
-    // Before the others: the gradients may be written over the logits.
-    const C here = of_probability * std::exp(static_cast<C>(logits[target]) - largest);
+    C here = of_probability * std::exp(at_target - largest) - factor * (of_target + of_class);
+    if (softcap != 0) here *= C(1) - at_target / softcap * (at_target / softcap);
     write_gradients(of_probability, factor * smoothing);
-    gradients[target] = static_cast<T>(here - factor * (of_target + of_class));
+    gradients[target] = static_cast<T>(here);
   }
 
   void sum_up() {
     constexpr C kLeast = -std::numeric_limits<C>::infinity();
     V most(kLeast);
     for_each_vector<T>(classes, [&](int64_t at, int64_t count) {
-      most = at::vec::maximum(most, only<C>(load(logits + at, count), count, kLeast));
+      most = at::vec::maximum(most, only<C>(capped(load(logits + at, count)), count, kLeast));
     });
     largest = at::vec::vec_reduce_all<C>([](V& a, V& b) { return at::vec::maximum(a, b); }, most);
     // In the larger kinds the exponentials are kept where the gradients will be.
-    T* const kept = kKeeps && gradients != logits ? gradients : nullptr;
+    T* const kept = kKeeps && softcap == 0 ? gradients : nullptr;
     V sums(C(0)), of_weights(C(0));
     for_each_vector<T>(classes, [&](int64_t at, int64_t count) {
-      const V values = load(logits + at, count);
+      const V values = capped(load(logits + at, count));
       const V exps = exp_of(values);
       if (kept != nullptr) store(exps, kept + at, count);
       sums = sums + only<C>(exps, count, C(0));
@@ -126,6 +134,12 @@ struct Row {
     if (!std::isfinite(largest)) sum = std::numeric_limits<C>::quiet_NaN();
   }
 
+  // The logits from which the loss is computed.
+  V capped(const V& values) const {
+    return softcap == 0 ? values : (values / V(softcap)).tanh() * V(softcap);
+  }
+  C capped(C value) const { return softcap == 0 ? value : std::tanh(value / softcap) * softcap; }
+
   V weighted_by(const V& values, int64_t at, int64_t count) const {
     return weight == nullptr ? values : values * load(weight + at, count);
   }
@@ -135,11 +149,19 @@ struct Row {
 
   void write_gradients(C of_probability, C of_class) {
     write_row(classes, gradients, [&](int64_t at, int64_t count) {
-      const V exps = is_kept ? load(gradients + at, count) : exp_of(load(logits + at, count));
-      V gradient = exps * V(of_probability);
-      if (is_smooth) gradient = gradient - weighted_by(V(of_class), at, count);
-      return gradient;
+      if (is_kept)
+        return gradient_of(load(gradients + at, count), of_probability, of_class, at, count);
+      const V values = capped(load(logits + at, count));
+      const V gradient = gradient_of(exp_of(values), of_probability, of_class, at, count);
+      if (softcap == 0) return gradient;
+      const V share = values / V(softcap);
+      return gradient * (V(1) - share * share);
     });
+  }
+
+  V gradient_of(const V& exps, C of_probability, C of_class, int64_t at, int64_t count) const {
+    const V gradient = exps * V(of_probability);
+    return is_smooth ? gradient - weighted_by(V(of_class), at, count) : gradient;
   }
 
   static constexpr bool kKeeps = std::is_same_v<T, C>;
@@ -150,7 +172,7 @@ struct Row {
   T* gradients;
   const C* weight;
   int64_t target;
-  C smoothing, largest = 0, sum = 0, weighted = 0;
+  C smoothing, softcap, largest = 0, sum = 0, weighted = 0;
   bool is_smooth, is_kept = false;
 };
 
@@ -194,12 +216,12 @@ static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     const auto number = *static_cast<const Compute<T>*>(params.factor);
-    if (number == Compute<T>(1)) return;
+    if (number == Compute<T>(1) && params.from == params.to) return;
     const Vec<Compute<T>> factor(number);
     const int64_t first = begin * kElements, last = std::min(end * kElements, params.count);
-    T* values = static_cast<T*>(params.values) + first;
-    write_row(last - first, values,
-              [&](int64_t at, int64_t count) { return load(values + at, count) * factor; });
+    const T* from = static_cast<const T*>(params.from) + first;
+    write_row(last - first, static_cast<T*>(params.to) + first,
+              [&](int64_t at, int64_t count) { return load(from + at, count) * factor; });
   });
 }
 

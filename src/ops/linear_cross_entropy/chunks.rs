@@ -1,0 +1,143 @@
+//! Into how many chunks the rows are cut.
+
+use crate::ops::loss::kernels::size_of;
+use tch::Kind;
+
+/// What the cuts depend on.
+pub(super) struct Sizes {
+    pub rows: i64,
+    pub classes: i64,
+    pub features: i64,
+    pub kind: Kind,
+    pub is_cuda: bool,
+    /// Whether the weight's gradient is computed.
+    pub of_weight: bool,
+}
+
+#[derive(Debug, PartialEq)]
+pub(super) struct Chunks {
+    /// The rows of each chunk but the last one, which may have fewer; at least 1.
+    pub rows: i64,
+    /// Whether the weight's gradient is added up in `Float` although the kind is a half kind.
+    pub in_float: bool,
+}
+
+/// Rounded once for each of so many chunks, a sum has less than twice the error of one rounding.
+const MOST_ROUNDED: i64 = 6;
+/// Chunks are multiples of so many rows, as the tiles of products are.
+const TILE: i64 = 256;
+/// A chunk of logits of so many bytes is small enough, however few chunks there are.
+const SMALL: i64 = 64 << 20;
+
+impl Chunks {
+    /// `memory` bounds the bytes of a chunk of logits and of a sum in `Float`. It is exceeded only if
+    /// otherwise the weight's gradient were rounded more than six times.
+    pub(super) fn new(sizes: &Sizes, memory: Option<u64>, in_float: bool) -> Chunks {
+        let of_row = (sizes.classes * size_of(sizes.kind)).max(1);
+        let few = to_tiles_above(div_ceil(sizes.rows, MOST_ROUNDED));
+        let in_float = in_float && sizes.can_add_in_float();
+        let Some(memory) = memory else {
+            return Chunks { rows: few.max(to_tiles_below(SMALL / of_row)), in_float };
+        };
+        let memory = i64::try_from(memory).unwrap_or(i64::MAX);
+        let rows = to_tiles_below(memory / of_row);
+        let is_rounded_often = div_ceil(sizes.rows, rows) > MOST_ROUNDED;
+        if !(in_float || is_rounded_often && sizes.can_add_in_float()) {
+            return Chunks { rows, in_float };
+        }
+        let of_sum = sizes.bytes_of_sum();
+        let rows_beside_sum = to_tiles_below((memory - of_sum) / of_row);
+        // In the end the sum and the gradient that is made of it are there, but no logits.
+        let at_end = sizes.classes * sizes.features * 4;
+        if rows_beside_sum >= TILE.min(sizes.rows) && at_end <= memory {
+            return Chunks { rows: rows_beside_sum, in_float: true };
+        }
+        match in_float || at_end.max(of_sum + TILE * of_row) < few * of_row {
+            true => Chunks { rows: TILE, in_float: true },
+            false => Chunks { rows: few, in_float: false },
+        }
+    }
+}
+
+impl Sizes {
+    fn can_add_in_float(&self) -> bool {
+        self.of_weight && matches!(self.kind, Kind::Half | Kind::BFloat16)
+    }
+
+    /// The bytes of a sum in `Float`, less those of the gradient that it becomes. On the CPU each
+    /// chunk's product is computed in memory of its own.
+    fn bytes_of_sum(&self) -> i64 {
+        let size = size_of(self.kind);
+        self.classes * self.features * (4 - size + if self.is_cuda { 0 } else { size })
+    }
+}
+
+fn div_ceil(a: i64, b: i64) -> i64 {
+    a / b + i64::from(a % b != 0)
+}
+
+/// Fewer rows than a tile stay as they are, here and below.
+fn to_tiles_above(rows: i64) -> i64 {
+    if rows < TILE { rows.max(1) } else { div_ceil(rows, TILE) * TILE }
+}
+
+fn to_tiles_below(rows: i64) -> i64 {
+    if rows < TILE { rows.max(1) } else { rows / TILE * TILE }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(rows: i64, features: i64, classes: i64) -> Sizes {
+        Sizes { rows, classes, features, kind: Kind::BFloat16, is_cuda: true, of_weight: true }
+    }
+
+    #[test]
+    fn few_chunks_by_default() {
+        let of = |sizes: &Sizes| Chunks::new(sizes, None, false);
+        assert_eq!(of(&sizes(16_384, 768, 50_304)), Chunks { rows: 2816, in_float: false });
+        assert_eq!(of(&sizes(8192, 4096, 128_256)), Chunks { rows: 1536, in_float: false });
+        // 64 MiB are enough for all rows.
+        assert!(of(&sizes(1000, 64, 100)).rows >= 1000);
+        assert!(of(&sizes(0, 0, 0)).rows >= 1);
+    }
+
+    #[test]
+    fn the_memory_is_a_bound_unless_the_gradient_were_rounded_too_often() {
+        for memory in [1_u64, 1 << 20, 100 << 20, 300 << 20, 1 << 40] {
+            for sizes in [sizes(16_384, 768, 50_304), sizes(16_384, 2048, 248_320), sizes(7, 3, 5)]
+            {
+                let chunks = Chunks::new(&sizes, Some(memory), false);
+                let sum = if chunks.in_float { sizes.bytes_of_sum() } else { 0 };
+                let of_end = sizes.classes * sizes.features * 4;
+                let at_end = if chunks.in_float { of_end } else { 0 };
+                let bytes = at_end.max(chunks.rows * sizes.classes * 2 + sum);
+                let count = div_ceil(sizes.rows, chunks.rows);
+                assert!(chunks.in_float || count <= MOST_ROUNDED, "{memory} {chunks:?}");
+                let least = (sizes.bytes_of_sum() + TILE * sizes.classes * 2)
+                    .max(of_end)
+                    .min(to_tiles_above(div_ceil(sizes.rows, 6)) * sizes.classes * 2);
+                assert!(bytes as u64 <= memory.max(least as u64), "{memory} {chunks:?}");
+                let alone = Sizes { of_weight: false, ..sizes };
+                let chunks = Chunks::new(&alone, Some(memory), true);
+                let bytes = chunks.rows * alone.classes * 2;
+                assert!(!chunks.in_float && (chunks.rows == 1 || bytes as u64 <= memory));
+            }
+        }
+    }
+
+    #[test]
+    fn many_chunks_are_added_up_in_float() {
+        let sizes = sizes(16_384, 768, 50_304);
+        let of = |mebibytes: u64| Chunks::new(&sizes, Some(mebibytes << 20), false);
+        assert_eq!(of(300), Chunks { rows: 3072, in_float: false });
+        assert_eq!(of(200), Chunks { rows: 1280, in_float: true });
+        // There is no room for the sum, and it is smaller than six chunks.
+        assert_eq!(of(80), Chunks { rows: 256, in_float: true });
+        let asked = Chunks::new(&sizes, None, true);
+        assert_eq!(asked, Chunks { rows: 2816, in_float: true });
+        let single = Sizes { kind: Kind::Float, ..sizes };
+        assert!(!Chunks::new(&single, Some(1), true).in_float);
+    }
+}

@@ -1,0 +1,487 @@
+//! The cross-entropy of a linear layer's outputs and classes, without all of the outputs in memory.
+
+use super::loss::check::{check_options, check_targets};
+use super::loss::kernels::{
+    Gradients, Operands, Wanted, compute_kind, is_in_range_without_scale, mean_factor, rows, scale,
+    scaled, times_gradient, total,
+};
+use crate::amp::{CastPolicy, autocast_inputs};
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use crate::ffi::tensor::plain;
+use crate::{Error, Result, check};
+use tch::{Kind, Reduction, Tensor};
+
+mod chunks;
+
+use chunks::{Chunks, Sizes};
+
+const OP: &str = "linear_cross_entropy";
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+/// What [`linear_cross_entropy`] may be told besides its tensors.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearCrossEntropyOptions {
+    /// What is made of the rows' losses.
+    pub reduction: Reduction,
+    /// A row with this target has no part in the loss.
+    pub ignore_index: i64,
+    /// ε, from 0 to 1: so much of a target's probability is spread over all classes.
+    pub label_smoothing: f64,
+    /// s > 0: the logits are s tanh(y / s) of the layer's outputs y. `None` for the outputs themselves.
+    pub softcap: Option<f64>,
+    /// k: so much of the square of each row's lse is added to its loss.
+    pub z_loss: f64,
+    /// How many bytes of memory the call may take besides its operands and their gradients. `None`
+    /// for a sixth of what all logits would take, rounded up to 256 rows, but at least 64 MiB.
+    pub memory: Option<u64>,
+    /// Whether the weight's gradient is added up in `Float` for half kinds, which takes 4 bytes for each
+    /// of its elements until it is complete.
+    pub accumulate_in_float: bool,
+}
+
+impl Default for LinearCrossEntropyOptions {
+    fn default() -> Self {
+        LinearCrossEntropyOptions {
+            reduction: Reduction::Mean,
+            ignore_index: -100,
+            label_smoothing: 0.0,
+            softcap: None,
+            z_loss: 0.0,
+            memory: None,
+            accumulate_in_float: false,
+        }
+    }
+}
+
+/// The cross-entropy of a linear layer's outputs, given the class of each row: the last layer of a
+/// language model and its loss.
+///
+/// ```text
+/// y = x Wᵀ + b         z = y, or s tanh(y / s) with a softcap s         lse = log Σ exp z
+/// loss = (1 - ε) (lse - z[t]) + ε / V (V lse - Σ z) + k lse²            of a row with target t
+/// sum = Σ loss         mean = Σ loss / M                                over M rows that are not ignored
+/// ```
+///
+/// * `input`: x, `[N, D]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
+/// * `weight`: W, `[V, D]`
+/// * `bias`: b, `[V]`; `None` for zeros
+/// * `targets`: t, `[N]`, of kind `Int64`: a class from 0 to V - 1, or `ignore_index`
+///
+/// Returns a loss without dimensions, or with `Reduction::None` those of the rows, `[N]`; of kind
+/// `Double` for `Double`, and otherwise `Float`. The mean of no rows is NaN, as in libtorch. Strides
+/// and sizes are arbitrary. In the half kinds the outputs y are rounded, as the layer's are, and
+/// everything after them is computed in `Float`. Under autocast, input, weight and bias are first cast
+/// to autocast's kind, as libtorch's linear does. There are first and second derivatives of input,
+/// weight and bias. On CUDA the operator works on libtorch's current stream and never waits for the
+/// GPU. It is as deterministic as libtorch's products are.
+///
+/// The logits are computed for a chunk of rows at a time, and their gradient takes their place. A mean
+/// or sum computes the gradients in the forward pass, those that are needed: its backward pass only
+/// multiplies them by the incoming gradient, and does nothing if that is 1. With `Reduction::None`, and
+/// for `Half`, whose gradients need the loss scale, the backward pass computes the logits again. A
+/// second derivative takes the memory of all logits.
+///
+/// [`LinearCrossEntropyOptions::memory`] bounds the memory of a chunk. In the half kinds the weight's
+/// gradient is rounded once a chunk: over n chunks its error is about √((n + 1) / 2) times that of one
+/// product. If there are more than six chunks, or if
+/// [`LinearCrossEntropyOptions::accumulate_in_float`] says so, it is therefore added up in `Float`. If
+/// the bound has no room for that sum, it is exceeded: by six chunks without such a sum, or by the sum
+/// and chunks of 256 rows, whichever is less.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{LinearCrossEntropyOptions, linear_cross_entropy};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w) = (Tensor::randn([5, 4], options), Tensor::randn([7, 4], options));
+/// # let targets = Tensor::from_slice(&[0_i64, 6, 3, -100, 2]);
+/// let loss = x.matmul(&w.tr()).log_softmax(-1, Kind::Double).nll_loss(&targets);
+///
+/// let ours = linear_cross_entropy(&x, &w, None, &targets, &LinearCrossEntropyOptions::default());
+/// assert!(ours.allclose(&loss, 1e-12, 1e-12, false));
+/// ```
+///
+/// # Panics
+/// If [`f_linear_cross_entropy`] returns an error.
+pub fn linear_cross_entropy(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    options: &LinearCrossEntropyOptions,
+) -> Tensor {
+    super::unwrap(f_linear_cross_entropy(input, weight, bias, targets, options))
+}
+
+/// [`linear_cross_entropy`], with an error instead of a panic.
+///
+/// # Errors
+/// If an argument has another kind, device or shape than stated (the error names the argument); on
+/// the CPU if a target is no class; or if libtorch or CUDA fails. A target on CUDA that is no class
+/// fails an assertion on the device, as in libtorch, after which the program cannot use CUDA any
+/// more.
+pub fn f_linear_cross_entropy(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    options: &LinearCrossEntropyOptions,
+) -> Result<Tensor> {
+    check_arguments(input, weight, bias, targets, options)?;
+    let inputs = [Some(input), Some(weight), bias];
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, &inputs)?;
+    let (input, weight, bias) = match cast.as_deref() {
+        Some([Some(input), Some(weight), bias]) => (input, weight, bias.as_ref()),
+        _ => (input, weight, bias),
+    };
+    let like = check!(OP, input);
+    check!(OP, weight).like(&like)?;
+    bias.map(|bias| check!(OP, bias).like(&like)).transpose()?;
+    let inputs = [Some(input), Some(weight), bias, Some(targets)];
+    apply(LinearCrossEntropy { options: *options }, &inputs)?.single()
+}
+
+/// [`linear_cross_entropy`] in plain tch operations, without checks of its own: it holds all logits.
+///
+/// # Errors
+/// If an operation of libtorch fails.
+pub fn linear_cross_entropy_reference(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    options: &LinearCrossEntropyOptions,
+) -> Result<Tensor> {
+    let compute = compute_kind(input.f_kind()?);
+    let mut logits = input.f_linear(weight, bias)?.f_to_kind(compute)?;
+    if let Some(softcap) = options.softcap {
+        logits = logits.f_div_scalar(softcap)?.f_tanh()?.f_mul_scalar(softcap)?;
+    }
+    let loss = logits.f_cross_entropy_loss::<&Tensor>(
+        targets,
+        None,
+        options.reduction,
+        options.ignore_index,
+        options.label_smoothing,
+    )?;
+    if options.z_loss == 0.0 {
+        return Ok(loss);
+    }
+    let is_there = targets.f_ne(options.ignore_index)?;
+    let lse = logits.f_logsumexp([1_i64].as_slice(), false)?;
+    let squares = lse.f_square()?.f_where_self(&is_there, &lse.f_zeros_like()?)?;
+    let squares = squares.f_mul_scalar(options.z_loss)?;
+    Ok(match options.reduction {
+        Reduction::Mean => {
+            loss.f_add(&squares.f_sum(compute)?.f_div(&is_there.f_sum(compute)?)?)?
+        }
+        Reduction::Sum => loss.f_add(&squares.f_sum(compute)?)?,
+        _ => loss.f_add(&squares)?,
+    })
+}
+
+fn check_arguments(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    options: &LinearCrossEntropyOptions,
+) -> Result<()> {
+    let input =
+        check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[N, D]")?;
+    let (rows, features) = input.tensor().size2()?;
+    let weight =
+        check!(OP, weight).defined()?.kind_in(&KINDS)?.same_device_as(&input)?.dim(2, "[V, D]")?;
+    let classes = weight.tensor().size2()?.0;
+    weight.shape("[V, D]", &[classes, features])?;
+    if let Some(bias) = bias {
+        let bias = check!(OP, bias).defined()?.kind_in(&KINDS)?.same_device_as(&input)?;
+        bias.shape("[V]", &[classes])?;
+    }
+    let targets = check!(OP, targets).defined()?.same_device_as(&input)?;
+    targets.kind_in(&[Kind::Int64])?.shape("[N]", &[rows])?;
+    check_options(OP, options.reduction, options.label_smoothing)?;
+    let LinearCrossEntropyOptions { softcap, z_loss, .. } = *options;
+    // The kernels compute in `Float`, which must not make a zero or an infinity of them.
+    let computed = |number: f64| match compute_kind(input.tensor().kind()) {
+        Kind::Double => number,
+        _ => f64::from(number as f32),
+    };
+    let softcap = softcap.map(computed);
+    let z_loss = computed(z_loss);
+    if softcap.is_some_and(|softcap| !(softcap > 0.0 && softcap.is_finite())) {
+        let got = format!("{softcap:?}");
+        return Err(Error::argument(
+            OP,
+            "softcap",
+            "a finite number above 0",
+            &got,
+            "use None for no cap",
+        ));
+    }
+    if !z_loss.is_finite() {
+        return Err(Error::argument(OP, "z_loss", "a finite number", z_loss.to_string(), "use 0"));
+    }
+    Ok(())
+}
+
+struct LinearCrossEntropy {
+    options: LinearCrossEntropyOptions,
+}
+
+/// The positions of the inputs, which are also their slots among the saved tensors.
+mod place {
+    pub const INPUT: usize = 0;
+    pub const WEIGHT: usize = 1;
+    pub const BIAS: usize = 2;
+    pub const TARGETS: usize = 3;
+    pub const LEN: usize = 4;
+}
+
+/// How many inputs have gradients: the first ones.
+const GRADIENTS: usize = place::TARGETS;
+
+impl Function for LinearCrossEntropy {
+    const NAME: &'static str = OP;
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let operands = Layer::new(inputs)?;
+        let targets = inputs.get(place::TARGETS)?;
+        check_targets(OP, targets, operands.weight.size2()?.0, self.options.ignore_index)?;
+        let is_ahead = self.is_ahead(operands.input.f_kind()?);
+        let wanted: [bool; GRADIENTS] =
+            std::array::from_fn(|place| is_ahead && saver.needs_input_grad(place));
+        let (loss, gradients) = self.losses(&operands, wanted)?;
+        let inputs = (0..place::LEN).map(|place| inputs.optional(place));
+        for tensor in inputs.chain(gradients.iter().map(Option::as_ref)) {
+            saver.save_optional(tensor);
+        }
+        Ok(loss.into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let inputs =
+            (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+        if ctx.create_graph() {
+            return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
+        }
+        let grad = grads.get(0)?;
+        let wanted: [bool; GRADIENTS] = std::array::from_fn(|place| ctx.needs_input_grad(place));
+        let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
+        let layer = Layer::new(Inputs::new(&inputs))?;
+        let gradients = if self.is_ahead(layer.input.f_kind()?) {
+            // All are read before one is changed: an error leaves them as they are.
+            let saved = (0..GRADIENTS)
+                .map(|place| wanted[place].then(|| ctx.saved(place::LEN + place)).transpose())
+                .collect::<Result<Vec<_>>>()?;
+            times(saved, grad, ctx.is_last_backward())?
+        } else {
+            let compute = compute_kind(layer.input.f_kind()?);
+            let factors = match self.factor(&layer)? {
+                Some(factor) => times_gradient(&factor, grad)?,
+                None => plain(&grad.f_to_kind(compute)?)?,
+            };
+            self.chunked(&layer, None, Some(&factors), wanted)?
+        };
+        let [input, weight, bias] = gradients;
+        Ok([input, weight, bias, None].into())
+    }
+}
+
+/// Saved gradients times the incoming one, in place if nobody needs them after this.
+fn times(saved: Vec<Option<Tensor>>, grad: &Tensor, is_last: bool) -> Result<LayerGradients> {
+    let mut gradients = LayerGradients::default();
+    for (gradient, saved) in gradients.iter_mut().zip(saved) {
+        *gradient = match saved {
+            Some(mut saved) if is_last => {
+                scale(&mut saved, grad)?;
+                Some(saved)
+            }
+            Some(saved) => Some(scaled(&saved, grad)?),
+            None => None,
+        };
+    }
+    Ok(gradients)
+}
+
+/// The tensors of a call, as the kernels and products need them.
+struct Layer {
+    input: Tensor,
+    weight: Tensor,
+    bias: Option<Tensor>,
+    targets: Tensor,
+}
+
+impl Layer {
+    fn new(inputs: Inputs<'_>) -> Result<Self> {
+        Ok(Layer {
+            input: inputs.get(place::INPUT)?.f_detach()?,
+            weight: inputs.get(place::WEIGHT)?.f_detach()?,
+            bias: inputs.optional(place::BIAS).map(Tensor::f_detach).transpose()?,
+            targets: plain(inputs.get(place::TARGETS)?)?,
+        })
+    }
+}
+
+/// One gradient for each input that has one.
+type LayerGradients = [Option<Tensor>; GRADIENTS];
+
+impl LinearCrossEntropy {
+    /// Whether the forward pass computes the gradients.
+    fn is_ahead(&self, kind: Kind) -> bool {
+        self.options.reduction != Reduction::None && is_in_range_without_scale(kind)
+    }
+
+    /// By what the sum of the losses is multiplied, `[1]`; `None` without a reduction.
+    fn factor(&self, layer: &Layer) -> Result<Option<Tensor>> {
+        let like = (compute_kind(layer.input.f_kind()?), layer.input.device());
+        let LinearCrossEntropyOptions { reduction, ignore_index, .. } = self.options;
+        Ok(match reduction {
+            Reduction::Mean => Some(mean_factor(&layer.targets, None, ignore_index, like.0)?),
+            Reduction::Sum => Some(Tensor::f_ones([1], like)?),
+            _ => None,
+        })
+    }
+
+    /// The loss, and those gradients that are wanted.
+    fn losses(&self, layer: &Layer, wanted: [bool; GRADIENTS]) -> Result<(Tensor, LayerGradients)> {
+        let compute = compute_kind(layer.input.f_kind()?);
+        let mut losses =
+            Tensor::f_empty([layer.input.size2()?.0], (compute, layer.input.device()))?;
+        let factor = self.factor(layer)?;
+        let factors = factor.as_ref().filter(|_| wanted.contains(&true));
+        let gradients = self.chunked(layer, Some(&mut losses), factors, wanted)?;
+        match factor {
+            Some(factor) => Ok((total(&losses, &factor, compute)?, gradients)),
+            None => Ok((losses, gradients)),
+        }
+    }
+
+    /// Computes the losses of all rows and, with factors (`[1]` or `[N]`), the gradients that are
+    /// wanted; chunk after chunk.
+    fn chunked(
+        &self,
+        layer: &Layer,
+        mut losses: Option<&mut Tensor>,
+        factors: Option<&Tensor>,
+        wanted: [bool; GRADIENTS],
+    ) -> Result<LayerGradients> {
+        let (kind, device) = (layer.input.f_kind()?, layer.input.device());
+        let (all, features) = layer.input.size2()?;
+        let classes = layer.weight.size2()?.0;
+        let is_cuda = device.is_cuda();
+        let of_weight = wanted[place::WEIGHT];
+        let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
+        let chunks = Chunks::new(&sizes, self.options.memory, self.options.accumulate_in_float);
+        let logits = Tensor::f_empty([chunks.rows.min(all), classes], (kind, device))?;
+        let mut gradients = Accumulated::new(layer, wanted, &chunks)?;
+        for first in (0..all).step_by(usize::try_from(chunks.rows).unwrap_or(usize::MAX)) {
+            let len = chunks.rows.min(all - first);
+            let part = |tensor: &Tensor| tensor.f_narrow(0, first, len);
+            let (input, logits) = (part(&layer.input)?, logits.f_narrow(0, 0, len)?);
+            let _ = match &layer.bias {
+                Some(bias) => {
+                    bias.f_addmm_out(&logits, &input, &layer.weight.f_transpose(0, 1)?)?
+                }
+                None => input.f_mm_out(&logits, &layer.weight.f_transpose(0, 1)?)?,
+            };
+            let targets = part(&layer.targets)?;
+            let mut of_chunk = losses.as_deref_mut().map(|losses| part(losses)).transpose()?;
+            let is_each =
+                |factors: &&Tensor| factors.size1().is_ok_and(|len| len == all && all > 1);
+            let own = factors.filter(is_each).map(part).transpose()?;
+            let factors = own.as_ref().or(factors);
+            let gradients_of_logits = factors.map(|factors| (factors, Gradients::InPlace));
+            let operands = self.operands(&logits, &targets);
+            rows(&operands, Wanted { losses: of_chunk.as_mut(), gradients: gradients_of_logits })?;
+            if factors.is_some() {
+                gradients.add(layer, &input, &logits, first)?;
+            }
+        }
+        drop(logits);
+        gradients.finish(kind)
+    }
+
+    fn operands<'a>(&self, logits: &'a Tensor, targets: &'a Tensor) -> Operands<'a> {
+        let LinearCrossEntropyOptions { ignore_index, label_smoothing, softcap, z_loss, .. } =
+            self.options;
+        let softcap = softcap.unwrap_or(0.0);
+        Operands { logits, targets, weight: None, ignore_index, label_smoothing, softcap, z_loss }
+    }
+
+    fn reference(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
+        let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
+        let inputs = Inputs::new(&inputs);
+        let (input, weight) = (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?);
+        let (bias, targets) = (inputs.optional(place::BIAS), inputs.get(place::TARGETS)?);
+        Ok(linear_cross_entropy_reference(input, weight, bias, targets, &self.options)?.into())
+    }
+}
+
+/// The gradients so far.
+struct Accumulated {
+    input: Option<Tensor>,
+    weight: Option<Tensor>,
+    /// In the compute kind.
+    bias: Option<Tensor>,
+    /// Whether the weight's gradient is `Float` although its products are of a half kind.
+    in_float: bool,
+}
+
+impl Accumulated {
+    fn new(layer: &Layer, wanted: [bool; GRADIENTS], chunks: &Chunks) -> Result<Self> {
+        let [of_input, of_weight, of_bias] = wanted;
+        let (kind, device) = (layer.input.f_kind()?, layer.input.device());
+        let of = |tensor: &Tensor, kind: Kind| Tensor::f_zeros(tensor.size(), (kind, device));
+        let of_products = if chunks.in_float { Kind::Float } else { kind };
+        // The first chunk's product is written over what is here, unless there is no chunk, or it is
+        // added on the CPU.
+        let is_added = chunks.in_float && !device.is_cuda();
+        let empty = |tensor: &Tensor, kind: Kind, is_zero: bool| {
+            if is_zero || layer.input.size2()?.0 == 0 {
+                return of(tensor, kind);
+            }
+            Tensor::f_empty(tensor.size(), (kind, device))
+        };
+        let bias = layer.bias.as_ref().filter(|_| of_bias);
+        Ok(Accumulated {
+            input: of_input.then(|| empty(&layer.input, kind, false)).transpose()?,
+            weight: of_weight.then(|| empty(&layer.weight, of_products, is_added)).transpose()?,
+            bias: bias.map(|bias| of(bias, compute_kind(kind))).transpose()?,
+            in_float: chunks.in_float,
+        })
+    }
+
+    /// Adds those of a chunk, which begins with row `first`; `grad` is that of its logits.
+    fn add(&mut self, layer: &Layer, input: &Tensor, grad: &Tensor, first: i64) -> Result<()> {
+        if let Some(of_input) = &self.input {
+            let part = of_input.f_narrow(0, first, grad.size2()?.0)?;
+            let _ = grad.f_mm_out(&part, &layer.weight)?;
+        }
+        if let Some(sum) = &mut self.weight {
+            let grad = grad.f_transpose(0, 1)?;
+            let is_cuda = input.device().is_cuda();
+            let _ = match (first == 0, self.in_float) {
+                (true, false) => grad.f_mm_out(sum, input)?,
+                (false, false) => sum.f_addmm_(&grad, input)?,
+                // Only on CUDA does libtorch multiply half kinds into `Float`.
+                (true, true) if is_cuda => grad.f_mm_dtype_out(sum, input, Kind::Float)?,
+                (false, true) if is_cuda => {
+                    sum.f_addmm_dtype_out(sum, &grad, input, Kind::Float)?
+                }
+                (_, true) => sum.f_add_(&grad.f_mm(input)?)?,
+            };
+        }
+        if let Some(sum) = &mut self.bias {
+            let of_chunk = grad.f_sum_dim_intlist([0_i64].as_slice(), false, sum.f_kind()?)?;
+            let _ = sum.f_add_(&of_chunk)?;
+        }
+        Ok(())
+    }
+
+    fn finish(self, kind: Kind) -> Result<LayerGradients> {
+        let of_kind = |tensor: Tensor| tensor.f_to_kind(kind);
+        Ok([self.input, self.weight.map(of_kind).transpose()?, self.bias.map(of_kind).transpose()?])
+    }
+}
