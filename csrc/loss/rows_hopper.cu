@@ -4,6 +4,7 @@
 // its first and last 16 bytes may belong to other rows, too, and are copied value by value.
 #include "../hopper/bulk_copy.h"
 #include "../hopper/cluster.h"
+#include "../hopper/cluster_launch.h"
 #include "../hopper/processors.h"
 #include "rows.h"
 #include "tch_extension/scalar_math.h"
@@ -292,23 +293,10 @@ struct Plan {
   int cluster, each, threads;
 };
 
-struct Launch {
-  Launch(const Plan& plan, int64_t clusters, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned int>(clusters * plan.cluster));
-    config.blockDim = dim3(static_cast<unsigned int>(plan.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(kStages) * plan.each * kVectorBytes;
-    config.stream = stream;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned int>(plan.cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
+struct Launch : hopper::ClusterLaunch {
+  Launch(const Plan& plan, int64_t clusters, cudaStream_t stream)
+      : ClusterLaunch(plan.threads, kStages * plan.each * kVectorBytes, plan.cluster, clusters,
+                      stream) {}
 };
 
 using Kernel = void (*)(const LossRows, int);

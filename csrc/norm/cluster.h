@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../hopper/cluster.h"
+#include "../hopper/cluster_launch.h"
 #include "row_team.h"
 
 namespace tch_extension::norm {
@@ -86,24 +87,11 @@ __device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const NormPlan& plan
 
 // The configuration of a launch of `clusters` clusters, or of as many blocks if a cluster is one
 // block.
-struct ClusterLaunch {
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
-
-  ClusterLaunch(const NormPlan& plan, int bytes, int64_t clusters, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned int>(clusters * plan.cluster));
-    config.blockDim = dim3(static_cast<unsigned int>(plan.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(bytes);
-    config.stream = stream;
-    if (plan.cluster == 1) return;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned int>(plan.cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
+struct ClusterLaunch : hopper::ClusterLaunch {
+  ClusterLaunch(const NormPlan& plan, int bytes, int64_t clusters, cudaStream_t stream)
+      : hopper::ClusterLaunch(plan.threads, bytes, plan.cluster, clusters, stream) {
+    if (plan.cluster == 1) config.numAttrs = 0;
   }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
 };
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Launches of clusters, and the padded size that a kernel is compiled for.
 #pragma once
 
+#include "../../hopper/cluster_launch.h"
 #include "../launch.h"
 #include "place.h"
 #include "tch_extension/scalar_math.h"
@@ -18,24 +19,7 @@ inline int padded_size(int64_t hidden, int32_t cluster) {
   return cluster == 16 && hidden <= 768 ? 768 : 0;
 }
 
-struct Launch {
-  Launch(int threads, int bytes, int32_t cluster, int64_t clusters, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned int>(clusters * cluster));
-    config.blockDim = dim3(static_cast<unsigned int>(threads));
-    config.dynamicSmemBytes = static_cast<size_t>(bytes);
-    config.stream = stream;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned int>(cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
-};
+using Launch = hopper::ClusterLaunch;
 
 // More than half of the shared memory that a multiprocessor has for its blocks.
 constexpr int kMoreThanHalf = 116 * 1024;
