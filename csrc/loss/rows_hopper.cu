@@ -177,11 +177,13 @@ class Copies {
             row.is_class(at) ? row.logits[at] : static_cast<T>(kLeast<Compute<T>>);
       }
     }
-    __syncwarp();
+    // Each lane arrives, because each may have filled in a value.
     if (lane == 0) {
       exchange.target[started % kStages] = target;
       // Bytes that arrived before they are announced count, too.
       hopper::mbarrier_arrive_expecting(barrier, size);
+    } else {
+      hopper::mbarrier_arrive(barrier);
     }
     ++started;
   }
@@ -213,7 +215,7 @@ __device__ __forceinline__ void prepare(Exchange<T, kWarps>& exchange) {
     for (int index = 0; index < 2; ++index)
       hopper::mbarrier_init<1>(hopper::shared_address(&exchange.has_sums[index]));
     for (int stage = 0; stage < kStages; ++stage)
-      hopper::mbarrier_init<1>(hopper::shared_address(&exchange.is_full[stage]));
+      hopper::mbarrier_init<kWarp>(hopper::shared_address(&exchange.is_full[stage]));
     hopper::fence_mbarrier_init();
   }
   // No block may write into the shared memory of a block that has not started.
