@@ -16,6 +16,9 @@
 #[path = "../src/ops/list.rs"]
 mod list;
 
+mod add_layer_norm;
+mod add_norm;
+mod add_rms_norm;
 mod autograd;
 mod clock;
 mod common;

@@ -1,5 +1,4 @@
-#include "../norm/cpu.h"
-
+#include "../norm/finish_cpu.h"
 #include "layer_norm.h"
 
 namespace tch_extension {

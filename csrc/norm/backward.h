@@ -8,14 +8,14 @@ namespace tch_extension::norm {
 namespace {
 
 // Whether there are moments. Only the gradient of the bias does without.
-template <typename Norm>
-__device__ __forceinline__ bool has_moments(const NormBackward& params) {
+template <typename Norm, typename Params>
+__device__ __forceinline__ bool has_moments(const Params& params) {
   return (Norm::kCentred ? params.mean : params.rstd) != nullptr;
 }
 
 // A row's mean, or zero if rows are not centred, and rstd; zeros if there are no moments.
-template <typename Norm, typename C>
-__device__ __forceinline__ Pair<C> kept_moments(const NormBackward& params, int64_t row) {
+template <typename Norm, typename C, typename Params>
+__device__ __forceinline__ Pair<C> kept_moments(const Params& params, int64_t row) {
   if (!has_moments<Norm>(params)) return {C(0), C(0)};
   const C mean = Norm::kCentred ? static_cast<const C*>(params.mean)[row] : C(0);
   return {mean, static_cast<const C*>(params.rstd)[row]};

@@ -17,35 +17,35 @@ namespace {
 // A thread gets at least this many elements, because waking one takes a few microseconds.
 constexpr int64_t kElements = 4096;
 
-int64_t grain_of(int64_t elements_per_item) {
+inline int64_t grain_of(int64_t elements_per_item) {
   return std::max<int64_t>(1, kElements / std::max<int64_t>(1, elements_per_item));
 }
 
-int64_t rows_per_part(const NormBackward& params) {
+template <typename Params>
+int64_t rows_per_part(const Params& params) {
   return (params.rows + params.parts - 1) / params.parts;
 }
 
 // Without columns there is nothing to do, however many rows there are.
-int64_t forward_items(const NormForward& params) { return params.columns == 0 ? 0 : params.rows; }
+template <typename Params>
+int64_t forward_items(const Params& params) {
+  return params.columns == 0 ? 0 : params.rows;
+}
 
-int64_t forward_grain(const NormForward& params) { return grain_of(params.columns); }
+template <typename Params>
+int64_t forward_grain(const Params& params) {
+  return grain_of(params.columns);
+}
 
-int64_t backward_items(const NormBackward& params) {
+template <typename Params>
+int64_t backward_items(const Params& params) {
   return params.columns == 0 ? 0 : params.parts;
 }
 
-int64_t backward_grain(const NormBackward& params) {
+template <typename Params>
+int64_t backward_grain(const Params& params) {
   return grain_of(rows_per_part(params) * params.columns);
 }
-
-// The number of columns that one item of the finishing kernel sums up.
-constexpr int64_t kColumns = 256;
-
-int64_t finish_items(const NormBackward& params) {
-  return (params.columns + kColumns - 1) / kColumns;
-}
-
-int64_t finish_grain(const NormBackward& params) { return grain_of(params.parts * kColumns); }
 
 // Calls body(Type<T>{}, Type<W>{}) with the type T of the rows and the type W of weight and bias.
 template <typename Params, typename Body>
@@ -177,43 +177,49 @@ Vec<Compute<W>> load_or(const void* pointer, int64_t at, int64_t count, Compute<
                             : load(static_cast<const W*>(pointer) + at, count);
 }
 
-template <typename Norm, typename T, typename W, bool kAffine>
-void forward(const NormForward& params, int64_t begin, int64_t end) {
+// Normalises the row x, keeps its moments and writes its output.
+template <typename Norm, typename W, bool kAffine, typename Params, typename X, typename T>
+void forward_row(const Params& params, int64_t row, const X* x, T* y) {
   using C = Compute<T>;
   using V = Vec<C>;
-  const int64_t columns = params.columns;
+  const Moments<C> row_moments = moments<Norm>(x, params.columns, params.eps);
+  const V mean(row_moments.mean), correction(row_moments.correction), rstd(row_moments.rstd);
+  const auto value = [&](int64_t column, auto count) TCH_EXTENSION_INLINE {
+    const V normal = (load(x + column, count) - mean - correction) * rstd;
+    if constexpr (!kAffine) return normal;
+    return at::vec::fmadd(normal, load_or<W>(params.weight, column, count, 1),
+                          load_or<W>(params.bias, column, count, 0));
+  };
+  write_row<C>(params.columns, y, value);
+  if (params.mean != nullptr) {
+    static_cast<C*>(params.mean)[row] = row_moments.mean + row_moments.correction;
+  }
+  if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = row_moments.rstd;
+}
+
+template <typename Norm, typename T, typename W, bool kAffine>
+void forward(const NormForward& params, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
-    const T* x = static_cast<const T*>(params.input) + row * columns;
-    T* y = static_cast<T*>(params.output) + row * columns;
-    const Moments<C> row_moments = moments<Norm>(x, columns, params.eps);
-    const V mean(row_moments.mean), correction(row_moments.correction), rstd(row_moments.rstd);
-    const auto value = [&](int64_t column, auto count) TCH_EXTENSION_INLINE {
-      const V normal = (load(x + column, count) - mean - correction) * rstd;
-      if constexpr (!kAffine) return normal;
-      return at::vec::fmadd(normal, load_or<W>(params.weight, column, count, 1),
-                            load_or<W>(params.bias, column, count, 0));
-    };
-    write_row<C>(columns, y, value);
-    if (params.mean != nullptr) {
-      static_cast<C*>(params.mean)[row] = row_moments.mean + row_moments.correction;
-    }
-    if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = row_moments.rstd;
+    const T* x = static_cast<const T*>(params.input) + row * params.columns;
+    T* y = static_cast<T*>(params.output) + row * params.columns;
+    forward_row<Norm, W, kAffine>(params, row, x, y);
   }
 }
 
-// The inputs of one row's derivative.
-template <typename Norm, typename T, typename W>
+// The inputs of one row's derivative: x of type X, its output's gradient of T, the weight of W.
+template <typename Norm, typename T, typename W, typename X = T>
 struct Row {
   using C = Compute<T>;
   using V = Vec<C>;
   const T* grad;
-  const T* x;
+  const X* x;
   const void* weight;
   V mean, rstd;
 
-  Row(const NormBackward& params, int64_t row)
+  template <typename Params>
+  Row(const Params& params, const void* input, int64_t row)
       : grad(static_cast<const T*>(params.grad_output) + row * params.columns),
-        x(static_cast<const T*>(params.input) + row * params.columns),
+        x(static_cast<const X*>(input) + row * params.columns),
         weight(params.weight),
         mean(!Norm::kCentred || params.mean == nullptr ? C(0)
                                                        : static_cast<const C*>(params.mean)[row]),
@@ -241,12 +247,14 @@ inline void add(const Vec<C>& values, C* to, Count count) {
   store(load(to, count) + values, to, count);
 }
 
-// Computes one row's derivative, and what it adds to the sums over rows. The compiler knows which
-// of these are wanted; usually all are, or only the row's derivative.
-template <bool kInput, bool kParameters, typename Norm, typename T, typename W, typename C>
-inline TCH_EXTENSION_INLINE void backward_row(const Row<Norm, T, W>& row, int64_t columns,
-                                              C inverse, T* grad_input, C* weight_sums,
-                                              C* bias_sums) {
+// Computes one row's derivative, and what it adds to the sums over rows. write(value) is called for
+// the derivative, where value(column, count) is a vector of it. The compiler knows which of these
+// are wanted; usually all are, or only the row's derivative.
+template <bool kInput, bool kParameters, typename Norm, typename T, typename W, typename X,
+          typename C, typename Write>
+inline TCH_EXTENSION_INLINE void backward_row(const Row<Norm, T, W, X>& row, int64_t columns,
+                                              C inverse, C* weight_sums, C* bias_sums,
+                                              Write write) {
   using V = Vec<C>;
   C sums[2];
   row_sums(columns, sums, [&](int64_t column, auto count, V* sums) TCH_EXTENSION_INLINE {
@@ -270,12 +278,14 @@ inline TCH_EXTENSION_INLINE void backward_row(const Row<Norm, T, W>& row, int64_
       return input_gradient<Norm>(row.rstd, grad, mean_grad, row.normal(column, count),
                                   mean_product);
     };
-    write_row<C>(columns, grad_input, value);
+    write(value);
   }
 }
 
-template <typename Norm, typename T, typename W>
-void backward(const NormBackward& params, int64_t begin, int64_t end) {
+// Computes the rows of each part in turn. `write_of(row)` makes `write` of backward_row.
+template <typename Norm, typename T, typename W, typename X, typename Params, typename WriteOf>
+void backward_parts(const Params& params, const void* input, bool has_input_grad, int64_t begin,
+                    int64_t end, WriteOf write_of) {
   using C = Compute<T>;
   const int64_t columns = params.columns;
   const int64_t rows_of_part = rows_per_part(params);
@@ -291,33 +301,28 @@ void backward(const NormBackward& params, int64_t begin, int64_t end) {
     C* bias_sums = of_part(params.bias_parts, part);
     const int64_t last = std::min(params.rows, (part + 1) * rows_of_part);
     for (int64_t index = part * rows_of_part; index < last; ++index) {
-      const Row<Norm, T, W> row(params, index);
-      T* grad_input = params.grad_input == nullptr
-                          ? nullptr
-                          : static_cast<T*>(params.grad_input) + index * columns;
-      if (grad_input == nullptr) {
-        backward_row<false, true>(row, columns, inverse, grad_input, weight_sums, bias_sums);
+      const Row<Norm, T, W, X> row(params, input, index);
+      const auto write = write_of(index);
+      if (!has_input_grad) {
+        backward_row<false, true>(row, columns, inverse, weight_sums, bias_sums, write);
       } else if (weight_sums == nullptr && bias_sums == nullptr) {
-        backward_row<true, false>(row, columns, inverse, grad_input, weight_sums, bias_sums);
+        backward_row<true, false>(row, columns, inverse, weight_sums, bias_sums, write);
       } else {
-        backward_row<true, true>(row, columns, inverse, grad_input, weight_sums, bias_sums);
+        backward_row<true, true>(row, columns, inverse, weight_sums, bias_sums, write);
       }
     }
   }
 }
 
-template <typename W, typename C>
-void sum_parts(const void* parts, void* result, int64_t count_of_parts, int64_t columns,
-               int64_t first, int64_t last) {
-  if (result == nullptr) return;
-  for (int64_t column = first; column < last; column += Vec<C>::size()) {
-    const int64_t count = std::min<int64_t>(Vec<C>::size(), last - column);
-    Vec<C> sum(0);
-    for (int64_t part = 0; part < count_of_parts; ++part) {
-      sum = sum + load(static_cast<const C*>(parts) + part * columns + column, count);
-    }
-    store(sum, static_cast<W*>(result) + column, count);
-  }
+template <typename Norm, typename T, typename W>
+void backward(const NormBackward& params, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  const bool has_input_grad = params.grad_input != nullptr;
+  backward_parts<Norm, T, W, T>(params, params.input, has_input_grad, begin, end, [&](int64_t row) {
+    T* to = has_input_grad ? static_cast<T*>(params.grad_input) + row * params.columns : nullptr;
+    return [to, columns = params.columns](const auto& value)
+               TCH_EXTENSION_INLINE { write_row<C>(columns, to, value); };
+  });
 }
 
 template <typename Norm>
@@ -337,18 +342,6 @@ void run_backward(const NormBackward& params, int64_t begin, int64_t end) {
     using T = typename decltype(type)::type;
     using W = typename decltype(parameter)::type;
     backward<Norm, T, W>(params, begin, end);
-  });
-}
-
-// Adds up the parts of the gradients of weight and bias.
-void run_finish(const NormBackward& params, int64_t begin, int64_t end) {
-  const int64_t first = begin * kColumns, last = std::min(params.columns, end * kColumns);
-  for_kinds(params, [&](auto type, auto parameter) {
-    using C = Compute<typename decltype(type)::type>;
-    using W = typename decltype(parameter)::type;
-    sum_parts<W, C>(params.weight_parts, params.grad_weight, params.parts, params.columns, first,
-                    last);
-    sum_parts<W, C>(params.bias_parts, params.grad_bias, params.parts, params.columns, first, last);
   });
 }
 

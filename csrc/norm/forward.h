@@ -72,8 +72,8 @@ __device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, const S
   return {mean, correction, inverse_root(positive + static_cast<C>(eps))};
 }
 
-template <typename Norm, typename C>
-__device__ __forceinline__ void keep_moments(const NormForward& params, int64_t row,
+template <typename Norm, typename Params, typename C>
+__device__ __forceinline__ void keep_moments(const Params& params, int64_t row,
                                              const Moments<C>& moments) {
   if (Norm::kCentred && params.mean != nullptr)
     static_cast<C*>(params.mean)[row] = moments.mean + moments.correction;

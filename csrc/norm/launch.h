@@ -55,12 +55,21 @@ bool start_parameter_gradients(const NormBackward& params, cudaStream_t stream) 
 
 // Calls `start`, which returns whether the plan fits the arrays.
 template <typename Params>
+LaunchStatus launch_if_fits(const char* kernel, const Params& params, cudaStream_t stream,
+                            bool (*start)(const Params&, cudaStream_t)) {
+  if (params.columns == 0) return {kernel, nullptr};
+  return start(params, stream)
+             ? launch_status(kernel)
+             : LaunchStatus{kernel, "internal error: the plan does not fit the arrays"};
+}
+
+// The same where weight and bias must have the kind of the rows.
+template <typename Params>
 LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream,
                     bool (*start)(const Params&, cudaStream_t)) {
-  if (params.columns == 0) return {kernel, nullptr};
-  const bool fits = params.kind == params.parameter_kind && start(params, stream);
-  return fits ? launch_status(kernel)
-              : LaunchStatus{kernel, "internal error: the plan does not fit the arrays"};
+  if (params.kind != params.parameter_kind)
+    return {kernel, "internal error: the parameters have another kind than the rows"};
+  return launch_if_fits(kernel, params, stream, start);
 }
 
 }  // namespace tch_extension::norm

@@ -1,5 +1,4 @@
-#include "../norm/cpu.h"
-
+#include "../norm/finish_cpu.h"
 #include "rms_norm.h"
 
 namespace tch_extension {

@@ -1,6 +1,6 @@
 //! Layer normalisation as a module.
 
-use crate::ops::{f_layer_norm, layer_norm_reference};
+use crate::ops::{add_layer_norm_reference, f_add_layer_norm, f_layer_norm, layer_norm_reference};
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, Module, Path};
@@ -107,6 +107,36 @@ impl LayerNorm {
             LayerNormOp::Composite => layer_norm_reference,
         };
         op(input, &self.normalized_shape, self.weight.as_ref(), self.bias.as_ref(), self.config.eps)
+    }
+}
+
+impl LayerNorm {
+    /// Adds a branch to a residual stream and normalises the sum: returns the sum and its norm, as
+    /// [`add_layer_norm`](crate::ops::add_layer_norm()) does. `dropout` is the probability that a value of
+    /// the branch becomes zero; pass 0 in evaluation.
+    ///
+    /// # Panics
+    /// When [`LayerNorm::f_forward_add`] returns an error.
+    pub fn forward_add(&self, input: &Tensor, residual: &Tensor, dropout: f64) -> (Tensor, Tensor) {
+        self.f_forward_add(input, residual, dropout).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Like [`LayerNorm::forward_add`], but returns an error instead of panicking.
+    ///
+    /// # Errors
+    /// When a tensor does not fit this layer; see [`f_add_layer_norm`].
+    pub fn f_forward_add(
+        &self,
+        input: &Tensor,
+        residual: &Tensor,
+        dropout: f64,
+    ) -> crate::Result<(Tensor, Tensor)> {
+        let op = match self.config.op {
+            LayerNormOp::Fused => f_add_layer_norm,
+            LayerNormOp::Composite => add_layer_norm_reference,
+        };
+        let (shape, weight) = (&self.normalized_shape, self.weight.as_ref());
+        op(input, residual, shape, weight, self.bias.as_ref(), self.config.eps, dropout)
     }
 }
 

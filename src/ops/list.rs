@@ -17,6 +17,16 @@
 macro_rules! operators {
     ($callback:ident) => {
         $callback! {
+            add_layer_norm of "norm" {
+                functions: [add_layer_norm, f_add_layer_norm, add_layer_norm_reference],
+                way: [],
+                files: ["add_layer_norm/add_forward.cu", "add_layer_norm/add_backward.cu"],
+            }
+            add_rms_norm of "norm" {
+                functions: [add_rms_norm, f_add_rms_norm, add_rms_norm_reference],
+                way: [],
+                files: ["add_rms_norm/add_forward.cu", "add_rms_norm/add_backward.cu"],
+            }
             cross_entropy of "loss" {
                 functions: [cross_entropy, f_cross_entropy, cross_entropy_reference],
                 way: [],

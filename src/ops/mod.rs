@@ -5,7 +5,7 @@
 //! operations.
 //!
 //! Operators belong to families, each of which is a feature of this crate and on by default:
-//! `norm` (`layer_norm`, `rms_norm`), `loss` (`cross_entropy`,
+//! `norm` (`layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`), `loss` (`cross_entropy`,
 //! `linear_cross_entropy`), `gemm` (`linear`,
 //! `matmul_add_relu`) and `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`). The
 //! kernels of a family that is off are not compiled.
@@ -13,6 +13,10 @@
 #[macro_use]
 mod list;
 
+#[cfg(feature = "norm")]
+mod add_layer_norm;
+#[cfg(feature = "norm")]
+mod add_rms_norm;
 #[cfg(feature = "gemm")]
 mod column_sums;
 #[cfg(feature = "loss")]

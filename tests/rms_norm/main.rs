@@ -322,6 +322,10 @@ fn the_layer_has_torch_s_names_and_values() {
         let x = Tensor::randn([3, 2, 8], (Kind::Float, device));
         let expected = x.rms_norm([2, 8], of.weight.as_ref(), None);
         assert_close(&of.forward(&x).detach(), &expected.detach(), 1e-5, 1e-5);
+        let residual = x.randn_like();
+        let (sum, output) = of.forward_add(&x, &residual, 0.0);
+        assert!(sum.equal(&(&x + &residual)));
+        assert_close(&output.detach(), &of.forward(&sum).detach(), 1e-5, 1e-5);
         let plain = RmsNormConfig { elementwise_affine: false, ..Default::default() };
         let vs = VarStore::new(device);
         assert!(layer(vs.root(), &[8], plain).weight.is_none() && vs.is_empty());

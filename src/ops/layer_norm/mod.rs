@@ -11,7 +11,7 @@ mod kernels;
 const OP: &str = "layer_norm";
 
 /// The statistic of layer_norm.
-struct LayerNorm;
+pub(super) struct LayerNorm;
 
 impl Statistic for LayerNorm {
     const OP: &'static str = OP;

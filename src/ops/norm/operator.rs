@@ -49,15 +49,16 @@ pub(in crate::ops) fn f_norm<S: Statistic>(
 ///
 /// # Errors
 /// If the input has another kind or shape than the operator accepts.
-pub(in crate::ops) fn check_input<S: Statistic>(
+pub(in crate::ops) fn check_input(
+    op: &str,
     input: &Tensor,
     size: &[i64],
     normalized_shape: &[i64],
 ) -> Result<()> {
-    let input_check = check!(S::OP, input).kind_in(&KINDS)?;
+    let input_check = check!(op, input).kind_in(&KINDS)?;
     if normalized_shape.is_empty() {
         return Err(Error::argument(
-            S::OP,
+            op,
             "normalized_shape",
             "at least one dimension",
             "[]",
@@ -79,21 +80,24 @@ fn check_arguments<S: Statistic>(
     bias: Option<&Tensor>,
     normalized_shape: &[i64],
 ) -> Result<()> {
-    check_input::<S>(input, size, normalized_shape)?;
+    check_input(S::OP, input, size, normalized_shape)?;
     let parameter_kind = weight.or(bias).map(Tensor::f_kind).transpose()?;
-    if let Some(weight) = weight {
-        check_parameter::<S>(&check!(S::OP, weight), input, normalized_shape, parameter_kind)?;
-    }
-    if let Some(bias) = bias {
-        check_parameter::<S>(&check!(S::OP, bias), input, normalized_shape, parameter_kind)?;
-    }
+    let kinds = parameter_kinds(input.f_kind()?, input.device());
+    let check = |parameter: Check<'_>| {
+        check_parameter(&parameter, input, normalized_shape, kinds, parameter_kind)
+    };
+    weight.map(|weight| check(check!(S::OP, weight))).transpose()?;
+    bias.map(|bias| check(check!(S::OP, bias))).transpose()?;
     Ok(())
 }
 
-fn check_parameter<S: Statistic>(
+/// Checks a weight or bias. `kinds` are those that it may have, and `parameter_kind` is that of the
+/// first of the two.
+pub(super) fn check_parameter(
     parameter: &Check<'_>,
     input: &Tensor,
     normalized_shape: &[i64],
+    kinds: &[Kind],
     parameter_kind: Option<Kind>,
 ) -> Result<()> {
     let tensor = parameter.tensor();
@@ -107,7 +111,7 @@ fn check_parameter<S: Statistic>(
         ));
     }
     let found = parameter.kind_in(&KINDS)?.tensor().f_kind()?;
-    if !parameter_kinds(kind, device).contains(&found) {
+    if !kinds.contains(&found) {
         let hint = format!("cast it with to_kind(Kind::{kind:?})");
         return Err(parameter.refuse(
             format!("kind {kind:?}, as input"),
@@ -141,15 +145,15 @@ pub(in crate::ops) fn parameter_kinds(input: Kind, device: Device) -> &'static [
 }
 
 /// The arguments that are no tensors.
-struct Options {
-    normalized_shape: Vec<i64>,
-    eps: f64,
-    way: Way,
+pub(super) struct Options {
+    pub normalized_shape: Vec<i64>,
+    pub eps: f64,
+    pub way: Way,
 }
 
 impl Options {
     /// The shape of an input of this size, which ends with `normalized_shape`.
-    fn shape(&self, op: &str, size: &[i64]) -> Result<Shape> {
+    pub fn shape(&self, op: &str, size: &[i64]) -> Result<Shape> {
         let columns = &self.normalized_shape[..];
         let product = |sizes: &[i64]| {
             sizes.iter().try_fold(1, |product: i64, &size| product.checked_mul(size))
@@ -241,7 +245,7 @@ impl<S: Statistic> Norm<S> {
 
 /// The output and, if they are needed, the moments of the rows. The sizes and kinds of the
 /// arguments are checked here.
-fn forward<S: Statistic>(
+pub(super) fn forward<S: Statistic>(
     input: &Tensor,
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
@@ -264,24 +268,24 @@ fn forward<S: Statistic>(
 }
 
 /// What the gradients of input and weight read.
-struct Saved {
-    input: Tensor,
-    weight: Option<Tensor>,
-    moments: Moments,
+pub(super) struct Saved {
+    pub input: Tensor,
+    pub weight: Option<Tensor>,
+    pub moments: Moments,
 }
 
 /// Which gradients are needed.
 #[derive(Clone, Copy)]
-struct Needs {
-    input: bool,
-    weight: bool,
+pub(super) struct Needs {
+    pub input: bool,
+    pub weight: bool,
     /// The kind of the bias.
-    bias: Option<Kind>,
+    pub bias: Option<Kind>,
 }
 
 /// The gradients of input, weight and bias that are needed. `saved` may be `None` if only the bias'
 /// gradient is.
-fn backward<S: Statistic>(
+pub(super) fn backward<S: Statistic>(
     grad_output: &Tensor,
     saved: Option<&Saved>,
     options: &Options,

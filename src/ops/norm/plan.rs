@@ -283,6 +283,42 @@ impl Rows {
         }
     }
 
+    /// Whether the kernels of rows that are sums can be used: they read 16 bytes at a time.
+    fn takes_sums(&self) -> bool {
+        let is_possible = matches!(self.way, Way::Automatic | Way::Registers | Way::Ring);
+        is_possible && self.is_aligned() && self.gpu.processors > 0
+    }
+
+    /// A forward plan for rows that are sums; `None` where no one kernel can compute them.
+    pub(crate) fn forward_of_sum(&self) -> Option<Plan> {
+        // The same as kBytesOfSum in csrc/norm/add_forward.h.
+        let each = 2;
+        let loads = self.loads();
+        if !self.takes_sums() || loads > 2 * each * MOST_THREADS {
+            return None;
+        }
+        let all = i64::from(self.gpu.processors) * MOST_THREADS;
+        let team = match self.team(loads, each) {
+            Some(team) => self.widened(team, loads, all),
+            None => MOST_THREADS,
+        };
+        Some(Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(Way::Registers, team) })
+    }
+
+    /// A backward plan for rows that are sums, whose elements take `stream` bytes; `None` where no one
+    /// kernel can compute them. `kind` is that of the incoming gradient.
+    pub(crate) fn backward_of_sum(&self, stream: i64) -> Option<Plan> {
+        let values = self.values();
+        if !self.takes_sums() {
+            return None;
+        }
+        let plan = self.ring(self.team(self.loads(), values / self.wide())?, values);
+        // The ring buffer holds h, dy and h's gradient of two rows.
+        let (stages, row) = (2, values * (self.size() + 2 * stream) * i64::from(plan.threads));
+        let has_room = stages * row <= self.room();
+        has_room.then(|| Plan { stages: 2, early_finish: self.gpu.clusters, ..plan })
+    }
+
     /// A plan for rows whose length is not a multiple of 16 bytes, in aligned arrays: the rows are
     /// read in place, by teams whose rows all begin at the same distance from a multiple of 16
     /// bytes. If a few columns do not fit, the lanes of a team's last warp take them.
@@ -479,6 +515,11 @@ impl Rows {
 }
 
 impl Plan {
+    /// What the CPU's kernels get, which ignore it.
+    pub(crate) fn of_cpu() -> Plan {
+        Plan::new(Way::Passes, Loads::Single, MOST_THREADS)
+    }
+
     /// A plan with blocks of one team, each of which has one row.
     fn new(way: Way, loads: Loads, team: i64) -> Plan {
         let threads = team as i32;

@@ -10,7 +10,7 @@ mod kernels;
 const OP: &str = "rms_norm";
 
 /// The statistic of rms_norm.
-struct RmsNorm;
+pub(super) struct RmsNorm;
 
 impl Statistic for RmsNorm {
     const OP: &'static str = OP;
@@ -100,7 +100,7 @@ pub fn f_rms_norm(
         let (kind, device) = (input.f_kind()?, input.device());
         check!(OP, weight).kind_in(&KINDS)?;
         if !parameter_kinds(kind, device).contains(&weight.f_kind()?) {
-            check_input::<RmsNorm>(input, &input.size(), normalized_shape)?;
+            check_input(OP, input, &input.size(), normalized_shape)?;
             let weight = check!(OP, weight).same_device_as(&check!(OP, input))?;
             weight.shape("[normalized_shape]", normalized_shape)?;
             return rms_norm_reference(input, normalized_shape, Some(weight.tensor()), eps);
@@ -111,7 +111,7 @@ pub fn f_rms_norm(
 }
 
 /// libtorch's: the machine epsilon of the kind in which the operator computes.
-fn default_eps(input: &Tensor) -> Result<f64> {
+pub(super) fn default_eps(input: &Tensor) -> Result<f64> {
     let is_double = compute_kind(input.f_kind()?) == Kind::Double;
     Ok(if is_double { f64::EPSILON } else { f64::from(f32::EPSILON) })
 }

@@ -1,5 +1,7 @@
 //! Calls of the kernels of `csrc/norm`, which each operator instantiates for its statistic.
 
+pub(in crate::ops) mod add;
+
 use super::plan::{Gpu, Plan, Rows, Way};
 use crate::Result;
 #[cfg(tch_extension_cuda)]
@@ -187,6 +189,16 @@ pub(crate) struct Gradients {
     pub bias: Option<Tensor>,
 }
 
+/// Partial sums, and the gradients that they become: of weight and bias.
+struct Sums<'a> {
+    rows: i64,
+    columns: i64,
+    parts: i64,
+    plan: Plan,
+    parts_of: [Option<&'a Tensor>; 2],
+    gradients: [Option<&'a Tensor>; 2],
+}
+
 impl Kernels {
     /// Room for the moments of this many rows.
     pub fn moments(&self, rows: i64, kind: Kind, device: Device) -> Result<Moments> {
@@ -319,6 +331,42 @@ impl Kernels {
             unsafe { (self.finish)(like.1, &params)? };
         }
         Ok(())
+    }
+
+    /// Adds up partial sums that another kernel left, `[P, N]` each of the compute kind.
+    fn finish_sums(&self, device: Device, sums: &Sums<'_>) -> Result<()> {
+        let gradient = sums.gradients.iter().flatten().next();
+        let Some(kind) = gradient.map(|gradient| gradient.f_kind()).transpose()? else {
+            return Ok(());
+        };
+        let Sums { parts, columns, plan, .. } = *sums;
+        let [grad_weight, grad_bias] = sums.gradients;
+        let [weight_parts, bias_parts] = sums.parts_of;
+        let result = |name, tensor| flat(name, tensor, columns, (kind, device));
+        let scratch = |name, tensor| {
+            optional_ptr(name, tensor, &[parts, columns], (compute_kind(kind), device))
+        };
+        let null = std::ptr::null;
+        let params = Backward {
+            rows: sums.rows,
+            columns,
+            parts,
+            kind: kind_code(kind)?,
+            parameter_kind: kind_code(kind)?,
+            plan,
+            grad_output: null(),
+            input: null(),
+            weight: null(),
+            mean: null(),
+            rstd: null(),
+            grad_input: std::ptr::null_mut(),
+            grad_weight: result("grad_weight", grad_weight)?,
+            grad_bias: result("grad_bias", grad_bias)?,
+            weight_parts: scratch("weight_parts", weight_parts)?,
+            bias_parts: scratch("bias_parts", bias_parts)?,
+        };
+        // SAFETY: as in `forward`; this kernel reads only the partial sums.
+        unsafe { (self.finish)(device, &params) }
     }
 
     /// How many clusters of this plan's blocks run at the same time; 0 if the plan has no clusters.

@@ -1,0 +1,16 @@
+//! The kernels of `csrc/add_rms_norm`.
+
+use crate::kernels::raw_kernels;
+use crate::ops::norm::Statistic;
+use crate::ops::norm::kernels::add::{AddBackward, AddForward, AddKernels};
+use crate::ops::rms_norm::RmsNorm;
+
+raw_kernels! {
+    "add_rms_norm";
+    fn forward(AddForward) =
+        tch_extension_add_rms_norm_forward_cpu, tch_extension_add_rms_norm_forward_cuda;
+    fn backward(AddBackward) =
+        tch_extension_add_rms_norm_backward_cpu, tch_extension_add_rms_norm_backward_cuda;
+}
+
+pub(super) const KERNELS: AddKernels = AddKernels { forward, backward, norm: RmsNorm::KERNELS };
