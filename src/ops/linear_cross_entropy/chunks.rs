@@ -37,7 +37,8 @@ impl Chunks {
         let few = to_tiles_above(div_ceil(sizes.rows, MOST_ROUNDED));
         let in_float = in_float && sizes.can_add_in_float();
         let Some(memory) = memory else {
-            return Chunks { rows: few.max(to_tiles_below(SMALL / of_row)), in_float };
+            let rows = few.max(to_tiles_below(SMALL / of_row)).max(sizes.rows_worth_a_sum());
+            return Chunks { rows, in_float };
         };
         let memory = i64::try_from(memory).unwrap_or(i64::MAX);
         let rows = to_tiles_below(memory / of_row);
@@ -60,6 +61,12 @@ impl Chunks {
 }
 
 impl Sizes {
+    /// A chunk reads and writes the weight's gradient, V·D values, in addition to its logits, V
+    /// values a row. From two thirds of D rows on, the logits are at least two thirds of these.
+    fn rows_worth_a_sum(&self) -> i64 {
+        if self.of_weight { to_tiles_above(div_ceil(2 * self.features, 3)) } else { 0 }
+    }
+
     fn can_add_in_float(&self) -> bool {
         self.of_weight && matches!(self.kind, Kind::Half | Kind::BFloat16)
     }
@@ -97,7 +104,9 @@ mod tests {
     fn few_chunks_by_default() {
         let of = |sizes: &Sizes| Chunks::new(sizes, None, false);
         assert_eq!(of(&sizes(16_384, 768, 50_304)), Chunks { rows: 2816, in_float: false });
-        assert_eq!(of(&sizes(8192, 4096, 128_256)), Chunks { rows: 1536, in_float: false });
+        assert_eq!(of(&sizes(8192, 4096, 128_256)), Chunks { rows: 2816, in_float: false });
+        let alone = Sizes { of_weight: false, ..sizes(8192, 4096, 128_256) };
+        assert_eq!(of(&alone), Chunks { rows: 1536, in_float: false });
         // 64 MiB are enough for all rows.
         assert!(of(&sizes(1000, 64, 100)).rows >= 1000);
         assert!(of(&sizes(0, 0, 0)).rows >= 1);

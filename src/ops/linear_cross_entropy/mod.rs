@@ -32,7 +32,8 @@ pub struct LinearCrossEntropyOptions {
     /// k: so much of the square of each row's lse is added to its loss.
     pub z_loss: f64,
     /// How many bytes of memory the call may take besides its operands and their gradients. `None`
-    /// for a sixth of what all logits would take, rounded up to 256 rows, but at least 64 MiB.
+    /// for a sixth of what all logits would take, rounded up to 256 rows, but at least 64 MiB and, if
+    /// the weight's gradient is computed, two thirds of that gradient.
     pub memory: Option<u64>,
     /// Whether the weight's gradient is added up in `Float` for half kinds, which takes 4 bytes for each
     /// of its elements until it is complete.
