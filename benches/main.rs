@@ -39,6 +39,7 @@ mod rms_norm;
 mod rnn;
 mod rnn_layers;
 mod rnn_sweep;
+mod rope;
 mod table;
 
 use common::Case;
