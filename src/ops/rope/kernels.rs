@@ -91,14 +91,12 @@ impl Work<'_> {
     }
 }
 
-/// Whether a kernel can read this tensor `[B, T, heads, D]`.
+/// Whether a kernel can read this tensor `[B, T, heads, D]` or this table `[P, R / 2]`: whether values
+/// of the last dimension are adjacent, if there are several.
 pub(super) fn is_readable(tensor: &Tensor) -> bool {
-    is_in_memory(tensor) && (tensor.size()[3] <= 1 || tensor.stride()[3] == 1)
-}
-
-/// Whether a kernel can read this table `[P, R / 2]`.
-pub(super) fn is_readable_table(table: &Tensor) -> bool {
-    is_in_memory(table) && (table.size()[1] <= 1 || table.stride()[1] == 1)
+    let last = tensor.size().last().copied().zip(tensor.stride().last().copied());
+    let is_adjacent = last.is_none_or(|(size, stride)| size <= 1 || stride == 1);
+    is_in_memory(tensor) && (is_adjacent || tensor.numel() == 0)
 }
 
 /// Rotates the heads of q, of k, or of both.
@@ -166,7 +164,7 @@ fn table(
 ) -> Result<(*const c_void, i64)> {
     let (rows, columns) = table.size2()?;
     let found = table.f_kind()?;
-    let fits = is_readable_table(table)
+    let fits = is_readable(table)
         && table.device() == device
         && (found == kind || (found == Kind::Float && kind != Kind::Double))
         && found == tables.cos.f_kind()?

@@ -6,7 +6,7 @@ use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::tensor::plain;
 use crate::view::{overlaps, share_memory};
 use crate::{Error, Result, check};
-use kernels::{Tables, Work, is_readable, is_readable_table, rotate};
+use kernels::{Tables, Work, is_readable, rotate};
 use tch::{Device, Kind, Tensor};
 
 mod kernels;
@@ -139,14 +139,14 @@ pub fn rope_reference(
     options: &RopeOptions,
 ) -> Result<(Tensor, Tensor)> {
     let compute = compute_kind(q.f_kind()?);
+    let (tokens, pairs) = (q.size4()?.1, cos.size2()?.1);
     let rows = |table: &Tensor| -> Result<Tensor> {
-        let rows = table.f_narrow(0, options.offset, q.size()[1])?;
+        let rows = table.f_narrow(0, options.offset, tokens)?;
         Ok(rows.f_to_kind(compute)?.f_unsqueeze(1)?)
     };
     let (cos, sin) = (rows(cos)?, rows(sin)?);
     let rotated = |x: &Tensor| -> Result<Tensor> {
         let (kind, values) = (x.f_kind()?, x.f_to_kind(compute)?);
-        let pairs = cos.size()[2];
         let part = |begin, len| values.f_narrow(-1, begin, len);
         let (a, b) = if options.interleaved {
             let turned = part(0, 2 * pairs)?;
@@ -161,7 +161,7 @@ pub fn rope_reference(
         } else {
             Tensor::f_cat(&[first, second], -1)?
         };
-        let rest = part(2 * pairs, x.size()[3] - 2 * pairs)?;
+        let rest = part(2 * pairs, x.size4()?.3 - 2 * pairs)?;
         Ok(Tensor::f_cat(&[turned, rest], -1)?.f_to_kind(kind)?)
     };
     Ok((rotated(q)?, rotated(k)?))
@@ -325,12 +325,8 @@ fn rope_in_place(
         let [q, k] = run(Some(q), Some(k))?.exactly()?;
         return Ok((q, k));
     }
-    let output = |outputs: Tensors, place: usize| -> Result<Tensor> {
-        let output = outputs.into_vec().into_iter().nth(place).flatten();
-        output.ok_or_else(|| Error::msg("internal error: rope has lost an output"))
-    };
-    let q = output(run(Some(q), None)?, place::Q)?;
-    let k = output(run(None, Some(k))?, place::K)?;
+    let q = run(Some(q), None)?.single()?;
+    let k = run(None, Some(k))?.single()?;
     Ok((q, k))
 }
 
@@ -349,9 +345,11 @@ fn check_apart<const N: usize>(tensor: Check<'_>, others: [Check<'_>; N]) -> Res
 struct Rope {
     options: RopeOptions,
     is_inverse: bool,
+    /// Whether q and k are there, which the forward pass finds out.
+    is_there: [bool; 2],
 }
 
-/// The positions of the inputs, of which either q or k may be absent, and of the outputs.
+/// The positions of the inputs. The outputs are those of q and k that are there.
 mod place {
     pub const Q: usize = 0;
     pub const K: usize = 1;
@@ -364,41 +362,51 @@ impl Function for Rope {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let [cos, sin] = [inputs.get(place::COS)?, inputs.get(place::SIN)?];
-        saver.save(cos);
-        saver.save(sin);
+        let tables = [inputs.get(place::COS)?, inputs.get(place::SIN)?];
+        tables.into_iter().for_each(|table| saver.save(table));
         saver.set_materialize_grads(false);
-        let places = [place::Q, place::K];
-        if !self.options.in_place {
-            let [q, k] = self.rotated(places.map(|place| inputs.optional(place)), [cos, sin])?;
-            return Ok([q, k].into());
-        }
-        let is_there = |place: &usize| inputs.optional(*place).is_some();
-        let mut changed = [None, None];
-        for place in places.into_iter().filter(is_there) {
-            changed[place] = Some(saver.in_place(place)?);
-        }
-        self.change(&changed, [cos, sin])?;
-        Ok(changed.into())
+        let tensors = [place::Q, place::K].map(|place| inputs.optional(place));
+        self.is_there = tensors.map(|tensor| tensor.is_some());
+        let outputs = if self.options.in_place {
+            let mut changed = [None, None];
+            for place in (place::Q..=place::K).filter(|&place| self.is_there[place]) {
+                changed[place] = Some(saver.in_place(place)?);
+            }
+            self.change(&changed, tables)?;
+            changed
+        } else {
+            self.rotated(tensors, tables)?
+        };
+        Ok(outputs.into_iter().flatten().collect::<Vec<_>>().into())
     }
 
+    /// The inverse rotation of the gradients that came and are needed.
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let wanted = |place: usize| grads.optional(place).filter(|_| ctx.needs_input_grad(place));
-        let (q, k) = (wanted(place::Q), wanted(place::K));
-        if q.is_none() && k.is_none() {
-            return Ok([None, None, None, None].into());
+        let outputs = [0, usize::from(self.is_there[place::Q])];
+        let wanted = [place::Q, place::K].map(|place| {
+            let is_needed = self.is_there[place] && ctx.needs_input_grad(place);
+            grads.optional(outputs[place]).filter(|_| is_needed)
+        });
+        let mut gradients = vec![None, None, None, None];
+        if wanted.iter().flatten().next().is_none() {
+            return Ok(gradients.into());
         }
+        // The tables are constants, even if they require grad by now.
         let [cos, sin] = [ctx.saved(0)?.f_detach()?, ctx.saved(1)?.f_detach()?];
         let options = RopeOptions { in_place: false, ..self.options };
-        let inverse = Rope { options, is_inverse: !self.is_inverse };
-        let found = apply(inverse, &[q, k, Some(&cos), Some(&sin)])?.into_vec();
-        Ok(found.into_iter().chain([None, None]).collect::<Vec<_>>().into())
+        let inverse = Rope { is_inverse: !self.is_inverse, ..Rope::new(&options) };
+        let mut found =
+            apply(inverse, &[wanted[0], wanted[1], Some(&cos), Some(&sin)])?.into_vec().into_iter();
+        for (gradient, wanted) in gradients.iter_mut().zip(wanted) {
+            *gradient = wanted.and_then(|_| found.next().flatten());
+        }
+        Ok(gradients.into())
     }
 }
 
 impl Rope {
     fn new(options: &RopeOptions) -> Self {
-        Rope { options: *options, is_inverse: false }
+        Rope { options: *options, is_inverse: false, is_there: [false; 2] }
     }
 
     /// The rotated tensors that are there.
@@ -438,7 +446,7 @@ impl Rope {
             Tables { cos, sin, offset, is_interleaved, is_inverse }
         };
         let is_wide = kind == Kind::Double && cos.f_kind()? != kind;
-        if !is_wide && is_readable_table(cos) && is_readable_table(sin) {
+        if !is_wide && is_readable(cos) && is_readable(sin) {
             return rotate(work, &tables(cos, sin, offset));
         }
         let rows = |table: &Tensor| -> Result<Tensor> {
@@ -472,7 +480,8 @@ fn dense_like(tensor: &Tensor) -> Result<Tensor> {
 /// Dimensions of one element, and those that are expanded, stay where they are.
 fn dense_strides(size: &[i64], stride: &[i64]) -> Vec<i64> {
     let last = size.len().saturating_sub(1);
-    let places: Vec<usize> = (0..last).filter(|&dim| size[dim] > 1 && stride[dim] > 0).collect();
+    let is_ordered = |dim: usize| size[dim] > 1 && stride[dim] > 0 && !size.contains(&0);
+    let places: Vec<usize> = (0..last).filter(|&dim| is_ordered(dim)).collect();
     let mut sorted = places.clone();
     sorted.sort_by_key(|&dim| std::cmp::Reverse(stride[dim]));
     let mut order: Vec<usize> = (0..size.len()).collect();
