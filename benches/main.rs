@@ -42,6 +42,7 @@ mod rms_norm;
 mod rnn;
 mod rnn_layers;
 mod rnn_sweep;
+mod rope;
 mod table;
 
 use common::Case;

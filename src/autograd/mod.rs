@@ -30,6 +30,7 @@ pub use grad::{BackwardOptions, GradOptions, backward, grad, grad_fn, retain_gra
 pub use hook::{Hook, register_hook, register_post_accumulate_grad_hook};
 pub use saved_hooks::{SavedTensorsHooks, save_on_cpu, saved_tensors_hooks};
 pub use saver::Saver;
+pub(crate) use saver::check_in_place;
 pub use tensors::{Inputs, Tensors};
 
 /// The number of graph nodes made by [`apply`] that are alive now, in all threads. Tests use it to

@@ -364,3 +364,15 @@ impl<'a> Saver<'a> {
         self.materialize_grads = materialize;
     }
 }
+
+/// Whether libtorch allows a tensor to be changed in place by an operator whose first input it is, if a
+/// graph is recorded. An operator of several nodes asks before the first of them changes anything.
+pub(crate) fn check_in_place(op: &str, what: &str, tensor: &Tensor) -> Result<()> {
+    let pointer: *const C_tensor = tensor.as_ptr();
+    // SAFETY: the pointer is borrowed from a live tensor, and it is the only one.
+    let message = unsafe { ffi::tch_extension_check_in_place(&pointer, 1, 0) };
+    match take_message(message) {
+        Some(message) => Err(Error::Autograd(format!("{op}: {what}: {message}"))),
+        None => Ok(()),
+    }
+}

@@ -12,6 +12,8 @@ mod lltm_layer;
 mod rms_norm;
 #[cfg(feature = "recurrent")]
 mod rnn;
+#[cfg(feature = "rope")]
+mod rope;
 #[cfg(feature = "recurrent")]
 mod side_stream;
 
@@ -27,3 +29,5 @@ pub use lltm_layer::{LltmLayer, LltmLayerConfig, lltm_layer};
 pub use rms_norm::{RmsNorm, RmsNormConfig, RmsNormOp, rms_norm};
 #[cfg(feature = "recurrent")]
 pub use rnn::{Gru, Lstm, gru, lstm};
+#[cfg(feature = "rope")]
+pub use rope::{Rope, RopeConfig, RopeOp, rope};

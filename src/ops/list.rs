@@ -166,6 +166,11 @@ macro_rules! operators {
                     "rms_norm/backward_ring.cu",
                 ],
             }
+            rope of "rope" {
+                functions: [rope, f_rope, rope_reference, rope_tables, f_rope_tables],
+                way: [],
+                files: [],
+            }
         }
     };
 }

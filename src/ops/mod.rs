@@ -7,8 +7,8 @@
 //! Operators belong to families, each of which is a feature of this crate and on by default:
 //! `norm` (`layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`), `loss` (`cross_entropy`,
 //! `linear_cross_entropy`), `gemm` (`linear`,
-//! `matmul_add_relu`) and `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`). The
-//! kernels of a family that is off are not compiled.
+//! `matmul_add_relu`), `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`) and
+//! `rope` (`rope`). The kernels of a family that is off are not compiled.
 
 #[macro_use]
 mod list;
@@ -47,6 +47,8 @@ mod norm;
 mod recurrent;
 #[cfg(feature = "norm")]
 mod rms_norm;
+#[cfg(feature = "rope")]
+mod rope;
 mod way;
 
 #[cfg(feature = "loss")]
@@ -66,6 +68,8 @@ pub use recurrent::RnnWeights;
 pub use recurrent::Way as RnnWay;
 #[cfg(feature = "recurrent")]
 pub(crate) use recurrent::{check_lengths, flatten_for_cudnn, with_half_of_the_gpu};
+#[cfg(feature = "rope")]
+pub use rope::RopeOptions;
 #[doc(hidden)]
 pub use way::force;
 

@@ -149,9 +149,14 @@ impl Ci {
             cargo::run(command.args(args).args(["--", "-D", "warnings"]))
         };
         library(&["--features", "doc-only"])?;
-        for family in
-            ["doc-only", "doc-only,norm", "doc-only,loss", "doc-only,gemm", "doc-only,recurrent"]
-        {
+        for family in [
+            "doc-only",
+            "doc-only,norm",
+            "doc-only,loss",
+            "doc-only,gemm",
+            "doc-only,recurrent",
+            "doc-only,rope",
+        ] {
             library(&["--no-default-features", "--features", family])?;
         }
         Ok(())

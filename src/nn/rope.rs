@@ -1,0 +1,97 @@
+//! Rotary position embedding as a layer.
+
+use crate::Result;
+use crate::ops::{RopeOptions, f_rope, f_rope_tables, rope_reference};
+use tch::{Device, Kind, Tensor};
+
+/// How the layer is computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum RopeOp {
+    /// With [`rope`](crate::ops::rope()).
+    #[default]
+    Fused,
+    /// With [`rope_reference`], in plain tch operations, for comparison.
+    Composite,
+}
+
+/// Configuration of a [`Rope`].
+#[derive(Clone, Copy, Debug)]
+pub struct RopeConfig {
+    /// How many positions the tables have.
+    pub positions: i64,
+    /// The base of the angles; see [`rope_tables`](crate::ops::rope_tables()).
+    pub base: f64,
+    /// Whether pairs are interleaved; see [`RopeOptions`].
+    pub interleaved: bool,
+    /// The kind of the tables: `Float` suits q and k of half kinds, too.
+    pub kind: Kind,
+    /// How the layer is computed.
+    pub op: RopeOp,
+}
+
+impl Default for RopeConfig {
+    fn default() -> Self {
+        RopeConfig {
+            positions: 4096,
+            base: 10000.0,
+            interleaved: false,
+            kind: Kind::Float,
+            op: RopeOp::default(),
+        }
+    }
+}
+
+/// A layer that rotates q and k. Made by [`rope`].
+#[derive(Debug)]
+pub struct Rope {
+    /// `[positions, dim / 2]`; see [`rope_tables`](crate::ops::rope_tables()).
+    pub cos: Tensor,
+    /// `[positions, dim / 2]`
+    pub sin: Tensor,
+    config: RopeConfig,
+}
+
+/// Makes a layer that rotates the first `dim` values of each head, mostly all of them. Its tables are no
+/// parameters: they are not trained, and not part of a `VarStore` or its file.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::nn::{RopeConfig, rope};
+///
+/// let layer = rope(64, Device::Cpu, RopeConfig::default());
+/// let random = |heads| Tensor::randn([2, 7, heads, 64], (Kind::Float, Device::Cpu));
+/// let (q, k) = layer.forward(&random(8), &random(2), 0);
+/// assert_eq!((q.size(), k.size()), (vec![2, 7, 8, 64], vec![2, 7, 2, 64]));
+/// ```
+///
+/// # Panics
+/// When the tables cannot be made; see [`f_rope_tables`].
+pub fn rope(dim: i64, device: Device, config: RopeConfig) -> Rope {
+    let tables = f_rope_tables(config.positions, dim, config.base, (config.kind, device));
+    let (cos, sin) = tables.unwrap_or_else(|error| panic!("nn::rope: {error}"));
+    Rope { cos, sin, config }
+}
+
+impl Rope {
+    /// Rotates `q` `[B, T, H, D]` and `k` `[B, T, Hk, D]`, whose first token has position `offset`.
+    ///
+    /// # Panics
+    /// If [`Rope::f_forward`] returns an error.
+    pub fn forward(&self, q: &Tensor, k: &Tensor, offset: i64) -> (Tensor, Tensor) {
+        self.f_forward(q, k, offset).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// Like [`Rope::forward`], but returns an error instead of panicking.
+    ///
+    /// # Errors
+    /// When the arguments do not fit this layer; see [`f_rope`].
+    pub fn f_forward(&self, q: &Tensor, k: &Tensor, offset: i64) -> Result<(Tensor, Tensor)> {
+        let op = match self.config.op {
+            RopeOp::Fused => f_rope,
+            RopeOp::Composite => rope_reference,
+        };
+        let options =
+            RopeOptions { interleaved: self.config.interleaved, offset, ..Default::default() };
+        op(q, k, &self.cos, &self.sin, &options)
+    }
+}
