@@ -22,6 +22,7 @@ mod common;
 mod cross_entropy;
 mod draw;
 mod floor;
+mod gelu_mlp;
 mod gru;
 mod layer_norm;
 mod layer_norm_sweep;
@@ -39,6 +40,7 @@ mod rms_norm;
 mod rnn;
 mod rnn_layers;
 mod rnn_sweep;
+mod swiglu_mlp;
 mod table;
 
 use common::Case;

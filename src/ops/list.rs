@@ -29,6 +29,11 @@ macro_rules! operators {
                 way: [],
                 files: ["loss/cpu.cpp", "loss/cuda.cu", "loss/rows_hopper.cu"],
             }
+            gelu_mlp of "mlp" {
+                functions: [gelu_mlp, f_gelu_mlp, gelu_mlp_reference],
+                way: [],
+                files: ["mlp/cpu.cpp", "mlp/cuda.cu"],
+            }
             layer_norm of "norm" {
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],
                 way: [],
@@ -155,6 +160,11 @@ macro_rules! operators {
                     "rms_norm/backward_in_place.cu",
                     "rms_norm/backward_ring.cu",
                 ],
+            }
+            swiglu_mlp of "mlp" {
+                functions: [swiglu_mlp, f_swiglu_mlp, swiglu_mlp_reference],
+                way: [],
+                files: ["mlp/cpu.cpp", "mlp/cuda.cu"],
             }
         }
     };

@@ -7,8 +7,8 @@
 //! Operators belong to families, each of which is a feature of this crate and on by default:
 //! `norm` (`layer_norm`, `rms_norm`), `loss` (`cross_entropy`,
 //! `linear_cross_entropy`), `gemm` (`linear`,
-//! `matmul_add_relu`) and `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`). The
-//! kernels of a family that is off are not compiled.
+//! `matmul_add_relu`), `mlp` (`gelu_mlp`, `swiglu_mlp`; it needs `gemm`) and `recurrent` (`lstm`,
+//! `gru`, `lltm`, `lltm_cell`; it needs `gemm`). The kernels of a family that is off are not compiled.
 
 #[macro_use]
 mod list;
@@ -17,6 +17,8 @@ mod list;
 mod column_sums;
 #[cfg(feature = "loss")]
 mod cross_entropy;
+#[cfg(feature = "mlp")]
+mod gelu_mlp;
 #[cfg(feature = "gemm")]
 mod gemm;
 #[cfg(feature = "recurrent")]
@@ -37,21 +39,29 @@ mod loss;
 mod lstm;
 #[cfg(feature = "gemm")]
 mod matmul_add_relu;
+#[cfg(feature = "mlp")]
+mod mlp;
 #[cfg(feature = "norm")]
 mod norm;
 #[cfg(feature = "recurrent")]
 mod recurrent;
 #[cfg(feature = "norm")]
 mod rms_norm;
+#[cfg(feature = "mlp")]
+mod swiglu_mlp;
 mod way;
 
 #[cfg(feature = "loss")]
 pub use cross_entropy::CrossEntropyOptions;
+#[cfg(feature = "mlp")]
+pub use gelu_mlp::GeluMlpOptions;
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
 #[cfg(feature = "loss")]
 pub use linear_cross_entropy::LinearCrossEntropyOptions;
+#[cfg(feature = "mlp")]
+pub use mlp::Activation;
 #[cfg(feature = "norm")]
 #[doc(hidden)]
 pub use norm::Way as NormWay;
@@ -62,6 +72,8 @@ pub use recurrent::RnnWeights;
 pub use recurrent::Way as RnnWay;
 #[cfg(feature = "recurrent")]
 pub(crate) use recurrent::{check_lengths, flatten_for_cudnn, with_half_of_the_gpu};
+#[cfg(feature = "mlp")]
+pub use swiglu_mlp::SwigluMlpOptions;
 #[doc(hidden)]
 pub use way::force;
 

@@ -169,7 +169,12 @@ impl Function for Linear {
 }
 
 /// The output. The sizes and kinds of the arguments are checked here.
-fn forward(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, way: Way) -> Result<Tensor> {
+pub(super) fn forward(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    way: Way,
+) -> Result<Tensor> {
     if let Some(output) = gemm::linear(input, weight, bias, way)? {
         return Ok(output);
     }
