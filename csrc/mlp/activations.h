@@ -100,10 +100,11 @@ __device__ __forceinline__ Slope<Compute<T>> relu_squared(Compute<T> x) {
   return {kept * kept, kept + kept};
 }
 
-// The activation of each value, and grad times its derivative.
+// The activation of each value, rounded, which takes fewer registers; and grad times its
+// derivative.
 template <typename T, int kLanes>
 struct Slopes {
-  Values<T, kLanes> value;
+  Vector<T, kLanes> value;
   Values<T, kLanes> gradient;
 };
 
@@ -117,7 +118,7 @@ __device__ __forceinline__ Slopes<T, kLanes> slopes(MlpActivation activation,
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
       const Slope<Compute<T>> slope = of(x.lane[lane]);
-      result.value.lane[lane] = slope.value;
+      result.value.lane[lane] = static_cast<T>(slope.value);
       result.gradient.lane[lane] = grad.lane[lane] * slope.derivative;
     }
   };

@@ -81,20 +81,45 @@ struct GeluTanh {
   }
 };
 
+// Φ(x) = (1 + erf(x / √2)) / 2.
+template <typename C>
+Vec<C> normal_share(const Vec<C>& x) {
+  constexpr C kRootOfHalf = C(0.70710678118654752440);
+  const Vec<C> half(C(0.5)), one(C(1)), v = x * Vec<C>(kRootOfHalf);
+  if constexpr (std::is_same_v<C, float>) {
+    // libtorch's erf of float vectors is off by 1e-6. Near 0 this is v plus v times a polynomial of
+    // v². Beyond, erfc(t) of t = |v| is the exponential of a polynomial of t, which keeps its
+    // digits where erf is near -1. Either is off by about one unit in the last place of erf.
+    using at::vec::fmadd;
+    const Vec<C> t = v.abs(), square = v * v;
+    Vec<C> near(-5.96761703e-4f);
+    for (const float term :
+         {4.99119423e-3f, -2.67681349e-2f, 1.12819925e-1f, -3.76125336e-1f, 1.28379166e-1f}) {
+      near = fmadd(near, square, Vec<C>(term));
+    }
+    near = fmadd(near, v, v);
+    Vec<C> far(-1.72853470e-5f);
+    for (const float term : {3.83197126e-4f, -3.88396438e-3f, 2.42546219e-2f, -1.06777877e-1f,
+                             -6.34846687e-1f, -1.28717512e-1f}) {
+      far = fmadd(far, t, Vec<C>(term));
+    }
+    const Vec<C> beyond = half * (far * t - t).exp();
+    const Vec<C> tail = Vec<C>::blendv(one - beyond, beyond, x < Vec<C>(0.0f));
+    return Vec<C>::blendv(half + half * near, tail, t > Vec<C>(0.927734375f));
+  } else {
+    return half * (one + v.erf());
+  }
+}
+
 struct Gelu {
   template <typename C>
-  static Vec<C> share(const Vec<C>& x) {
-    constexpr C kRootOfHalf = C(0.70710678118654752440);
-    return Vec<C>(C(0.5)) * (Vec<C>(C(1)) + (x * Vec<C>(kRootOfHalf)).erf());
-  }
-  template <typename C>
   static Vec<C> value(const Vec<C>& x) {
-    return x * share<C>(x);
+    return x * normal_share<C>(x);
   }
   template <typename C>
   static Slope<C> slope(const Vec<C>& x) {
     constexpr C kDensityAt0 = C(0.39894228040143267794);
-    const Vec<C> share = Gelu::share<C>(x);
+    const Vec<C> share = normal_share<C>(x);
     return {x * share, share + x * Vec<C>(kDensityAt0) * (Vec<C>(C(-0.5)) * x * x).exp()};
   }
 };

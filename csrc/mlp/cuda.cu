@@ -9,6 +9,12 @@
 namespace tch_extension::mlp {
 namespace {
 
+template <typename T, int kLanes>
+__device__ __forceinline__ void store_vector(void* pointer, int64_t at,
+                                             const Vector<T, kLanes>& vector) {
+  *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = vector;
+}
+
 // a = act(z).
 struct Activated {
   static constexpr int kUnroll = 4;
@@ -25,7 +31,7 @@ struct Activated {
   template <typename T, int kLanes>
   __device__ __forceinline__ void store(const Vector<T, kLanes>& fetched, int64_t at) const {
     const Values<T, kLanes> x = unpack<T, kLanes>(fetched);
-    store_values<T, kLanes>(output, at, slopes<T, kLanes>(activation, x, x).value);
+    store_vector<T, kLanes>(output, at, slopes<T, kLanes>(activation, x, x).value);
   }
 };
 
@@ -58,7 +64,7 @@ struct Differentiated {
     const auto result = slopes<T, kLanes>(activation, unpack<T, kLanes>(fetched.first),
                                           unpack<T, kLanes>(fetched.second));
     store_values<T, kLanes>(grad_input, at, result.gradient);
-    if (output != nullptr) store_values<T, kLanes>(output, at, result.value);
+    if (output != nullptr) store_vector<T, kLanes>(output, at, result.value);
     return result.gradient;
   }
 

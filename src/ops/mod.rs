@@ -62,6 +62,9 @@ pub use gemm::{Way as ProductWay, counters as product_plans};
 pub use linear_cross_entropy::LinearCrossEntropyOptions;
 #[cfg(feature = "mlp")]
 pub use mlp::Activation;
+#[cfg(feature = "mlp")]
+#[doc(hidden)]
+pub use mlp::Way as MlpWay;
 #[cfg(feature = "norm")]
 #[doc(hidden)]
 pub use norm::Way as NormWay;

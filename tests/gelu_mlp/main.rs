@@ -6,6 +6,7 @@ mod kinds;
 mod layer;
 mod memory;
 mod values;
+mod ways;
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -99,3 +99,40 @@ fn cuda_memory_is_as_documented() {
         assert!((peak as f64) < 1.3 * unit, "{peak} bytes without a graph");
     });
 }
+
+/// Some offsets exceed 32 bits. The last row must reach its output, and the last column its sum.
+#[test]
+fn cuda_more_than_two_to_the_31_elements() {
+    let Some(device) = cuda_or_skip("cuda_more_than_two_to_the_31_elements") else { return };
+    let like = (Kind::Half, device);
+    // Whole vectors, and none.
+    for hidden in [1032_i64, 1025] {
+        let rows = (1_i64 << 21) + 3;
+        let x = Tensor::zeros([rows, 1], like);
+        let _ = x.get(rows - 1).fill_(1.0);
+        let w2 = Tensor::zeros([1, hidden], like);
+        let _ = w2.get(0).get(hidden - 1).fill_(1.0);
+        let inputs = [x, Tensor::ones([hidden, 1], like), Tensor::zeros([hidden], like), w2];
+        for save_activations in [true, false] {
+            let options = GeluMlpOptions { activation: Activation::ReluSquared, save_activations };
+            let case = Case { options, biases: [true, false] };
+            let leaves = leaves(&inputs);
+            let y = case.call(f_gelu_mlp, &leaves).expect("y");
+            let vector = y.ones_like();
+            let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+            let leaves: Vec<&Tensor> = leaves.iter().collect();
+            let gradients = grad(&[&y], &leaves, &options).expect("gradients").into_vec();
+            let last = |size: i64, value: f64| {
+                let tensor = Tensor::zeros([size], like);
+                let _ = tensor.get(size - 1).fill_(value);
+                tensor
+            };
+            assert!(y.detach().view([-1]).equal(&last(rows, 1.0)));
+            let found: Vec<Tensor> =
+                gradients.into_iter().map(|one| one.expect("one").view([-1])).collect();
+            assert!(found[0].equal(&last(rows, 2.0)));
+            assert!(found[1].equal(&last(hidden, 2.0)) && found[2].equal(&last(hidden, 2.0)));
+            assert!(found[3].equal(&Tensor::ones([hidden], like)));
+        }
+    }
+}

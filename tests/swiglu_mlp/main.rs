@@ -522,3 +522,32 @@ fn the_layer_has_the_parameters_of_three() {
         }
     }
 }
+
+/// Some offsets exceed 32 bits. The last row must reach its output and its gradient.
+#[test]
+fn cuda_more_than_two_to_the_31_elements() {
+    let Some(device) = cuda_or_skip("cuda_more_than_two_to_the_31_elements") else { return };
+    let like = (Kind::Half, device);
+    let (rows, hidden) = ((1_i64 << 21) + 3, 1028_i64);
+    let x = Tensor::zeros([rows, 1], like);
+    let _ = x.get(rows - 1).fill_(2.0);
+    let down = Tensor::zeros([1, hidden], like);
+    let _ = down.get(0).get(hidden - 1).fill_(1.0);
+    let leaves =
+        leaves(&[x, Tensor::ones([hidden, 1], like), Tensor::ones([hidden, 1], like), down]);
+    for options in BOTH {
+        let y = call(&fused(options), &leaves).expect("y");
+        let vector = y.ones_like();
+        let grad_options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+        let all: Vec<&Tensor> = leaves.iter().collect();
+        let gradients = grad(&[&y], &all, &grad_options).expect("gradients").into_vec();
+        let y = y.detach().view([-1]);
+        let dx = gradients[0].as_ref().expect("dx").view([-1]);
+        let s = 1.0 / (1.0 + (-2.0_f64).exp());
+        let (value, slope) = (2.0 * s * 2.0, 2.0 * s + 2.0 * (s + 2.0 * s * (1.0 - s)));
+        for (found, expected) in [(&y, value), (&dx, slope)] {
+            assert!((found.double_value(&[rows - 1]) - expected).abs() < 0.01, "{expected}");
+            assert_eq!(found.narrow(0, 0, rows - 1).abs().max().double_value(&[]), 0.0);
+        }
+    }
+}

@@ -1,9 +1,10 @@
 //! Two linear layers with an activation between them.
 
-use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
-use super::mlp::{Activation, KINDS, autocast, layer, product, weight_gradient};
+use super::mlp::kernels::{Derivatives, Wanted, activate, activate_in_place, differentiate};
+use super::mlp::{Activation, KINDS, Plan, Way, cast_or_own, layer, product, weight_gradient};
 use super::way::forced;
 use super::{gemm, linear, rows};
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::{Error, Result, check};
 use tch::Tensor;
@@ -103,13 +104,15 @@ pub fn f_gelu_mlp(
     options: &GeluMlpOptions,
 ) -> Result<Tensor> {
     check_defined(input, w1, b1, w2, b2)?;
-    let arguments = autocast([Some(input), Some(w1), b1, Some(w2), b2])?;
-    let arguments = arguments.each_ref().map(Option::as_ref);
+    let arguments = [Some(input), Some(w1), b1, Some(w2), b2];
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, &arguments)?;
+    let arguments = cast_or_own(cast.as_deref(), arguments);
     let [Some(input), Some(w1), b1, Some(w2), b2] = arguments else {
         unreachable!("as many as came")
     };
     check_arguments(input, w1, b1, w2, b2)?;
-    let function = GeluMlp { options: *options, products: forced(), input_size: Vec::new() };
+    let (way, products, input_size) = (forced(), forced(), Vec::new());
+    let function = GeluMlp { options: *options, way, products, input_size };
     apply(function, &arguments)?.single()
 }
 
@@ -172,6 +175,7 @@ fn check_arguments(
 
 struct GeluMlp {
     options: GeluMlpOptions,
+    way: Way,
     /// How the products are computed.
     products: gemm::Way,
     /// Kept here so that the input need not be unpacked for its own gradient.
@@ -261,21 +265,78 @@ struct Saved {
 
 impl GeluMlp {
     fn run(&self, inputs: Inputs<'_>, keeps_z: bool) -> Result<Forward> {
-        let (input, way) = (inputs.get(place::INPUT)?, self.products);
-        let z = layer(&rows(input)?, inputs.get(place::W1)?, inputs.optional(place::B1), way)?;
-        let activation = self.options.activation;
-        let (z, a) = match keeps_z {
-            true => {
-                let a = activate(&z, activation)?;
-                (Some(z), a)
-            }
-            false => (None, activate_in_place(z, activation)?),
-        };
-        let output = layer(&a, inputs.get(place::W2)?, inputs.optional(place::B2), way)?;
+        let input = inputs.get(place::INPUT)?;
+        let (w1, b1) = (inputs.get(place::W1)?, inputs.optional(place::B1));
+        let (z, a) = self.hidden(&rows(input)?, w1, b1, keeps_z)?;
+        let (w2, b2) = (inputs.get(place::W2)?, inputs.optional(place::B2));
+        let output = layer(&a, w2, b2, self.products)?;
         let mut size = input.size();
         size.pop();
         size.push(output.size2()?.1);
         Ok(Forward { output: output.f_view(size.as_slice())?, z, a })
+    }
+
+    fn plan(&self, like: &Tensor) -> Result<Plan> {
+        let is_cuda = like.device().is_cuda();
+        Ok(Plan::new(self.way, self.options.activation, like.f_kind()?, is_cuda))
+    }
+
+    /// z, if it is to be kept, and a.
+    fn hidden(
+        &self,
+        input: &Tensor,
+        w1: &Tensor,
+        b1: Option<&Tensor>,
+        keeps_z: bool,
+    ) -> Result<(Option<Tensor>, Tensor)> {
+        if self.plan(input)?.activation
+            && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z)?
+        {
+            return Ok((found.extra, found.product));
+        }
+        let z = layer(input, w1, b1, self.products)?;
+        let activation = self.options.activation;
+        if !keeps_z {
+            return Ok((None, activate_in_place(z, activation)?));
+        }
+        let a = activate(&z, activation)?;
+        Ok((Some(z), a))
+    }
+
+    /// dz = dy W₂ act'(z), and what else is wanted.
+    fn derivatives(
+        &self,
+        dy: &Tensor,
+        w2: &Tensor,
+        z: &Tensor,
+        wanted: &Wanted,
+    ) -> Result<Derivatives> {
+        let activation = self.options.activation;
+        if self.plan(dy)?.derivative
+            && let Some(found) = gemm::product_gelu_grad(dy, w2, z, wanted.sums)?
+        {
+            let output = wanted.output.then(|| activate(z, activation)).transpose()?;
+            return Ok(Derivatives { grad_input: found.product, sums: found.extra, output });
+        }
+        differentiate(product(dy, w2, self.products)?, z, activation, wanted)
+    }
+
+    /// dW₂ and db₂, those that are needed.
+    fn of_second_layer(
+        &self,
+        dy: &Tensor,
+        a: Option<&Tensor>,
+        needs_b2: bool,
+    ) -> Result<[Option<Tensor>; 2]> {
+        if let Some(a) = a
+            && needs_b2
+            && self.plan(dy)?.bias_gradient
+            && let Some(found) = gemm::product_and_sums(&dy.f_transpose(0, 1)?, a)?
+        {
+            return Ok([Some(found.product), found.extra]);
+        }
+        let dw2 = a.map(|a| weight_gradient(dy, a, self.products)).transpose()?;
+        Ok([dw2, needs_b2.then(|| linear::bias_grad(dy)).transpose()?])
     }
 
     fn gradients(&self, grad: &Tensor, saved: Saved, needs: Needs) -> Result<Tensors> {
@@ -285,22 +346,19 @@ impl GeluMlp {
         let mut dz = None;
         if let (Some(w2), Some(z)) = (&saved.w2, &saved.z) {
             let wanted = Wanted { sums: needs[place::B1], output: needs[place::W2] && a.is_none() };
-            let found = differentiate(product(dy, w2, way)?, z, self.options.activation, &wanted)?;
+            let found = self.derivatives(dy, w2, z, &wanted)?;
             gradients[place::B1] = found.sums;
             a = a.or(found.output);
             dz = Some(found.grad_input);
         }
-        if needs[place::W2] {
-            let a = match (a, &saved.z) {
-                (Some(a), _) => a,
-                (None, Some(z)) => activate(z, self.options.activation)?,
-                (None, None) => return Err(Error::msg("internal error: neither z nor a")),
-            };
-            gradients[place::W2] = Some(weight_gradient(dy, &a, way)?);
+        if needs[place::W2] && a.is_none() {
+            let z = saved.z.as_ref();
+            let z = z.ok_or_else(|| Error::msg("internal error: neither z nor a was saved"))?;
+            a = Some(activate(z, self.options.activation)?);
         }
-        if needs[place::B2] {
-            gradients[place::B2] = Some(linear::bias_grad(dy)?);
-        }
+        let [dw2, db2] = self.of_second_layer(dy, a.as_ref(), needs[place::B2])?;
+        drop(a);
+        (gradients[place::W2], gradients[place::B2]) = (dw2, db2);
         if let (Some(dz), Some(input)) = (&dz, &saved.input) {
             gradients[place::W1] = Some(weight_gradient(dz, &rows(input)?, way)?);
         }

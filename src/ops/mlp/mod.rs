@@ -1,30 +1,34 @@
 //! What `gelu_mlp` and `swiglu_mlp` share: the kernels between the products, and the products.
 
 pub(super) mod kernels;
+mod plan;
 
 use super::count_rows;
-use super::gemm::{self, Way};
+use super::gemm::{self, Way as ProductWay};
 use crate::Result;
-use crate::amp::{CastPolicy, autocast_inputs};
 use crate::check::Check;
 use crate::ffi::tensor::plain;
 use tch::{Kind, Tensor};
 
 pub use kernels::Activation;
+pub(super) use plan::Plan;
+#[doc(hidden)]
+pub use plan::Way;
 
 /// The kinds that the operators take.
 pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
-/// The arguments as autocast casts them.
-pub(super) fn autocast<const N: usize>(
-    arguments: [Option<&Tensor>; N],
-) -> Result<[Option<Tensor>; N]> {
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &arguments)?;
-    let cast = cast.unwrap_or_else(|| {
-        arguments.iter().map(|argument| argument.map(Tensor::shallow_clone)).collect()
-    });
-    let mut cast = cast.into_iter();
-    Ok(std::array::from_fn(|_| cast.next().flatten()))
+/// The arguments as autocast casts them; `cast` is what [`autocast_inputs`] made of them.
+///
+/// [`autocast_inputs`]: crate::amp::autocast_inputs
+pub(super) fn cast_or_own<'a, const N: usize>(
+    cast: Option<&'a [Option<Tensor>]>,
+    own: [Option<&'a Tensor>; N],
+) -> [Option<&'a Tensor>; N] {
+    match cast {
+        Some(cast) => std::array::from_fn(|place| cast.get(place)?.as_ref()),
+        None => own,
+    }
 }
 
 /// `input weightᵀ + bias` of matrices, contiguous.
@@ -32,13 +36,13 @@ pub(super) fn layer(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    way: Way,
+    way: ProductWay,
 ) -> Result<Tensor> {
     plain(&super::linear::forward(input, weight, bias, way)?)
 }
 
 /// `lhs rhs` of matrices, contiguous and of their kind, also in an autocast region.
-pub(super) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Tensor> {
+pub(super) fn product(lhs: &Tensor, rhs: &Tensor, way: ProductWay) -> Result<Tensor> {
     if let Some(product) = gemm::product(lhs, rhs, way)? {
         return Ok(product);
     }
@@ -49,7 +53,7 @@ pub(super) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Tensor> {
 }
 
 /// `lhsᵀ rhs`: the gradient of a weight, of the gradient of its layer's outputs and its inputs.
-pub(super) fn weight_gradient(grad: &Tensor, input: &Tensor, way: Way) -> Result<Tensor> {
+pub(super) fn weight_gradient(grad: &Tensor, input: &Tensor, way: ProductWay) -> Result<Tensor> {
     product(&grad.f_transpose(0, 1)?, input, way)
 }
 

@@ -1,9 +1,10 @@
 //! The feed-forward part of a transformer with a gate.
 
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
-use super::mlp::{KINDS, add_product, autocast, layer, product, weight_gradient};
+use super::mlp::{KINDS, add_product, cast_or_own, layer, product, weight_gradient};
 use super::way::forced;
 use super::{gemm, rows};
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::{Error, Result, check};
 use tch::Tensor;
@@ -103,8 +104,9 @@ pub fn f_swiglu_mlp(
     check!(OP, w_gate).defined()?;
     check!(OP, w_up).defined()?;
     check!(OP, w_down).defined()?;
-    let arguments = autocast([Some(input), Some(w_gate), Some(w_up), Some(w_down)])?;
-    let arguments = arguments.each_ref().map(Option::as_ref);
+    let arguments = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, &arguments)?;
+    let arguments = cast_or_own(cast.as_deref(), arguments);
     let [Some(input), Some(w_gate), Some(w_up), Some(w_down)] = arguments else {
         unreachable!("as many as came")
     };
