@@ -29,7 +29,7 @@ enum class GemmWay : int32_t {
 
 // What cuBLASLt computes in a product's epilogue, besides the bias and the ReLU.
 enum class GemmEpilogue : int32_t {
-  // Nothing.
+  // Nothing. Only C++ uses it.
   None,
   // `gelu(z)` of z = lhs rhs + bias, with tanh; z itself is written, too, if it is wanted.
   Gelu,

