@@ -7,6 +7,7 @@
 //! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer; `lstm sizes` and
 //!   `gru sizes` compare a layer with libtorch's at sizes of all sorts; `lstm layers` and `gru layers`
 //!   measure two directions and two layers.
+//! - `cargo xtask bench gelu_mlp ways` and `linear ways` measure cuBLASLt's epilogues.
 //! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
 //!   `layer_norm` or `lltm_cell` at random sizes.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
@@ -25,6 +26,7 @@ mod common;
 mod cross_entropy;
 mod draw;
 mod floor;
+mod gelu_mlp;
 mod gru;
 mod layer_norm;
 mod layer_norm_sweep;
@@ -37,12 +39,14 @@ mod lltm_sweep;
 mod lstm;
 mod machine;
 mod matmul_add_relu;
+mod mlp_ways;
 mod random;
 mod rms_norm;
 mod rnn;
 mod rnn_layers;
 mod rnn_sweep;
 mod rope;
+mod swiglu_mlp;
 mod table;
 
 use common::Case;
@@ -84,6 +88,13 @@ fn main() {
             let layer = if second == "lstm" { lstm::LAYER } else { gru::LAYER };
             let tables = RNN_TABLES.iter().filter(|(name, _)| name == third);
             tables.for_each(|(_, run)| run(layer, words).expect("a GPU that can be measured"));
+        }
+        [first, operator, ways, words @ ..]
+            if first == "table"
+                && ways == "ways"
+                && ["gelu_mlp", "linear"].contains(&operator.as_str()) =>
+        {
+            mlp_ways::run(operator, words).expect("a GPU that can be measured");
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

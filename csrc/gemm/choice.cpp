@@ -123,7 +123,9 @@ bool was_seen(const Key& key) {
 }
 
 bool needs_what_was_seen(const Key& key) {
-  return key.relu || (key.bias_as == Bias::kFull && key.bias.leading < key.n);
+  const bool has_gelu =
+      key.epilogue == GemmEpilogue::Gelu || key.epilogue == GemmEpilogue::GeluGrad;
+  return key.relu || has_gelu || (key.bias_as == Bias::kFull && key.bias.leading < key.n);
 }
 
 bool is_allowed(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
@@ -284,7 +286,15 @@ Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposal
   return std::nullopt;
 }
 
+// For a product with an epilogue besides bias and ReLU: cuBLASLt's own order, because the rules of
+// `first_of` were not measured for these.
+Proposal first_with_epilogue(const Key& key, Descriptors& descriptors) {
+  const Proposals proposals = propose(key, descriptors, kMostWorkspace);
+  return proposals.count > 0 ? Proposal(proposals.result[0]) : std::nullopt;
+}
+
 Proposal fitting(const Key& key, Descriptors& descriptors) {
+  if (key.epilogue != GemmEpilogue::None) return first_with_epilogue(key, descriptors);
   const Proposals usual = propose(key, descriptors, at::cuda::getCUDABlasLtWorkspaceSize());
   const Proposals larger = propose(key, descriptors, kMostWorkspace);
   const bool loses = usual.count > 0 && !is_allowed(key, usual.result[0]);
@@ -297,17 +307,17 @@ Proposal fitting(const Key& key, Descriptors& descriptors) {
 
 }  // namespace
 
-std::optional<Choice> choose(const Key& key, const void* bias, Descriptors& descriptors) {
+std::optional<Choice> choose(const Key& key, const Pointers& pointers, Descriptors& descriptors) {
   const bool is_known = !needs_what_was_seen(key) || was_seen(key);
   if (is_known) {
-    describe(key, bias, descriptors);
+    describe(key, pointers, descriptors);
     if (const Proposal found = fitting(key, descriptors))
       return Choice{found->algo, found->workspaceSize, false};
   }
   if (!key.relu) return std::nullopt;
   Key without = key;
   without.relu = 0;
-  auto choice = choose(without, bias, descriptors);
+  auto choice = choose(without, pointers, descriptors);
   if (choice) choice->relu_after = true;
   return choice;
 }

@@ -16,6 +16,6 @@ struct Choice {
 
 // Chooses an algorithm and describes the product for it in `descriptors`. Looks at sizes and
 // strides only. The result is empty if cuBLASLt has no suitable algorithm.
-std::optional<Choice> choose(const Key& key, const void* bias, Descriptors& descriptors);
+std::optional<Choice> choose(const Key& key, const Pointers& pointers, Descriptors& descriptors);
 
 }  // namespace tch_extension::gemm

@@ -36,7 +36,23 @@ cudaDataType_t scale_type(const Key& key) {
   }
 }
 
+cublasLtEpilogue_t gelu_epilogue(bool has_bias, bool has_aux) {
+  if (has_aux) return has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  return has_bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+}
+
+// To cuBLASLt, lhs is the matrix B, and the columns of out are the rows of D.
 cublasLtEpilogue_t epilogue(const Key& key) {
+  switch (key.epilogue) {
+    case GemmEpilogue::Gelu:
+      return gelu_epilogue(key.bias_as == Bias::kRow, (key.extra & kHasAux) != 0);
+    case GemmEpilogue::GeluGrad:
+      return key.extra & kHasSums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
+    case GemmEpilogue::LhsSums:
+      return CUBLASLT_EPILOGUE_BGRADB;
+    case GemmEpilogue::None:
+      break;
+  }
   if (key.bias_as == Bias::kRow)
     return key.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
   return key.relu ? CUBLASLT_EPILOGUE_RELU : CUBLASLT_EPILOGUE_DEFAULT;
@@ -72,7 +88,7 @@ void check(cublasStatus_t status) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: ", cublasLtGetStatusString(status));
 }
 
-void describe(const Key& key, const void* bias, Descriptors& descriptors) {
+void describe(const Key& key, const Pointers& pointers, Descriptors& descriptors) {
   check(cublasLtMatmulDescInit(&descriptors.product, static_cast<cublasComputeType_t>(key.compute),
                                scale_type(key)));
   const auto operation = [](const Operand& operand) {
@@ -81,11 +97,10 @@ void describe(const Key& key, const void* bias, Descriptors& descriptors) {
   set(descriptors.product, CUBLASLT_MATMUL_DESC_TRANSA, operation(key.rhs));
   set(descriptors.product, CUBLASLT_MATMUL_DESC_TRANSB, operation(key.lhs));
   set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(key));
-  if (key.bias_as == Bias::kRow) {
-    set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    if (key.batch > 1)
-      set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key.bias.batch_stride);
-  }
+  set_pointers(key, pointers, descriptors);
+  if (key.bias_as == Bias::kRow && key.batch > 1)
+    set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key.bias.batch_stride);
+  if (key.extra & kHasAux) set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
   const Operand out{key.n, key.m * key.n, 0, 0};
   descriptors.lhs = layout(key, key.m, key.k, key.lhs);
   descriptors.rhs = layout(key, key.k, key.n, key.rhs);
@@ -93,8 +108,14 @@ void describe(const Key& key, const void* bias, Descriptors& descriptors) {
   descriptors.out = layout(key, key.m, key.n, out);
 }
 
-void set_bias(Descriptors& descriptors, const void* bias) {
-  set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+void set_pointers(const Key& key, const Pointers& pointers, Descriptors& descriptors) {
+  // An epilogue adds a bias or writes the gradient of one, and has one address for both.
+  if (key.bias_as == Bias::kRow)
+    set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias);
+  if (key.extra & kHasSums)
+    set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.sums);
+  if (key.extra & kHasAux)
+    set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers.aux);
 }
 
 const void* factor(const Key& key, bool one) {

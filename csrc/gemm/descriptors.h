@@ -20,10 +20,18 @@ struct Descriptors {
 // Throws cuBLASLt's message unless the status is success.
 void check(cublasStatus_t status);
 
-// Fills in all fields except the handle.
-void describe(const Key& key, const void* bias, Descriptors& descriptors);
+// The addresses of what an epilogue reads and writes.
+struct Pointers {
+  const void* bias;
+  void* aux;
+  void* sums;
+};
 
-void set_bias(Descriptors& descriptors, const void* bias);
+// Fills in all fields except the handle.
+void describe(const Key& key, const Pointers& pointers, Descriptors& descriptors);
+
+// Sets the addresses of a product that was described with others.
+void set_pointers(const Key& key, const Pointers& pointers, Descriptors& descriptors);
 
 // The address of the factor 1 if `one`, otherwise of 0, in the type in which the product is scaled.
 const void* factor(const Key& key, bool one);

@@ -11,10 +11,11 @@
 namespace tch_extension::gemm {
 namespace {
 
-// The alignment is capped at 256 bytes: cuBLASLt does not distinguish larger ones.
+// cuBLASLt does not distinguish larger alignments.
+constexpr int32_t kMostAlignment = 256;
+
 int32_t alignment_of(const void* pointer) {
-  constexpr uintptr_t kMost = 256;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kMost;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kMostAlignment;
   return static_cast<int32_t>(address & ~(address - 1));
 }
 
@@ -92,13 +93,32 @@ void obey_switches(Key& key) {
   }
 }
 
+bool is_half(const Product& product) {
+  return product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
+}
+
+// Whether cuBLASLt has this epilogue for the product. Its documentation wants rows of z that are a
+// multiple of 8 elements. Its heuristic depends on how z is aligned, so that a plan is for z as the
+// allocator aligns it. A bias that is passed as the matrix C was not tried with these epilogues,
+// and neither were batches and other kinds.
+bool can_have(const Product& product, const Extra& extra, const Key& key) {
+  if (extra.epilogue == GemmEpilogue::None) return true;
+  const bool fits_aux =
+      extra.aux == nullptr || (product.n % 8 == 0 && alignment_of(extra.aux) == kMostAlignment);
+  return is_half(product) && product.batch == 1 && !product.relu && key.bias_as != Bias::kFull &&
+         fits_aux && (extra.sums == nullptr || key.bias_as == Bias::kNone);
+}
+
 }  // namespace
 
-std::optional<Key> key_of(const Product& product, int32_t device) {
+std::optional<Key> key_of(const Product& product, const Extra& extra, int32_t device) {
   const auto lhs = as_operand(product.lhs, product.m, product.k);
   const auto rhs = as_operand(product.rhs, product.k, product.n);
   Key key{};
   if (!lhs || !rhs || !place_bias(product, key)) return std::nullopt;
+  if (!can_have(product, extra, key)) return std::nullopt;
+  key.epilogue = extra.epilogue;
+  key.extra = (extra.aux != nullptr ? kHasAux : 0) | (extra.sums != nullptr ? kHasSums : 0);
   key.m = product.m;
   key.n = product.n;
   key.k = product.k;

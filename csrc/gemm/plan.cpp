@@ -59,10 +59,10 @@ Cache& cache() {
 // Looks at sizes and strides only. It launches nothing, waits for nothing and allocates nothing on
 // the device, so that it may run while a graph is captured. The exception is a thread's first
 // cuBLASLt handle, which libtorch cannot create during a capture, not even for its own products.
-Plan make_plan(const Key& key, const void* bias) {
+Plan make_plan(const Key& key, const Pointers& pointers) {
   Plan plan{};
   plan.described.handle = at::cuda::getCurrentCUDABlasLtHandle();
-  if (const std::optional<Choice> chosen = choose(key, bias, plan.described)) {
+  if (const std::optional<Choice> chosen = choose(key, pointers, plan.described)) {
     plan.usable = true;
     plan.choice = *chosen;
   }
@@ -70,7 +70,7 @@ Plan make_plan(const Key& key, const void* bias) {
 }
 
 // The reference points into this thread's cache and is valid until the next call.
-Plan& find_plan(const Key& key, const void* bias) {
+Plan& find_plan(const Key& key, const Pointers& pointers) {
   Cache& known = cache();
   const auto found = known.plans.find(key);
   if (found != known.plans.end()) {
@@ -79,7 +79,7 @@ Plan& find_plan(const Key& key, const void* bias) {
   }
   ++known.misses;
   if (known.plans.size() >= kMostPlans) known.plans.clear();
-  return known.plans.emplace(key, make_plan(key, bias)).first->second;
+  return known.plans.emplace(key, make_plan(key, pointers)).first->second;
 }
 
 void relu_after(const Product& product, cudaStream_t stream) {
@@ -88,11 +88,12 @@ void relu_after(const Product& product, cudaStream_t stream) {
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
 }
 
-bool start(const Key& key, const Product& product, cudaStream_t stream) {
-  Plan& plan = find_plan(key, product.bias.data);
+bool start(const Key& key, const Product& product, const Extra& extra, cudaStream_t stream) {
+  const Pointers pointers{product.bias.data, extra.aux, extra.sums};
+  Plan& plan = find_plan(key, pointers);
   if (!plan.usable) return false;
   Descriptors& described = plan.described;
-  if (key.bias_as == Bias::kRow) set_bias(described, product.bias.data);
+  set_pointers(key, pointers, described);
   const bool full = key.bias_as == Bias::kFull;
   // Most plans need no workspace. The caching allocator frees it in stream order.
   at::DataPtr workspace;
@@ -120,9 +121,9 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
 
 }  // namespace
 
-bool run_plan(const Product& product, int32_t device, cudaStream_t stream) {
-  const std::optional<Key> key = key_of(product, device);
-  return key && start(*key, product, stream);
+bool run_plan(const Product& product, int32_t device, cudaStream_t stream, const Extra& extra) {
+  const std::optional<Key> key = key_of(product, extra, device);
+  return key && start(*key, product, extra, stream);
 }
 
 GemmCounters counters() {

@@ -1,4 +1,4 @@
-// A matrix product, its bias and its ReLU as one call of cuBLASLt.
+// A matrix product, its bias, its ReLU or another epilogue as one call of cuBLASLt.
 //
 // cuBLASLt's matrices are column-major: to cuBLASLt, out is the N×M product of the transposes of
 // rhs and lhs, and a bias with one value per column is the vector that its epilogue adds. A bias of
@@ -15,7 +15,7 @@ namespace tch_extension::gemm {
 
 // Runs on the current device, whose index is `device`. False if cuBLASLt cannot compute the
 // product, or not in a way that keeps NaN; then nothing was launched.
-bool run_plan(const Product& product, int32_t device, cudaStream_t stream);
+bool run_plan(const Product& product, int32_t device, cudaStream_t stream, const Extra& extra = {});
 
 // The counters of this thread's cache of plans.
 GemmCounters counters();

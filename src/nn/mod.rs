@@ -8,6 +8,8 @@ mod linear;
 mod lltm;
 #[cfg(feature = "recurrent")]
 mod lltm_layer;
+#[cfg(feature = "mlp")]
+mod mlp;
 #[cfg(feature = "norm")]
 mod rms_norm;
 #[cfg(feature = "recurrent")]
@@ -25,6 +27,8 @@ pub use linear::{Linear, linear};
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};
 #[cfg(feature = "recurrent")]
 pub use lltm_layer::{LltmLayer, LltmLayerConfig, lltm_layer};
+#[cfg(feature = "mlp")]
+pub use mlp::{Mlp, MlpConfig, MlpOp, SwiGlu, SwiGluConfig, mlp, swiglu};
 #[cfg(feature = "norm")]
 pub use rms_norm::{RmsNorm, RmsNormConfig, RmsNormOp, rms_norm};
 #[cfg(feature = "recurrent")]

@@ -39,6 +39,11 @@ macro_rules! operators {
                 way: [],
                 files: ["loss/cpu.cpp", "loss/cuda.cu", "loss/rows_hopper.cu"],
             }
+            gelu_mlp of "mlp" {
+                functions: [gelu_mlp, f_gelu_mlp, gelu_mlp_reference],
+                way: [],
+                files: ["mlp/cpu.cpp", "mlp/cuda.cu"],
+            }
             layer_norm of "norm" {
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],
                 way: [],
@@ -170,6 +175,11 @@ macro_rules! operators {
                 functions: [rope, f_rope, rope_reference, rope_tables, f_rope_tables],
                 way: [],
                 files: [],
+            }
+            swiglu_mlp of "mlp" {
+                functions: [swiglu_mlp, f_swiglu_mlp, swiglu_mlp_reference],
+                way: [],
+                files: ["mlp/cpu.cpp", "mlp/cuda.cu"],
             }
         }
     };

@@ -7,8 +7,9 @@
 //! Operators belong to families, each of which is a feature of this crate and on by default:
 //! `norm` (`layer_norm`, `rms_norm`, `add_layer_norm`, `add_rms_norm`), `loss` (`cross_entropy`,
 //! `linear_cross_entropy`), `gemm` (`linear`,
-//! `matmul_add_relu`), `recurrent` (`lstm`, `gru`, `lltm`, `lltm_cell`; it needs `gemm`) and
-//! `rope` (`rope`). The kernels of a family that is off are not compiled.
+//! `matmul_add_relu`), `mlp` (`gelu_mlp`, `swiglu_mlp`; it needs `gemm`), `recurrent` (`lstm`, `gru`,
+//! `lltm`, `lltm_cell`; it needs `gemm`) and `rope` (`rope`). The kernels of a family that is off are
+//! not compiled.
 
 #[macro_use]
 mod list;
@@ -21,6 +22,8 @@ mod add_rms_norm;
 mod column_sums;
 #[cfg(feature = "loss")]
 mod cross_entropy;
+#[cfg(feature = "mlp")]
+mod gelu_mlp;
 #[cfg(feature = "gemm")]
 mod gemm;
 #[cfg(feature = "recurrent")]
@@ -41,6 +44,8 @@ mod loss;
 mod lstm;
 #[cfg(feature = "gemm")]
 mod matmul_add_relu;
+#[cfg(feature = "mlp")]
+mod mlp;
 #[cfg(feature = "norm")]
 mod norm;
 #[cfg(feature = "recurrent")]
@@ -49,15 +54,24 @@ mod recurrent;
 mod rms_norm;
 #[cfg(feature = "rope")]
 mod rope;
+#[cfg(feature = "mlp")]
+mod swiglu_mlp;
 mod way;
 
 #[cfg(feature = "loss")]
 pub use cross_entropy::CrossEntropyOptions;
+#[cfg(feature = "mlp")]
+pub use gelu_mlp::GeluMlpOptions;
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
 #[cfg(feature = "loss")]
 pub use linear_cross_entropy::LinearCrossEntropyOptions;
+#[cfg(feature = "mlp")]
+pub use mlp::Activation;
+#[cfg(feature = "mlp")]
+#[doc(hidden)]
+pub use mlp::Way as MlpWay;
 #[cfg(feature = "norm")]
 #[doc(hidden)]
 pub use norm::Way as NormWay;
@@ -70,6 +84,8 @@ pub use recurrent::Way as RnnWay;
 pub(crate) use recurrent::{check_lengths, flatten_for_cudnn, with_half_of_the_gpu};
 #[cfg(feature = "rope")]
 pub use rope::RopeOptions;
+#[cfg(feature = "mlp")]
+pub use swiglu_mlp::SwigluMlpOptions;
 #[doc(hidden)]
 pub use way::force;
 

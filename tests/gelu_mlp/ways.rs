@@ -1,0 +1,188 @@
+//! Tests of each way: with passes between the products, and with what follows a product in its
+//! epilogue. Ways differ only on CUDA in half kinds.
+
+use super::*;
+use crate::support::gpu::is_hopper;
+use tch_extension::cuda::Graph;
+use tch_extension::ops::{MlpWay, force};
+use tch_extension::testing::{assert_as_accurate, cuda_or_skip};
+
+const WAYS: [MlpWay; 5] =
+    [MlpWay::Pass, MlpWay::Activation, MlpWay::Derivative, MlpWay::BiasGradient, MlpWay::Epilogues];
+
+#[test]
+fn cuda_half_kinds_agree_with_the_reference_by_each_way() {
+    let test = "cuda_half_kinds_agree_with_the_reference_by_each_way";
+    if cuda_or_skip(test).is_none() {
+        return;
+    }
+    // Rows of whole vectors, for which there are epilogues, and others.
+    let small = [[3, 8, 16, 8], [1, 8, 8, 8], [5, 3, 8, 2], [4, 8, 7, 16], [0, 8, 8, 8]];
+    let large = [[70, 24, 128, 40], [1100, 64, 256, 64], [515, 128, 136, 64], [33, 40, 64, 1]];
+    for case in cases() {
+        for way in WAYS {
+            let fused = move |inputs: &[Tensor]| force(way, || case.fused(inputs));
+            eprintln!("{way:?}");
+            case.suite(|suite| {
+                let small = move |kind, device| case.samples(&small, kind, device);
+                let large = move |kind, device| case.samples(&large, kind, device);
+                let suite = Suite {
+                    fused: &fused,
+                    small: &small,
+                    large: &large,
+                    reference: suite.reference,
+                    terms: suite.terms,
+                };
+                suite.forward_agrees_with_the_reference();
+                suite.gradients_agree_with_the_reference();
+            });
+        }
+    }
+}
+
+#[test]
+fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
+    let ways: Vec<MlpWay> = [MlpWay::Automatic].into_iter().chain(WAYS).collect();
+    let sizes: [&[&[i64]]; 5] = [
+        &[&[6, 8], &[16, 8], &[16], &[8, 16], &[8]],
+        &[&[2, 3, 8], &[16, 8], &[16], &[24, 16], &[24]],
+        &[&[4], &[5, 4], &[5], &[3, 5], &[3]],
+        &[&[2, 0, 8], &[16, 8], &[16], &[8, 16], &[8]],
+        &[&[64, 32], &[128, 32], &[128], &[32, 128], &[32]],
+    ];
+    for save_activations in [true, false] {
+        let options = GeluMlpOptions { save_activations, ..Default::default() };
+        let case = Case { options, biases: [true, true] };
+        support::alike::assert_alike(&ways, &sizes, |way, arguments| {
+            force(way, || case.fused(arguments))
+        });
+    }
+}
+
+/// A way that does not exist falls back without an error, so the kernels are counted.
+#[test]
+fn cuda_epilogues_save_kernels() {
+    let Some(device) = cuda_or_skip("cuda_epilogues_save_kernels") else { return };
+    if !is_hopper() {
+        eprintln!("skipped: the epilogues were seen on compute capability 9.0 only");
+        return;
+    }
+    let of = |size: &[i64]| Tensor::randn(size, (Kind::BFloat16, device));
+    let inputs = [of(&[512, 256]), of(&[1024, 256]), of(&[1024]), of(&[256, 1024]), of(&[256])];
+    let case = Case { options: GeluMlpOptions::default(), biases: [true, true] };
+    let kernels = |way: MlpWay| {
+        let run = || {
+            let leaves = leaves(&inputs);
+            let y = force(way, || case.call(f_gelu_mlp, &leaves))?;
+            let leaves: Vec<&Tensor> = leaves.iter().collect();
+            let vector = y.detach();
+            let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+            grad(&[&y], &leaves, &options).map(|gradients| gradients.into_vec())
+        };
+        // The first call makes cuBLAS' workspace, which cannot be made during a capture.
+        drop(run().expect("gradients"));
+        let (graph, _) = Graph::capture(device, run).expect("a graph");
+        graph.kernels()
+    };
+    let pass = kernels(MlpWay::Pass);
+    let found = WAYS.map(kernels);
+    eprintln!("{WAYS:?}: {found:?} kernels");
+    for (way, found) in
+        [MlpWay::Activation, MlpWay::Derivative, MlpWay::Epilogues].map(|way| (way, kernels(way)))
+    {
+        assert!(found < pass, "{way:?}: {found} kernels, and {pass} without");
+    }
+    // Its sums may take kernels of their own.
+    assert_ne!(kernels(MlpWay::BiasGradient), pass, "kernels of a bias' gradient");
+}
+
+/// y and the gradients of x, b₁ and the other tensors, of a layer that passes on the first of eight
+/// hidden features.
+fn through(way: MlpWay, kind: Kind, x: &Tensor, b1: f64) -> [Tensor; 3] {
+    let like = (kind, x.device());
+    let first = Tensor::zeros([8, 8], like);
+    let _ = first.get(0).get(0).fill_(1.0);
+    let bias = Tensor::zeros([8], like);
+    let _ = bias.get(0).fill_(b1);
+    let x = x.to_kind(kind).detach().set_requires_grad(true);
+    let bias = bias.set_requires_grad(true);
+    // All rows of the second weight are ones, so that a NaN is seen.
+    let w2 = Tensor::ones([8, 8], like);
+    let options = GeluMlpOptions::default();
+    let y = match kind {
+        Kind::Double => gelu_mlp_reference(&x, &first, Some(&bias), &w2, None, &options),
+        _ => force(way, || f_gelu_mlp(&x, &first, Some(&bias), &w2, None, &options)),
+    };
+    let y = y.expect("y");
+    let vector = y.zeros_like();
+    let _ = vector.select(1, 0).fill_(1.0);
+    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+    let gradients = grad(&[&y], &[&x, &bias], &options).expect("gradients").into_vec();
+    let [dx, db1] = <[_; 2]>::try_from(gradients).expect("two").map(|one| one.expect("one"));
+    [y.detach().select(1, 0), dx.select(1, 0), db1]
+}
+
+/// cuBLASLt computes GELU and its derivative by approximations of its own.
+#[test]
+fn cuda_half_kinds_activations_are_as_exact_by_each_way() {
+    let test = "cuda_half_kinds_activations_are_as_exact_by_each_way";
+    let Some(device) = cuda_or_skip(test) else { return };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        for reach in [12.0, 3.0, 0.05] {
+            let x = Tensor::zeros([4096, 8], (Kind::Double, device));
+            let values = Tensor::linspace(-reach, reach, 4096, (Kind::Double, device));
+            x.select(1, 0).copy_(&values.to_kind(kind));
+            let exact = through(MlpWay::Pass, Kind::Double, &x, 0.0);
+            let rival = through(MlpWay::Pass, kind, &x, 0.0);
+            for way in WAYS {
+                let found = through(way, kind, &x, 0.0);
+                for ((found, rival), exact) in found.iter().zip(&rival).zip(&exact) {
+                    eprintln!("{way:?} {kind:?} {reach}");
+                    assert_as_accurate(found, rival, exact);
+                }
+            }
+        }
+    }
+}
+
+/// A z that is not finite comes from the bias, because infinity times a weight of 0 is NaN.
+#[test]
+fn cuda_half_kinds_what_is_not_finite_comes_through_by_each_way() {
+    let test = "cuda_half_kinds_what_is_not_finite_comes_through_by_each_way";
+    let Some(device) = cuda_or_skip(test) else { return };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        let x = Tensor::zeros([16, 8], (kind, device));
+        for b1 in [f64::INFINITY, f64::NEG_INFINITY, f64::NAN, 6e4, -6e4, 100.0, -100.0] {
+            let expected = through(MlpWay::Pass, kind, &x, b1);
+            for way in WAYS {
+                let found = through(way, kind, &x, b1);
+                for (found, expected) in found.iter().zip(&expected) {
+                    eprintln!("{way:?} {kind:?} {b1}");
+                    assert_close(found, expected, 1e-2, 1e-6);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn cuda_half_kinds_conformance_by_each_way() {
+    if cuda_or_skip("cuda_half_kinds_conformance_by_each_way").is_none() {
+        return;
+    }
+    let case = cases()[0];
+    for way in WAYS {
+        let fused = move |inputs: &[Tensor]| force(way, || case.fused(inputs));
+        case.suite(|suite| {
+            let samples = move |kind, device| case.samples(&[[6, 8, 16, 8]], kind, device);
+            let suite = Suite {
+                fused: &fused,
+                reference: suite.reference,
+                small: &samples,
+                large: &samples,
+                terms: suite.terms,
+            };
+            suite.conformance_of(samples);
+        });
+    }
+}
