@@ -19,9 +19,9 @@ pub struct Embedding {
     config: EmbeddingConfig,
 }
 
-/// Makes a table that equals [`tch::nn::embedding`] except for its backward pass. Its configuration,
-/// the name of its parameter (`weight`) and initial values are tch's, so the weights of either can be
-/// loaded into the other.
+/// Makes a table that equals [`tch::nn::embedding`] except for its backward pass. Its
+/// configuration, the name of its parameter (`weight`) and initial values are tch's, so the weights
+/// of either can be loaded into the other.
 ///
 /// The backward pass is libtorch's too, but called in such a way that it is deterministic and
 /// accurate:
@@ -30,9 +30,9 @@ pub struct Embedding {
 /// - On the CPU, libtorch adds up gradients in `Half` and `BFloat16` in these kinds, so that a row
 ///   that occurs often stops growing. Here they are added in `Float` and rounded once.
 ///
-/// With `sparse` everything is libtorch's. A `padding_idx` of -1 means none. An index that is out of
-/// range is an error on the CPU. On CUDA it fails an assertion of libtorch on the device, after which
-/// the process cannot use CUDA any more.
+/// With `sparse` everything is libtorch's. A `padding_idx` of -1 means none. An index that is out
+/// of range is an error on the CPU. On CUDA it fails an assertion of libtorch on the device, after
+/// which the process cannot use CUDA any more.
 ///
 /// ```
 /// use tch::{Device, Tensor, nn::{Module, VarStore}};
@@ -160,10 +160,10 @@ impl Lookup {
 /// A number of rows, at least as many as the table has, for which libtorch adds without atomics.
 ///
 /// libtorch 2.11 (`EmbeddingBackwardKernel.cu`) sorts the indices, adds groups of at most 10 equal
-/// ones, and then either adds up the groups of each row in order, or, if rows are few, all groups at once
-/// by atomics. It takes atomics only if `n / 10 + m > 4·g`, where m is the lesser of the numbers of
-/// indices n and rows, and g, the number of blocks, is at least m. With `m ≥ n / 30` that is never
-/// true. So a table with fewer rows gets some more, which nothing is added to.
+/// ones, and then either adds up the groups of each row in order, or, if rows are few, all groups
+/// at once by atomics. It takes atomics only if `n / 10 + m > 4·g`, where m is the lesser of the
+/// numbers of indices n and rows, and g, the number of blocks, is at least m. With `m ≥ n / 30`
+/// that is never true. So a table with fewer rows gets some more, which nothing is added to.
 fn rows_without_atomics(rows: i64, indices: i64) -> i64 {
     rows.max(indices / 30 + 1)
 }
@@ -172,7 +172,8 @@ fn rows_without_atomics(rows: i64, indices: i64) -> i64 {
 mod tests {
     use super::*;
 
-    /// libtorch's condition, for tables whose rows fit a block, where its number of blocks is least.
+    /// libtorch's condition, for tables whose rows fit a block, where its number of blocks is
+    /// least.
     fn takes_atomics(rows: i64, indices: i64) -> bool {
         let segments = rows.min(indices);
         indices / 10 + segments > 4 * segments

@@ -3,17 +3,17 @@
 //! [`load`] is torch's `load_state_dict`, and [`save`] writes what it reads. Compared with
 //! tch's [`VarStore::load`] and [`VarStore::save`]:
 //!
-//! - [`load`] first checks names, shapes and kinds of all tensors. If something does not fit, it names
-//!   everything that does not, and no variable is changed.
+//! - [`load`] first checks names, shapes and kinds of all tensors. If something does not fit, it
+//!   names everything that does not, and no variable is changed.
 //! - Variables keep their kind: floating-point values are converted, as torch does. tch gives the
 //!   variable the file's kind.
 //! - Variables keep their memory, so optimizers, CUDA graphs and views of them stay valid.
-//! - [`save`] writes a new file and then renames it. If the process is killed, or the disk is full, the
-//!   file has its old contents or its new ones.
+//! - [`save`] writes a new file and then renames it. If the process is killed, or the disk is full,
+//!   the file has its old contents or its new ones.
 //! - Names may differ between the model and the file, and matrices may be transposed.
 //!
-//! A file of Hugging Face's GPT-2 has the names of this crate's layers if the model's paths follow it,
-//! but keeps some weights transposed (`Conv1D`), and its buffers `attn.bias` are no parameters:
+//! A file of Hugging Face's GPT-2 has the names of this crate's layers if the model's paths follow
+//! it, but keeps some weights transposed (`Conv1D`), and its buffers `attn.bias` are no parameters:
 //!
 //! ```no_run
 //! # use tch::{Device, nn::VarStore};
@@ -286,8 +286,8 @@ fn kind_of(dtype: Dtype) -> Result<Kind> {
 }
 
 /// Writes the variables of a model to a safetensors file, which Python reads with
-/// `safetensors.torch.load_file` or Hugging Face's `from_pretrained`. Non-contiguous and CUDA tensors
-/// are copied, one at a time. Weights that are tied under two names are written twice.
+/// `safetensors.torch.load_file` or Hugging Face's `from_pretrained`. Non-contiguous and CUDA
+/// tensors are copied, one at a time. Weights that are tied under two names are written twice.
 ///
 /// The file is first written completely under another name in the same folder, `.<name>.<random>`,
 /// which may remain if the process is killed. A symbolic link stays, and the file that it points to

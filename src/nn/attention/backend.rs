@@ -6,14 +6,16 @@ use crate::{Error, Result};
 use std::sync::Once;
 use tch::{Device, Kind, Tensor};
 
-/// A way in which libtorch computes [`scaled_dot_product_attention`](super::scaled_dot_product_attention):
+/// A way in which libtorch computes
+/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention):
 /// torch.nn.attention.SDPBackend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum SdpaBackend {
-    /// Matrix products and a softmax, for all arguments. It keeps the matrix of weights, `[.., L, S]`,
-    /// and has second derivatives.
+    /// Matrix products and a softmax, for all arguments. It keeps the matrix of weights, `[.., L,
+    /// S]`, and has second derivatives.
     Math,
-    /// FlashAttention 2 on CUDA, in half kinds and without a mask; libtorch's own kernel on the CPU.
+    /// FlashAttention 2 on CUDA, in half kinds and without a mask; libtorch's own kernel on the
+    /// CPU.
     FlashAttention,
     /// Memory-efficient attention (CUTLASS), on CUDA.
     EfficientAttention,
@@ -139,8 +141,8 @@ impl Drop for Restore {
     }
 }
 
-/// libtorch overwrites the order of the back ends when it chooses one on CUDA for the first time. So
-/// it has to do that before the order is changed.
+/// libtorch overwrites the order of the back ends when it chooses one on CUDA for the first time.
+/// So it has to do that before the order is changed.
 fn settle_the_initial_order() {
     static SETTLED: Once = Once::new();
     SETTLED.call_once(|| {
@@ -163,8 +165,8 @@ fn settle_the_initial_order() {
 }
 
 /// Which back end [`scaled_dot_product_attention`](super::scaled_dot_product_attention) takes for
-/// these arguments now. It computes nothing. What is taken also depends on whether gradients will be
-/// needed.
+/// these arguments now. It computes nothing. What is taken also depends on whether gradients will
+/// be needed.
 ///
 /// # Errors
 /// As for [`f_scaled_dot_product_attention`](super::f_scaled_dot_product_attention).

@@ -8,9 +8,9 @@ const OP: &str = "nn::KvCache";
 /// The keys and values of one [`Attention`](super::Attention) layer, so that generating the next
 /// token computes them for that token only.
 ///
-/// It has memory for `max_length` tokens, which the first [`f_append`](KvCache::f_append) allocates,
-/// and never moves it. Keys and values are kept without their graphs, for inference under
-/// [`tch::no_grad`].
+/// It has memory for `max_length` tokens, which the first [`f_append`](KvCache::f_append)
+/// allocates, and never moves it. Keys and values are kept without their graphs, for inference
+/// under [`tch::no_grad`].
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};

@@ -9,8 +9,9 @@ use tch::{Kind, Tensor};
 pub(super) const OP: &str = "scaled_dot_product_attention";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
-/// Which corner of the matrix of weights a causal mask begins at: torch.nn.attention.bias.CausalVariant.
-/// They differ only if there are more keys than queries or fewer.
+/// Which corner of the matrix of weights a causal mask begins at:
+/// torch.nn.attention.bias.CausalVariant. They differ only if there are more keys than queries or
+/// fewer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Causal {
     /// The first query sees the first key: query i sees the keys up to i. It is `is_causal=True` of
@@ -21,7 +22,8 @@ pub enum Causal {
     LowerRight,
 }
 
-/// Options of [`scaled_dot_product_attention`]. The default is no mask, no dropout, and torch's scale.
+/// Options of [`scaled_dot_product_attention`]. The default is no mask, no dropout, and torch's
+/// scale.
 ///
 /// ```
 /// use tch_extension::nn::{AttentionOptions, Causal};
@@ -30,8 +32,9 @@ pub enum Causal {
 /// ```
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionOptions<'a> {
-    /// Broadcasts to `[…, H, L, S]`. A `Bool` mask is true where a query sees a key; any other is added
-    /// to the products of queries and keys, and has the query's kind or `Float`. It may require grad.
+    /// Broadcasts to `[…, H, L, S]`. A `Bool` mask is true where a query sees a key; any other is
+    /// added to the products of queries and keys, and has the query's kind or `Float`. It may
+    /// require grad.
     pub attn_mask: Option<&'a Tensor>,
     /// The probability that a weight is dropped.
     pub dropout_p: f64,
@@ -56,21 +59,22 @@ pub struct AttentionOptions<'a> {
 /// * `value`: v, `[…, H, S, Ev]`
 /// * `options`: see [`AttentionOptions`]
 ///
-/// Returns y, `[…, H, L, Ev]`. There may be any number of leading dimensions or none, but fused back
-/// ends need exactly two. Leading dimensions broadcast. With `enable_gqa`, the heads of key and of
-/// value divide those of the query: consecutive heads of the query share one. All three have one
-/// kind, which is `Float`, `Double`, `Half` or `BFloat16`, and are on one device. Strides are
+/// Returns y, `[…, H, L, Ev]`. There may be any number of leading dimensions or none, but fused
+/// back ends need exactly two. Leading dimensions broadcast. With `enable_gqa`, the heads of key
+/// and of value divide those of the query: consecutive heads of the query share one. All three have
+/// one kind, which is `Float`, `Double`, `Half` or `BFloat16`, and are on one device. Strides are
 /// arbitrary, although some back ends need a last stride of 1, and tensors may be empty. Under
-/// autocast all are first cast to autocast's kind, as libtorch's operator does. A query that sees no
-/// key gets zeros.
+/// autocast all are first cast to autocast's kind, as libtorch's operator does. A query that sees
+/// no key gets zeros.
 ///
 /// There are first derivatives with respect to query, key, value and a mask that is not `Bool`.
-/// Second derivatives exist with `SdpaBackend::Math` only; the fused back ends refuse them. The backward pass of the
-/// memory-efficient back end and of cuDNN adds in an order that is not determined.
+/// Second derivatives exist with `SdpaBackend::Math` only; the fused back ends refuse them. On
+/// CUDA the backward pass of a fused back end adds in an order that varies between runs.
 ///
-/// With [`Causal::LowerRight`] and `1 < L != S`, a `Bool` mask `[L, S]` is made, which FlashAttention
-/// does not take on CUDA. Some arguments that libtorch accepts without a check are refused here: keys and
-/// values of different number, a mask next to `is_causal`, a scale that is not finite.
+/// With [`Causal::LowerRight`] and `1 < L != S`, a `Bool` mask `[L, S]` is made, which
+/// FlashAttention does not take on CUDA. Some arguments that libtorch accepts without a check are
+/// refused here: keys and values of different number, a mask next to `is_causal`, a scale that is
+/// not finite.
 ///
 /// Equivalent to:
 /// ```
@@ -86,7 +90,8 @@ pub struct AttentionOptions<'a> {
 /// assert!(fused.allclose(&composite, 1e-12, 1e-12, false));
 /// ```
 ///
-/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.functional.scaled_dot_product_attention.html>.
+/// Source: `scaled_dot_product_attention` in
+/// <https://pytorch.org/docs/stable/nn.functional.html>.
 ///
 /// # Panics
 /// If [`f_scaled_dot_product_attention`] returns an error.
@@ -130,7 +135,7 @@ pub fn scaled_dot_product_attention_reference(
             return Ok(tensor.shallow_clone());
         }
         let heads = |tensor: &Tensor| tensor.size()[tensor.dim() - 3];
-        Ok(tensor.f_repeat_interleave_self_int(heads(query) / heads(tensor), -3, None)?)
+        Ok(tensor.f_repeat_interleave_self_int(heads(query) / heads(tensor).max(1), -3, None)?)
     };
     let (key, value) = (repeated(key)?, repeated(value)?);
     let [queries, keys] = [query, &key].map(|tensor| tensor.size()[tensor.dim() - 2]);
@@ -273,8 +278,8 @@ impl Prepared {
         self.size.contains(&0)
     }
 
-    /// A result without elements, whose gradients are zeros. libtorch's kernel for the CPU divides by
-    /// the number of heads, which ends the process if there are none.
+    /// A result without elements, whose gradients are zeros. libtorch's kernel for the CPU divides
+    /// by the number of heads, which ends the process if there are none.
     fn empty(&self) -> Result<Tensor> {
         let mut factor = self.query.f_sum(None)?;
         for tensor in [&self.key, &self.value].into_iter().chain(&self.mask) {
@@ -287,65 +292,71 @@ impl Prepared {
 
 /// The size of the result, `[…, H, L, Ev]`.
 fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, enable_gqa: bool) -> Result<Vec<i64>> {
-    let dim = query.dim();
-    let least = if enable_gqa { 3 } else { 2 };
-    if dim < least {
-        let expected = if enable_gqa { "[…, H, L, E]" } else { "[…, L, E]" };
-        let got = format!("shape {:?}", query.size());
-        return Err(check!(OP, query).refuse(
-            format!("{least} dimensions {expected} or more"),
-            got,
-            "",
-        ));
-    }
-    check!(OP, key).dim(dim, "[…, S, E], as many as query has")?;
-    check!(OP, value).dim(dim, "[…, S, Ev], as many as query has")?;
-    let (of_query, of_key, of_value) = (query.size(), key.size(), value.size());
-    let mut size = Vec::with_capacity(dim);
-    for place in 0..dim - 2 {
-        let is_heads = enable_gqa && place == dim - 3;
-        let mut common = of_query[place];
-        for argument in [check!(OP, key), check!(OP, value)] {
-            let here = argument.tensor().size()[place];
-            if is_heads {
-                if common != here && (here == 0 || common % here != 0) {
-                    let got = format!("{here} in shape {:?}", argument.tensor().size());
-                    return Err(argument.refuse(
-                        format!("a number of heads that divides the query's {common}"),
-                        got,
-                        "",
-                    ));
-                }
-            } else if common == 1 {
-                common = here;
-            } else if here != 1 && here != common {
-                let hint = if place + 3 == dim { "grouped heads need enable_gqa" } else { "" };
-                let expected = format!("leading sizes that broadcast with {of_query:?}");
-                return Err(argument.refuse(
-                    expected,
-                    format!("shape {:?}", argument.tensor().size()),
-                    hint,
-                ));
-            }
+    let arguments = [check!(OP, query), check!(OP, key), check!(OP, value)];
+    let (least, names) = if enable_gqa { (3, "[…, H, L, E]") } else { (2, "[…, L, E]") };
+    for argument in arguments {
+        let size = argument.tensor().size();
+        if size.len() < least {
+            let expected = format!("{least} dimensions {names} or more");
+            return Err(argument.refuse(expected, format!("shape {size:?}"), ""));
         }
-        size.push(common);
     }
-    if of_key[dim - 1] != of_query[dim - 1] {
+    let mut leading = vec![];
+    for argument in arguments {
+        broadcast(&mut leading, argument, enable_gqa)?;
+    }
+    // The leading sizes are in the order from the last to the first.
+    leading.reverse();
+
+    let last = |tensor: &Tensor| {
+        let size = tensor.size();
+        [size[size.len() - 2], size[size.len() - 1]]
+    };
+    let ([queries, features], [keys, of_key]) = (last(query), last(key));
+    let [values, of_value] = last(value);
+    let (of_keys, of_values) =
+        (format!("shape {:?}", key.size()), format!("shape {:?}", value.size()));
+    if of_key != features {
         return Err(check!(OP, key).refuse(
-            format!("E = {} features, as query", of_query[dim - 1]),
-            format!("shape {of_key:?}"),
+            format!("E = {features} features, as query"),
+            of_keys,
             "",
         ));
     }
-    if of_value[dim - 2] != of_key[dim - 2] {
+    if values != keys {
         return Err(check!(OP, value).refuse(
-            format!("S = {} values, as many as keys", of_key[dim - 2]),
-            format!("shape {of_value:?}"),
+            format!("S = {keys} values, as many as keys"),
+            of_values,
             "",
         ));
     }
-    size.extend([of_query[dim - 2], of_value[dim - 1]]);
-    Ok(size)
+    leading.extend([queries, of_value]);
+    Ok(leading)
+}
+
+/// Broadcasts the leading sizes of one more argument. `common` has those of the arguments before
+/// it, from the last to the first.
+fn broadcast(common: &mut Vec<i64>, argument: Check<'_>, enable_gqa: bool) -> Result<()> {
+    let size = argument.tensor().size();
+    for (place, &here) in size.iter().rev().skip(2).enumerate() {
+        let Some(before) = common.get_mut(place) else {
+            common.push(here);
+            continue;
+        };
+        if enable_gqa && place == 0 {
+            if *before != here && (here == 0 || *before % here != 0) {
+                let expected = format!("a number of heads that divides the query's {before}");
+                return Err(argument.refuse(expected, format!("{here} in shape {size:?}"), ""));
+            }
+        } else if *before == 1 {
+            *before = here;
+        } else if here != 1 && here != *before {
+            let expected = format!("a size of 1 or {before} in the place of {here}, as the others");
+            let hint = if place == 0 { "grouped heads need enable_gqa" } else { "" };
+            return Err(argument.refuse(expected, format!("shape {size:?}"), hint));
+        }
+    }
+    Ok(())
 }
 
 fn check_options(options: &AttentionOptions<'_>) -> Result<()> {

@@ -13,8 +13,8 @@ const OP: &str = "nn::Attention";
 /// Which linear layers make queries, keys and values, and the names of their parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Projections {
-    /// One layer for all three, as in GPT-2: `weight` is `[H·D + 2·Hkv·D, C]`, first the rows of the queries,
-    /// then those of the keys, then those of the values.
+    /// One layer for all three, as in GPT-2: `weight` is `[H·D + 2·Hkv·D, C]`, first the rows of
+    /// the queries, then those of the keys, then those of the values.
     Packed {
         /// The layer's name, such as `c_attn`.
         qkv: &'static str,
@@ -93,8 +93,8 @@ impl AttentionConfig {
 }
 
 /// Changes queries and keys before attention, such as a rotary embedding. It gets q `[B, T, H, D]`,
-/// k `[B, T, Hkv, D]` and the place of the first token in the sequence, and returns tensors of the same
-/// shapes. Both are views of the projections' outputs, so it must not change them in place.
+/// k `[B, T, Hkv, D]` and the place of the first token in the sequence, and returns tensors of the
+/// same shapes. Both are views of the projections' outputs, so it must not change them in place.
 pub type QkTransform<'a> = &'a dyn Fn(&Tensor, &Tensor, i64) -> Result<(Tensor, Tensor)>;
 
 /// What one call of [`Attention::f_attend`] may take in addition to the input.
@@ -129,11 +129,11 @@ pub struct Attention {
     config: AttentionConfig,
 }
 
-/// Makes a layer of multi-head self-attention of tokens with `embed_dim` features, C, as in GPT-2 or
-/// Llama; see [`AttentionConfig`], which also has the names of the parameters. All products are
+/// Makes a layer of multi-head self-attention of tokens with `embed_dim` features, C, as in GPT-2
+/// or Llama; see [`AttentionConfig`], which also has the names of the parameters. All products are
 /// [`linear`](crate::nn::linear())'s, and the attention is
-/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention). Queries, keys and values are
-/// views of the projections' outputs.
+/// [`scaled_dot_product_attention`](super::scaled_dot_product_attention). Queries, keys and values
+/// are views of the projections' outputs.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{ModuleT, VarStore}};
@@ -233,9 +233,9 @@ impl Attention {
     /// The output `[B, T, C]` for tokens `[B, T, C]`, with what the call adds.
     ///
     /// # Errors
-    /// When the input does not fit this layer, when the call's mask or cache does not fit the input,
-    /// when the call's transform fails or changes a shape, or if libtorch or CUDA fails. The cache is
-    /// then unchanged.
+    /// When the input does not fit this layer, when the call's mask or cache does not fit the
+    /// input, when the call's transform fails or changes a shape, or if libtorch or CUDA fails. The
+    /// cache is then unchanged.
     pub fn f_attend(&self, input: &Tensor, call: AttentionCall<'_>) -> Result<Tensor> {
         check!(OP, input).defined()?.dim(3, "[B, T, C]")?;
         let (b, t, _) = input.size3()?;
