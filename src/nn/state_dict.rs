@@ -258,7 +258,8 @@ fn mismatch(variable: &Variable, view: &TensorView<'_>) -> Option<String> {
     let fits = kind_of(view.dtype()).is_ok_and(|found| {
         Some(found) == kind || is_floating(found) && kind.is_some_and(is_floating)
     });
-    (!fits).then(|| format!("{name} of kind {:?} instead of {kind:?}", view.dtype()))
+    let expected = kind.map_or("an unknown one".to_string(), |kind| format!("{kind:?}"));
+    (!fits).then(|| format!("{name} of kind {:?} instead of {expected}", view.dtype()))
 }
 
 /// The first names of a list, and how many more there are.
@@ -330,9 +331,11 @@ fn write(
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder)
         .map_err(io)?;
-    // Hugging Face's transformers refuse a file without this entry.
-    let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
-    serialize_to_file(tensors, &Some(metadata), partial.path())
+    // Hugging Face's transformers refuse a file without this entry. Next to no tensors at all, this
+    // version of safetensors would write it outside of the header.
+    let metadata =
+        (!tensors.is_empty()).then(|| HashMap::from([("format".to_string(), "pt".to_string())]));
+    serialize_to_file(tensors, &metadata, partial.path())
         .map_err(|error| Error::msg(error.to_string()))?;
     if let Some(error) = failure.take() {
         return Err(error);

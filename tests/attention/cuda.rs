@@ -1,6 +1,6 @@
 //! Which back end is taken on a GPU, and that each computes the same.
 
-use super::{alone, support::gpu, unchanged};
+use super::{alone, assert_near, support::gpu, unchanged};
 use tch::nn::{OptimizerConfig, Sgd, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::amp::Autocast;
@@ -10,7 +10,7 @@ use tch_extension::nn::{
     f_scaled_dot_product_attention, f_sdpa_backend, scaled_dot_product_attention_reference,
     sdpa_kernel, sdpa_kernel_by_priority,
 };
-use tch_extension::testing::{assert_as_accurate, cuda_or_skip, recorded};
+use tch_extension::testing::{cuda_or_skip, recorded};
 
 fn leaf(size: &[i64], kind: Kind, device: Device) -> Tensor {
     Tensor::randn(size, (kind, device)).set_requires_grad(true)
@@ -121,7 +121,7 @@ fn cuda_each_back_end_agrees_with_the_reference() {
                                     "{error}"
                                 );
                             }
-                            _ => assert_as_accurate(found, rival, exact),
+                            _ => assert_near(found, rival, exact),
                         }
                     }
                 }
