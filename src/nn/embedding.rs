@@ -133,19 +133,34 @@ impl Lookup {
     /// `[rows, columns]`: for each row of the table, the sum of the gradients at its indices.
     fn sum(&self, grad: &Tensor, indices: &Tensor, scale: bool) -> Result<Tensor> {
         let kind = grad.f_kind()?;
-        let sum = |grad: &Tensor, rows| {
-            Tensor::f_embedding_dense_backward(grad, indices, rows, self.padding_idx, scale)
+        let sum = |grad: &Tensor, indices: &Tensor, rows| {
+            let padding = self.padding_idx;
+            Tensor::f_embedding_dense_backward(grad, indices, rows, padding, scale)
         };
+        let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
         match grad.device() {
-            Device::Cpu if matches!(kind, Kind::Half | Kind::BFloat16) => {
-                Ok(sum(&grad.f_to_kind(Kind::Float)?, self.rows)?.f_to_kind(kind)?)
+            Device::Cpu if is_half && self.padding_idx < 0 && self.is_sparse(indices) => {
+                // Only the rows that occur are held in `Float`.
+                let (occurring, places, _) = indices.f_internal_unique2(true, true, false)?;
+                let count = occurring.size1()?;
+                let sums = sum(&grad.f_to_kind(Kind::Float)?, &places, count)?.f_to_kind(kind)?;
+                let table = Tensor::f_zeros([self.rows, sums.size2()?.1], (kind, Device::Cpu))?;
+                Ok(table.f_index_copy(0, &occurring.f_to_kind(Kind::Int64)?, &sums)?)
             }
-            Device::Cpu => Ok(sum(grad, self.rows)?),
+            Device::Cpu if is_half => {
+                Ok(sum(&grad.f_to_kind(Kind::Float)?, indices, self.rows)?.f_to_kind(kind)?)
+            }
+            Device::Cpu => Ok(sum(grad, indices, self.rows)?),
             _ => {
                 let rows = rows_without_atomics(self.rows, indices.numel() as i64);
-                Ok(sum(grad, rows)?.f_narrow(0, 0, self.rows)?)
+                Ok(sum(grad, indices, rows)?.f_narrow(0, 0, self.rows)?)
             }
         }
+    }
+
+    /// Whether some rows of the table cannot occur, because there are fewer indices.
+    fn is_sparse(&self, indices: &Tensor) -> bool {
+        (indices.numel() as i64) < self.rows
     }
 
     /// For each index, 1 / how often it occurs, with a last dimension of 1.
