@@ -2,7 +2,6 @@
 // process.
 
 #include <ATen/Context.h>
-#include <ATen/SDPBackend.h>
 
 #include <vector>
 

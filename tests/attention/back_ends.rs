@@ -8,6 +8,7 @@ use tch_extension::nn::{
     AttentionOptions, enabled_sdpa_backends, f_scaled_dot_product_attention, f_sdpa_backend,
     sdpa_kernel, sdpa_kernel_by_priority,
 };
+use tch_extension::testing::recorded;
 
 fn leaf(kind: Kind) -> Tensor {
     Tensor::randn([1, 2, 5, 8], (kind, Device::Cpu)).set_requires_grad(true)
@@ -26,6 +27,33 @@ fn on_the_cpu_flash_is_taken_unless_there_is_dropout_or_no_batch() {
     assert_eq!(choice(&x, &options), Math);
     assert_eq!(choice(&x.get(0), &Default::default()), Math);
     assert_eq!(choice(&x.narrow(1, 0, 0), &Default::default()), Math);
+}
+
+/// On the CPU libtorch's profiler sees the backward pass, too.
+#[test]
+fn what_was_chosen_runs_forward_and_backward() {
+    let _alone = alone();
+    let x = leaf(Kind::Float);
+    for (backend, forward, backward) in [
+        (
+            FlashAttention,
+            "_scaled_dot_product_flash_attention_for_cpu",
+            "_scaled_dot_product_flash_attention_for_cpu_backward",
+        ),
+        (Math, "_scaled_dot_product_attention_math", "_softmax_backward_data"),
+    ] {
+        let train = || {
+            let y = f_scaled_dot_product_attention(&x, &x, &x, &Default::default());
+            y.expect("output").sum(Kind::Float).backward();
+        };
+        let (done, events) = recorded(|| sdpa_kernel(&[backend], train));
+        done.expect("the switch");
+        for name in [forward, backward] {
+            assert!(events.iter().any(|(event, _)| event.ends_with(name)), "{name}: {events:?}");
+        }
+        let other = if backend == Math { "flash_attention_for_cpu" } else { "attention_math" };
+        assert!(!events.iter().any(|(event, _)| event.contains(other)), "{other}: {events:?}");
+    }
 }
 
 #[test]

@@ -42,8 +42,8 @@ fn cuda_bf16_training_takes_a_fused_back_end() {
     }
 }
 
-/// What libtorch's profiler records is what `f_sdpa_backend` said, for the layer, forward and
-/// backward.
+/// What libtorch's profiler records of a training step of the layer. It sees this thread only, and
+/// so not the backward pass, which libtorch runs in a thread of the device.
 #[test]
 fn cuda_the_layer_runs_the_back_end_that_was_chosen() {
     let name = "cuda_the_layer_runs_the_back_end_that_was_chosen";
@@ -67,9 +67,6 @@ fn cuda_the_layer_runs_the_back_end_that_was_chosen() {
         let (_, events) = recorded(|| sdpa_kernel(&[backend], train).expect("the switch"));
         let ran = |name: &str| events.iter().any(|(event, _)| event.ends_with(name));
         assert!(ran(operator), "{backend:?}: {events:?}");
-        if backend.is_fused() {
-            assert!(ran(&format!("{operator}_backward")), "{backend:?}: {events:?}");
-        }
     }
 }
 
