@@ -30,8 +30,8 @@ macro_rules! entries {
 const OPERATORS: &[Operator] = operators!(entries);
 
 /// Folders of csrc that belong neither to an operator nor to a family of operators.
-const SHARED: [&str; 8] =
-    ["include", "amp", "autograd", "library", "cuda", "hopper", "tensor", "testing"];
+const SHARED: [&str; 9] =
+    ["include", "amp", "autograd", "library", "cuda", "hopper", "nn", "tensor", "testing"];
 
 fn root() -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.

@@ -11,6 +11,7 @@ pub(crate) mod loader;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod per_device;
 pub(crate) mod precision;
+pub(crate) mod sdp_backends;
 pub(crate) mod tensor;
 pub(crate) mod testing;
 mod value;

@@ -1,5 +1,7 @@
 //! Layers in tch's style that use the operators in [`ops`](crate::ops).
 
+mod attention;
+mod embedding;
 #[cfg(feature = "norm")]
 mod layer_norm;
 #[cfg(feature = "gemm")]
@@ -18,7 +20,18 @@ mod rnn;
 mod rope;
 #[cfg(feature = "recurrent")]
 mod side_stream;
+pub mod state_dict;
 
+#[cfg(feature = "gemm")]
+pub use attention::{
+    Attention, AttentionCall, AttentionConfig, Projections, QkTransform, attention,
+};
+pub use attention::{
+    AttentionOptions, Causal, KvCache, SdpaBackend, enabled_sdpa_backends,
+    f_scaled_dot_product_attention, f_sdpa_backend, scaled_dot_product_attention,
+    scaled_dot_product_attention_reference, sdpa_kernel, sdpa_kernel_by_priority,
+};
+pub use embedding::{Embedding, embedding};
 #[cfg(feature = "norm")]
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
 #[cfg(feature = "gemm")]

@@ -1,0 +1,404 @@
+//! libtorch's attention as a function.
+
+use super::backend::refusal;
+use crate::amp::{CastPolicy, autocast_inputs};
+use crate::check::Check;
+use crate::{Error, Result, check};
+use tch::{Kind, Tensor};
+
+pub(super) const OP: &str = "scaled_dot_product_attention";
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+/// Which corner of the matrix of weights a causal mask begins at:
+/// torch.nn.attention.bias.CausalVariant. They differ only if there are more keys than queries or
+/// fewer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Causal {
+    /// The first query sees the first key: query i sees the keys up to i. It is `is_causal=True` of
+    /// torch.
+    UpperLeft,
+    /// The last query sees the last key: query i of L sees the keys up to `i + S - L`. It is right
+    /// for new queries after keys of a [`KvCache`](super::KvCache).
+    LowerRight,
+}
+
+/// Options of [`scaled_dot_product_attention`]. The default is no mask, no dropout, and torch's
+/// scale.
+///
+/// ```
+/// use tch_extension::nn::{AttentionOptions, Causal};
+/// let options = AttentionOptions { causal: Some(Causal::UpperLeft), ..Default::default() };
+/// # let _ = options;
+/// ```
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AttentionOptions<'a> {
+    /// Broadcasts to `[…, H, L, S]`. A `Bool` mask is true where a query sees a key; any other is
+    /// added to the products of queries and keys, and has the query's kind or `Float`. It may
+    /// require grad.
+    pub attn_mask: Option<&'a Tensor>,
+    /// The probability that a weight is dropped.
+    pub dropout_p: f64,
+    /// Whether a query sees only the keys up to its own place. Not together with `attn_mask`.
+    pub causal: Option<Causal>,
+    /// What the products of queries and keys are multiplied with; by default `1 / sqrt(E)`.
+    pub scale: Option<f64>,
+    /// Whether several heads of the query may share one head of key and value.
+    pub enable_gqa: bool,
+}
+
+/// Attention of queries to keys and values: torch.nn.functional.scaled_dot_product_attention, which
+/// chooses among libtorch's back ends; see [`SdpaBackend`](super::SdpaBackend) and
+/// [`sdpa_kernel`](super::sdpa_kernel).
+///
+/// ```text
+/// y = dropout(softmax(scale · q kᵀ + mask)) v
+/// ```
+///
+/// * `query`: q, `[…, H, L, E]`
+/// * `key`: k, `[…, H, S, E]`
+/// * `value`: v, `[…, H, S, Ev]`
+/// * `options`: see [`AttentionOptions`]
+///
+/// Returns y, `[…, H, L, Ev]`. There may be any number of leading dimensions or none, but fused
+/// back ends need exactly two. Leading dimensions broadcast. With `enable_gqa`, the heads of key
+/// and of value divide those of the query: consecutive heads of the query share one. All three have
+/// one kind, which is `Float`, `Double`, `Half` or `BFloat16`, and are on one device. Strides are
+/// arbitrary, although some back ends need a last stride of 1, and tensors may be empty. Under
+/// autocast all are first cast to autocast's kind, as libtorch's operator does. A query that sees
+/// no key gets zeros.
+///
+/// There are first derivatives with respect to query, key, value and a mask that is not `Bool`.
+/// Second derivatives exist with `SdpaBackend::Math` only; the fused back ends refuse them. On
+/// CUDA the backward pass of a fused back end adds in an order that varies between runs.
+///
+/// With [`Causal::LowerRight`] and `1 < L != S`, a `Bool` mask `[L, S]` is made, which
+/// FlashAttention does not take on CUDA. Some arguments that libtorch accepts without a check are
+/// refused here: keys and values of different number, a mask next to `is_causal`, a scale that is
+/// not finite.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Device, Kind, Tensor};
+/// # use tch_extension::nn::{AttentionOptions, scaled_dot_product_attention};
+/// # let make = |s: i64| Tensor::randn([2, 3, s, 8], (Kind::Double, Device::Cpu));
+/// # let (q, k, v, mask) = (make(4), make(6), make(6), Tensor::randn([4, 6], (Kind::Double, Device::Cpu)));
+/// let weights = (q.matmul(&k.transpose(-2, -1)) / 8_f64.sqrt() + &mask).softmax(-1, Kind::Double);
+/// let composite = weights.matmul(&v);
+///
+/// let options = AttentionOptions { attn_mask: Some(&mask), ..Default::default() };
+/// let fused = scaled_dot_product_attention(&q, &k, &v, &options);
+/// assert!(fused.allclose(&composite, 1e-12, 1e-12, false));
+/// ```
+///
+/// Source: `scaled_dot_product_attention` in
+/// <https://pytorch.org/docs/stable/nn.functional.html>.
+///
+/// # Panics
+/// If [`f_scaled_dot_product_attention`] returns an error.
+pub fn scaled_dot_product_attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    options: &AttentionOptions<'_>,
+) -> Tensor {
+    f_scaled_dot_product_attention(query, key, value, options)
+        .unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// [`scaled_dot_product_attention`], with an error instead of a panic.
+///
+/// # Errors
+/// If an argument has another kind, device or shape than stated (the error names the argument), if
+/// an option is not acceptable, if no enabled back end takes the arguments, or if libtorch fails.
+pub fn f_scaled_dot_product_attention(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    options: &AttentionOptions<'_>,
+) -> Result<Tensor> {
+    Prepared::new(query, key, value, options)?.run()
+}
+
+/// [`scaled_dot_product_attention`] in plain tch operations, without checks of its own. It has no
+/// dropout, and all derivatives.
+///
+/// # Errors
+/// If an operation of libtorch fails.
+pub fn scaled_dot_product_attention_reference(
+    query: &Tensor,
+    key: &Tensor,
+    value: &Tensor,
+    options: &AttentionOptions<'_>,
+) -> Result<Tensor> {
+    let repeated = |tensor: &Tensor| -> Result<Tensor> {
+        if !options.enable_gqa {
+            return Ok(tensor.shallow_clone());
+        }
+        let heads = |tensor: &Tensor| tensor.size()[tensor.dim() - 3];
+        Ok(tensor.f_repeat_interleave_self_int(heads(query) / heads(tensor).max(1), -3, None)?)
+    };
+    let (key, value) = (repeated(key)?, repeated(value)?);
+    let [queries, keys] = [query, &key].map(|tensor| tensor.size()[tensor.dim() - 2]);
+    let features = query.size().last().copied().unwrap_or(1) as f64;
+    let scale = options.scale.unwrap_or(1.0 / features.sqrt());
+
+    let mut scores = query.f_mul_scalar(scale)?.f_matmul(&key.f_transpose(-2, -1)?)?;
+    let causal = options.causal.map(|causal| causal_mask(causal, [queries, keys], query));
+    let causal = causal.transpose()?;
+    match options.attn_mask.or(causal.as_ref()) {
+        Some(mask) if mask.f_kind()? == Kind::Bool => {
+            scores = scores.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?;
+        }
+        Some(mask) => scores = scores.f_add(mask)?,
+        None => {}
+    }
+    // A row of -infinity becomes zeros.
+    let weights = scores.f_internal_safe_softmax(-1, None)?.f_to_kind(query.f_kind()?)?;
+    Ok(weights.f_matmul(&value)?)
+}
+
+/// True where a query sees a key, `[L, S]`.
+fn causal_mask(causal: Causal, [queries, keys]: [i64; 2], like: &Tensor) -> Result<Tensor> {
+    let diagonal = match causal {
+        Causal::UpperLeft => 0,
+        Causal::LowerRight => keys - queries,
+    };
+    Ok(Tensor::f_ones([queries, keys], (Kind::Bool, like.device()))?.f_tril(diagonal)?)
+}
+
+/// Arguments that were checked and cast, in the form that libtorch takes.
+pub(super) struct Prepared {
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Option<Tensor>,
+    is_causal: bool,
+    dropout_p: f64,
+    scale: Option<f64>,
+    enable_gqa: bool,
+    /// The size of the result.
+    size: Vec<i64>,
+}
+
+impl Prepared {
+    pub(super) fn new(
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        options: &AttentionOptions<'_>,
+    ) -> Result<Self> {
+        check!(OP, query).defined()?;
+        check!(OP, key).defined()?;
+        check!(OP, value).defined()?;
+        options.attn_mask.map(|mask| check!(OP, "attn_mask", mask).defined()).transpose()?;
+        let inputs = [Some(query), Some(key), Some(value), options.attn_mask];
+        if let Some(cast) = autocast_inputs(CastPolicy::LowerPrecision, &inputs)? {
+            let [Some(query), Some(key), Some(value), mask] = &cast[..] else {
+                unreachable!("as many as came")
+            };
+            let options = AttentionOptions { attn_mask: mask.as_ref(), ..*options };
+            return Self::checked(query, key, value, &options);
+        }
+        Self::checked(query, key, value, options)
+    }
+
+    fn checked(
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        options: &AttentionOptions<'_>,
+    ) -> Result<Self> {
+        let query_checked = check!(OP, query).kind_in(&KINDS)?;
+        check!(OP, key).like(&query_checked)?;
+        check!(OP, value).like(&query_checked)?;
+        let size = sizes(query, key, value, options.enable_gqa)?;
+        check_options(options)?;
+        let [queries, keys] = [query, key].map(|tensor| tensor.size()[tensor.dim() - 2]);
+        if let Some(mask) = options.attn_mask {
+            check_mask(check!(OP, "attn_mask", mask), &query_checked, &size, keys)?;
+        }
+        // The last of the queries sees all keys, so one query needs no mask.
+        let (is_causal, made) = match options.causal {
+            None => (false, None),
+            Some(Causal::UpperLeft) => (true, None),
+            Some(Causal::LowerRight) if queries == keys => (true, None),
+            Some(Causal::LowerRight) if queries == 1 => (false, None),
+            Some(causal) => (false, Some(causal_mask(causal, [queries, keys], query)?)),
+        };
+        Ok(Prepared {
+            query: query.shallow_clone(),
+            key: key.shallow_clone(),
+            value: value.shallow_clone(),
+            mask: options.attn_mask.map(Tensor::shallow_clone).or(made),
+            is_causal,
+            dropout_p: options.dropout_p,
+            scale: options.scale,
+            enable_gqa: options.enable_gqa,
+            size,
+        })
+    }
+
+    pub(super) fn run(&self) -> Result<Tensor> {
+        if self.is_empty() {
+            return self.empty();
+        }
+        Tensor::f_scaled_dot_product_attention(
+            &self.query,
+            &self.key,
+            &self.value,
+            self.mask.as_ref(),
+            self.dropout_p,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+        )
+        .map_err(refusal)
+    }
+
+    /// The number of the back end, in `at::SDPBackend`. `None` if nothing has to be computed.
+    pub(super) fn choice(&self) -> Result<Option<i64>> {
+        if self.is_empty() {
+            return Ok(None);
+        }
+        Tensor::f_internal_fused_sdp_choice(
+            &self.query,
+            &self.key,
+            &self.value,
+            self.mask.as_ref(),
+            self.dropout_p,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+        )
+        .map(Some)
+        .map_err(refusal)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.size.contains(&0)
+    }
+
+    /// A result without elements, whose gradients are zeros. libtorch's kernel for the CPU divides
+    /// by the number of heads, which ends the process if there are none.
+    fn empty(&self) -> Result<Tensor> {
+        let mut factor = self.query.f_sum(None)?;
+        for tensor in [&self.key, &self.value].into_iter().chain(&self.mask) {
+            factor = factor.f_add(&tensor.f_sum(None)?)?;
+        }
+        let empty = Tensor::f_zeros(&self.size, (self.query.f_kind()?, self.query.device()))?;
+        Ok(empty.f_mul(&factor.f_to_kind(self.query.f_kind()?)?)?)
+    }
+}
+
+/// The size of the result, `[…, H, L, Ev]`.
+fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, enable_gqa: bool) -> Result<Vec<i64>> {
+    let arguments = [check!(OP, query), check!(OP, key), check!(OP, value)];
+    let (least, names) = if enable_gqa { (3, "[…, H, L, E]") } else { (2, "[…, L, E]") };
+    for argument in arguments {
+        let size = argument.tensor().size();
+        if size.len() < least {
+            let expected = format!("{least} dimensions {names} or more");
+            return Err(argument.refuse(expected, format!("shape {size:?}"), ""));
+        }
+    }
+    let mut leading = vec![];
+    for argument in arguments {
+        broadcast(&mut leading, argument, enable_gqa)?;
+    }
+    // The leading sizes are in the order from the last to the first.
+    leading.reverse();
+
+    let last = |tensor: &Tensor| {
+        let size = tensor.size();
+        [size[size.len() - 2], size[size.len() - 1]]
+    };
+    let ([queries, features], [keys, of_key]) = (last(query), last(key));
+    let [values, of_value] = last(value);
+    let (of_keys, of_values) =
+        (format!("shape {:?}", key.size()), format!("shape {:?}", value.size()));
+    if of_key != features {
+        return Err(check!(OP, key).refuse(
+            format!("E = {features} features, as query"),
+            of_keys,
+            "",
+        ));
+    }
+    if values != keys {
+        return Err(check!(OP, value).refuse(
+            format!("S = {keys} values, as many as keys"),
+            of_values,
+            "",
+        ));
+    }
+    leading.extend([queries, of_value]);
+    Ok(leading)
+}
+
+/// Broadcasts the leading sizes of one more argument. `common` has those of the arguments before
+/// it, from the last to the first.
+fn broadcast(common: &mut Vec<i64>, argument: Check<'_>, enable_gqa: bool) -> Result<()> {
+    let size = argument.tensor().size();
+    for (place, &here) in size.iter().rev().skip(2).enumerate() {
+        let Some(before) = common.get_mut(place) else {
+            common.push(here);
+            continue;
+        };
+        if enable_gqa && place == 0 {
+            if *before != here && (here == 0 || *before % here != 0) {
+                let expected = format!("a number of heads that divides the query's {before}");
+                return Err(argument.refuse(expected, format!("{here} in shape {size:?}"), ""));
+            }
+        } else if *before == 1 {
+            *before = here;
+        } else if here != 1 && here != *before {
+            let expected = format!("a size of 1 or {before} in the place of {here}, as the others");
+            let hint = if place == 0 { "grouped heads need enable_gqa" } else { "" };
+            return Err(argument.refuse(expected, format!("shape {size:?}"), hint));
+        }
+    }
+    Ok(())
+}
+
+fn check_options(options: &AttentionOptions<'_>) -> Result<()> {
+    let AttentionOptions { attn_mask, dropout_p, causal, scale, .. } = *options;
+    if !(0.0..=1.0).contains(&dropout_p) {
+        let got = dropout_p.to_string();
+        return Err(Error::argument(OP, "dropout_p", "a probability", got, ""));
+    }
+    if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
+        return Err(Error::argument(OP, "scale", "a finite number", scale.to_string(), ""));
+    }
+    if let (Some(_), Some(causal)) = (attn_mask, causal) {
+        return Err(Error::argument(
+            OP,
+            "causal",
+            "None, because there is an attn_mask",
+            format!("{causal:?}"),
+            "make attn_mask causal itself",
+        ));
+    }
+    Ok(())
+}
+
+/// `size` is that of the result.
+fn check_mask(mask: Check<'_>, query: &Check<'_>, size: &[i64], keys: i64) -> Result<()> {
+    let kind = query.tensor().f_kind()?;
+    let kinds = match kind {
+        Kind::Float => vec![Kind::Bool, Kind::Float],
+        _ => vec![Kind::Bool, kind, Kind::Float],
+    };
+    mask.same_device_as(query)?.kind_in(&kinds)?;
+    let mut weights = size.to_vec();
+    if let Some(last) = weights.last_mut() {
+        *last = keys;
+    }
+    let found = mask.tensor().size();
+    // libtorch reads the last two dimensions.
+    let fits = (2..=weights.len()).contains(&found.len())
+        && found.iter().rev().zip(weights.iter().rev()).all(|(&a, &b)| a == 1 || a == b);
+    if !fits {
+        let expected = format!("2 dimensions or more that broadcast to […, L, S] = {weights:?}");
+        return Err(mask.refuse(expected, format!("shape {found:?}"), ""));
+    }
+    Ok(())
+}

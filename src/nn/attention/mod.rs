@@ -1,0 +1,18 @@
+//! Attention, by libtorch's back ends.
+
+mod backend;
+mod cache;
+mod functional;
+#[cfg(feature = "gemm")]
+mod layer;
+
+pub use backend::{
+    SdpaBackend, enabled_sdpa_backends, f_sdpa_backend, sdpa_kernel, sdpa_kernel_by_priority,
+};
+pub use cache::KvCache;
+pub use functional::{
+    AttentionOptions, Causal, f_scaled_dot_product_attention, scaled_dot_product_attention,
+    scaled_dot_product_attention_reference,
+};
+#[cfg(feature = "gemm")]
+pub use layer::{Attention, AttentionCall, AttentionConfig, Projections, QkTransform, attention};

@@ -1,0 +1,209 @@
+//! A table of embeddings as a module.
+
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use crate::{Error, Result, check};
+use std::borrow::Borrow;
+use tch::nn::{EmbeddingConfig, Module, Path};
+use tch::{Device, Kind, Tensor};
+
+const OP: &str = "nn::Embedding";
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+const INDEX_KINDS: [Kind; 2] = [Kind::Int64, Kind::Int];
+
+/// A table of `num_embeddings` vectors, whose gradient has the same bits in every run. Made by
+/// [`embedding`](embedding()).
+#[derive(Debug)]
+pub struct Embedding {
+    /// `[num_embeddings, embedding_dim]`.
+    pub ws: Tensor,
+    config: EmbeddingConfig,
+}
+
+/// Makes a table that equals [`tch::nn::embedding`] except for its backward pass. Its
+/// configuration, the name of its parameter (`weight`) and initial values are tch's, so the weights
+/// of either can be loaded into the other.
+///
+/// The backward pass is libtorch's too, but called in such a way that it is deterministic and
+/// accurate:
+/// - On CUDA, libtorch 2.11 adds with atomics if there are more than 3072 indices and the table is
+///   small, for example a vocabulary of characters. Here it never does.
+/// - On the CPU, libtorch adds up gradients in `Half` and `BFloat16` in these kinds, so that a row
+///   that occurs often stops growing. Here they are added in `Float` and rounded once.
+///
+/// With `sparse` everything is libtorch's. A `padding_idx` of -1 means none. An index that is out
+/// of range is an error on the CPU. On CUDA it fails an assertion of libtorch on the device, after
+/// which the process cannot use CUDA any more.
+///
+/// ```
+/// use tch::{Device, Tensor, nn::{Module, VarStore}};
+/// use tch_extension::nn::embedding;
+///
+/// let vs = VarStore::new(Device::Cpu);
+/// let table = embedding(vs.root(), 65, 8, Default::default());
+/// let output = table.forward(&Tensor::from_slice(&[3_i64, 1, 4]).view([1, 3]));
+/// assert_eq!(output.size(), [1, 3, 8]);
+/// ```
+///
+/// # Panics
+/// When a size is negative, or `padding_idx` is neither -1 nor a row of the table.
+pub fn embedding<'a, T: Borrow<Path<'a>>>(
+    vs: T,
+    num_embeddings: i64,
+    embedding_dim: i64,
+    config: EmbeddingConfig,
+) -> Embedding {
+    for (name, size) in [("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)] {
+        assert!(size >= 0, "{OP}: {name}: expected at least 0, got {size}");
+    }
+    assert!(
+        (-1..num_embeddings).contains(&config.padding_idx),
+        "{OP}: padding_idx: expected -1 or one of {num_embeddings} rows, got {}",
+        config.padding_idx
+    );
+    let size = [num_embeddings, embedding_dim];
+    Embedding { ws: vs.borrow().var("weight", &size, config.ws_init), config }
+}
+
+impl Embedding {
+    /// Like [`Module::forward`], but returns an error instead of panicking.
+    ///
+    /// # Errors
+    /// When the indices are not of kind `Int64` or `Int` on the table's device, when one is out of
+    /// range on the CPU, or if libtorch or CUDA fails.
+    pub fn f_forward(&self, indices: &Tensor) -> Result<Tensor> {
+        let weight = &self.ws;
+        let weight_checked = check!(OP, weight).defined()?.kind_in(&KINDS)?;
+        weight_checked.dim(2, "[num_embeddings, embedding_dim]")?;
+        check!(OP, indices).defined()?.kind_in(&INDEX_KINDS)?.same_device_as(&weight_checked)?;
+        let EmbeddingConfig { sparse, scale_grad_by_freq, padding_idx, .. } = self.config;
+        if sparse {
+            let lookup =
+                Tensor::f_embedding(weight, indices, padding_idx, scale_grad_by_freq, true);
+            return lookup.map_err(Error::from);
+        }
+        let function = Lookup { rows: weight.size2()?.0, padding_idx, scale_grad_by_freq };
+        apply(function, &[Some(weight), Some(indices)])?.single()
+    }
+}
+
+impl Module for Embedding {
+    fn forward(&self, indices: &Tensor) -> Tensor {
+        self.f_forward(indices).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+struct Lookup {
+    rows: i64,
+    padding_idx: i64,
+    scale_grad_by_freq: bool,
+}
+
+impl Function for Lookup {
+    const NAME: &'static str = "embedding";
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let (weight, indices) = (inputs.get(0)?, inputs.get(1)?);
+        saver.save(indices);
+        Ok(Tensor::f_embedding(weight, indices, -1, false, false)?.into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let (grad, indices) = (grads.get(0)?, ctx.saved(0)?);
+        Ok([Some(self.gradient(grad, &indices, ctx.create_graph())?), None].into())
+    }
+}
+
+impl Lookup {
+    fn gradient(&self, grad: &Tensor, indices: &Tensor, create_graph: bool) -> Result<Tensor> {
+        let kind = grad.f_kind()?;
+        let columns = grad.size().last().copied().unwrap_or(0);
+        if grad.numel() == 0 {
+            // libtorch's kernel for CUDA would divide by the number of columns.
+            return Ok(Tensor::f_zeros([self.rows, columns], (kind, grad.device()))?);
+        }
+        if self.scale_grad_by_freq && create_graph {
+            // libtorch's second derivative forgets the scale.
+            let scaled = grad.f_mul(&self.inverse_counts(indices, kind)?)?;
+            return self.sum(&scaled, indices, false);
+        }
+        self.sum(grad, indices, self.scale_grad_by_freq)
+    }
+
+    /// `[rows, columns]`: for each row of the table, the sum of the gradients at its indices.
+    fn sum(&self, grad: &Tensor, indices: &Tensor, scale: bool) -> Result<Tensor> {
+        let kind = grad.f_kind()?;
+        let sum = |grad: &Tensor, indices: &Tensor, rows| {
+            let padding = self.padding_idx;
+            Tensor::f_embedding_dense_backward(grad, indices, rows, padding, scale)
+        };
+        let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
+        match grad.device() {
+            Device::Cpu if is_half && self.padding_idx < 0 && self.is_sparse(indices) => {
+                // Only the rows that occur are held in `Float`.
+                let (occurring, places, _) = indices.f_internal_unique2(true, true, false)?;
+                let count = occurring.size1()?;
+                let sums = sum(&grad.f_to_kind(Kind::Float)?, &places, count)?.f_to_kind(kind)?;
+                let table = Tensor::f_zeros([self.rows, sums.size2()?.1], (kind, Device::Cpu))?;
+                Ok(table.f_index_copy(0, &occurring.f_to_kind(Kind::Int64)?, &sums)?)
+            }
+            Device::Cpu if is_half => {
+                Ok(sum(&grad.f_to_kind(Kind::Float)?, indices, self.rows)?.f_to_kind(kind)?)
+            }
+            Device::Cpu => Ok(sum(grad, indices, self.rows)?),
+            _ => {
+                let rows = rows_without_atomics(self.rows, indices.numel() as i64);
+                Ok(sum(grad, indices, rows)?.f_narrow(0, 0, self.rows)?)
+            }
+        }
+    }
+
+    /// Whether some rows of the table cannot occur, because there are fewer indices.
+    fn is_sparse(&self, indices: &Tensor) -> bool {
+        (indices.numel() as i64) < self.rows
+    }
+
+    /// For each index, 1 / how often it occurs, with a last dimension of 1.
+    fn inverse_counts(&self, indices: &Tensor, kind: Kind) -> Result<Tensor> {
+        let flat = indices.f_reshape([-1])?.f_to_kind(Kind::Int64)?;
+        let counts = flat.f_bincount(None::<&Tensor>, self.rows)?;
+        let counts = counts.f_index_select(0, &flat)?.f_reshape(indices.size())?.f_unsqueeze(-1)?;
+        Ok(counts.f_to_kind(kind)?.f_reciprocal()?)
+    }
+}
+
+/// A number of rows, at least as many as the table has, for which libtorch adds without atomics.
+///
+/// libtorch 2.11 (`EmbeddingBackwardKernel.cu`) sorts the indices, adds groups of at most 10 equal
+/// ones, and then either adds up the groups of each row in order, or, if rows are few, all groups
+/// at once by atomics. It takes atomics only if `n / 10 + m > 4·g`, where m is the lesser of the
+/// numbers of indices n and rows, and g, the number of blocks, is at least m. With `m ≥ n / 30`
+/// that is never true. So a table with fewer rows gets some more, which nothing is added to.
+fn rows_without_atomics(rows: i64, indices: i64) -> i64 {
+    rows.max(indices / 30 + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// libtorch's condition, for tables whose rows fit a block, where its number of blocks is
+    /// least.
+    fn takes_atomics(rows: i64, indices: i64) -> bool {
+        let segments = rows.min(indices);
+        indices / 10 + segments > 4 * segments
+    }
+
+    #[test]
+    fn no_table_is_small_enough_for_atomics() {
+        let mut would = 0;
+        for indices in (1..100_000).step_by(37).chain([3072, 3073, 1 << 24, 1 << 40]) {
+            for rows in [1, 2, 65, 256, 1024, 50257] {
+                would += i32::from(takes_atomics(rows, indices));
+                let enough = rows_without_atomics(rows, indices);
+                assert!(enough >= rows && !takes_atomics(enough, indices), "{rows} {indices}");
+            }
+        }
+        assert!(would > 1000, "the condition is not trivial: {would}");
+    }
+}

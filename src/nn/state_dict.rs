@@ -1,0 +1,405 @@
+//! Weights in files that PyTorch reads and writes: safetensors.
+//!
+//! [`load`] is torch's `load_state_dict`, and [`save`] writes what it reads. Compared with
+//! tch's [`VarStore::load`] and [`VarStore::save`]:
+//!
+//! - [`load`] first checks names, shapes and kinds of all tensors. If something does not fit, it
+//!   names everything that does not, and no variable is changed.
+//! - Variables keep their kind: floating-point values are converted, as torch does. tch gives the
+//!   variable the file's kind.
+//! - Variables keep their memory, so optimizers, CUDA graphs and views of them stay valid.
+//! - [`save`] writes a new file and then renames it. If the process is killed, or the disk is full,
+//!   the file has its old contents or its new ones.
+//! - Names may differ between the model and the file, and matrices may be transposed.
+//!
+//! A file of Hugging Face's GPT-2 has the names of this crate's layers if the model's paths follow
+//! it, but keeps some weights transposed (`Conv1D`), and its buffers `attn.bias` are no parameters:
+//!
+//! ```no_run
+//! # use tch::{Device, nn::VarStore};
+//! # use tch_extension::nn::{AttentionConfig, attention, state_dict::{StateDictOptions, load}};
+//! let vs = VarStore::new(Device::Cpu);
+//! let layer = attention(vs.root() / "h" / 0 / "attn", 768, 12, AttentionConfig::gpt2());
+//! // …the rest of the model
+//! let conv1d = ["c_attn.weight", "c_proj.weight", "c_fc.weight"];
+//! let options = StateDictOptions {
+//!     strict: false,
+//!     transposed: Some(&|name| conv1d.iter().any(|end| name.ends_with(end))),
+//!     ..Default::default()
+//! };
+//! let report = load(&vs, &["model.safetensors"], &options)?;
+//! assert!(report.missing.is_empty());
+//! assert!(report.unexpected.iter().all(|name| name.ends_with("attn.bias")));
+//! # let _ = layer;
+//! # Ok::<(), tch_extension::Error>(())
+//! ```
+
+use crate::{Error, Result, check};
+use safetensors::tensor::{Dtype, SafeTensors, TensorView, View, serialize_to_file};
+use std::borrow::Cow;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fs::{File, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use tch::nn::VarStore;
+use tch::{Device, Kind, Tensor};
+
+const LOAD: &str = "state_dict::load";
+const SAVE: &str = "state_dict::save";
+
+/// How the tensors of a file belong to the variables of a model.
+#[derive(Clone, Copy)]
+pub struct StateDictOptions<'a> {
+    /// Whether [`load`] returns an error if a variable is missing in the file, or a tensor of the
+    /// file is unexpected. Otherwise it reports them.
+    pub strict: bool,
+    /// The name in the file, for the name of a variable. Two variables may have one name when they
+    /// are loaded, for weights that are tied in the file.
+    pub name: Option<&'a dyn Fn(&str) -> String>,
+    /// Whether the file has the transpose of a variable with this name. The variable must be a
+    /// matrix.
+    pub transposed: Option<&'a dyn Fn(&str) -> bool>,
+}
+
+impl Default for StateDictOptions<'_> {
+    /// Strict, with equal names, nothing transposed.
+    fn default() -> Self {
+        StateDictOptions { strict: true, name: None, transposed: None }
+    }
+}
+
+impl std::fmt::Debug for StateDictOptions<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("StateDictOptions")
+            .field("strict", &self.strict)
+            .field("name", &self.name.is_some())
+            .field("transposed", &self.transposed.is_some())
+            .finish()
+    }
+}
+
+/// What [`load`] did not load. Both lists are sorted.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadReport {
+    /// The names in the file of variables that the file lacks. These variables are unchanged.
+    pub missing: Vec<String>,
+    /// The names of tensors in the file that belong to no variable.
+    pub unexpected: Vec<String>,
+}
+
+/// A variable of a model, and what the file calls it.
+struct Variable {
+    name_in_file: String,
+    tensor: Tensor,
+    transposed: bool,
+}
+
+impl Variable {
+    /// The shape in the file.
+    fn size_in_file(&self) -> Vec<i64> {
+        let mut size = self.tensor.size();
+        if self.transposed {
+            size.reverse();
+        }
+        size
+    }
+}
+
+/// The variables in the order of their names.
+fn variables(op: &str, vs: &VarStore, options: &StateDictOptions<'_>) -> Result<Vec<Variable>> {
+    let sorted: BTreeMap<String, Tensor> = vs.variables().into_iter().collect();
+    let variable = |(name, tensor): (String, Tensor)| {
+        let transposed = options.transposed.is_some_and(|transposed| transposed(&name));
+        if transposed && tensor.dim() != 2 {
+            let got = format!("shape {:?}", tensor.size());
+            return Err(Error::argument(op, &name, "a matrix, to be transposed", got, ""));
+        }
+        let name_in_file = options.name.map_or_else(|| name.clone(), |rename| rename(&name));
+        Ok(Variable { name_in_file, tensor, transposed })
+    };
+    sorted.into_iter().map(variable).collect()
+}
+
+/// Loads the variables of a model from a safetensors file, or from all the files of a model that is
+/// split into several: torch's `load_state_dict`. See the [module](self) for what is checked and
+/// kept.
+///
+/// All files are held in memory while they are loaded. Values are converted between floating-point
+/// kinds; all other kinds must be those of the variables.
+///
+/// ```
+/// use tch::{Device, nn::{VarStore, linear}};
+/// use tch_extension::nn::state_dict::{load, save};
+///
+/// let folder = std::env::temp_dir().join(format!("state-dict-{}", std::process::id()));
+/// std::fs::create_dir_all(&folder)?;
+/// let file = folder.join("model.safetensors");
+/// let model = || {
+///     let vs = VarStore::new(Device::Cpu);
+///     let layer = linear(vs.root() / "out", 4, 3, Default::default());
+///     (vs, layer)
+/// };
+/// let ((vs, trained), (other_vs, other)) = (model(), model());
+/// save(&vs, &file, &Default::default())?;
+/// let report = load(&other_vs, &[&file], &Default::default())?;
+/// assert!(report.missing.is_empty() && other.ws == trained.ws);
+/// # std::fs::remove_dir_all(&folder)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// Before any variable is changed: when a file cannot be read or is no complete safetensors file,
+/// when two files have the same name, when a shape or kind does not fit, and, with `strict`, when
+/// names are missing or unexpected. After that, only a failure of the device is left.
+pub fn load<P: AsRef<Path>>(
+    vs: &VarStore,
+    files: &[P],
+    options: &StateDictOptions<'_>,
+) -> Result<LoadReport> {
+    let variables = variables(LOAD, vs, options)?;
+    let files: Vec<&Path> = files.iter().map(AsRef::as_ref).collect();
+    let bytes = files.iter().map(|file| read(file)).collect::<Result<Vec<_>>>()?;
+    let parsed = files.iter().zip(&bytes).map(|(file, bytes)| parse(file, bytes));
+    let parsed = parsed.collect::<Result<Vec<_>>>()?;
+    let found = by_name(&files, &parsed)?;
+
+    let report = compare(&variables, &found);
+    let refused: Vec<String> = variables
+        .iter()
+        .filter_map(|variable| mismatch(variable, found.get(&variable.name_in_file)?))
+        .collect();
+    let mut problems = vec![];
+    if options.strict {
+        problems.extend(listed("no ", &report.missing));
+        problems.extend(listed("the unexpected ", &report.unexpected));
+    }
+    problems.extend(listed("", &refused));
+    if !problems.is_empty() {
+        let names: Vec<_> = files.iter().map(|file| file.display().to_string()).collect();
+        return Err(Error::msg(format!(
+            "{LOAD}: {}: expected the model's variables, got {}; nothing was loaded",
+            names.join(", "),
+            problems.join("; ")
+        )));
+    }
+    let _guard = tch::no_grad_guard();
+    for variable in &variables {
+        let Some(view) = found.get(&variable.name_in_file) else { continue };
+        let (size, kind) = (size_of(view), kind_of(view.dtype())?);
+        let mut values = Tensor::f_from_data_size(view.data(), &size, kind)?;
+        if variable.transposed {
+            values = values.f_transpose(0, 1)?;
+        }
+        variable.tensor.shallow_clone().f_copy_(&values)?;
+    }
+    Ok(report)
+}
+
+fn read(file: &Path) -> Result<Vec<u8>> {
+    std::fs::read(file).map_err(|error| failed(LOAD, file, &error))
+}
+
+fn failed(op: &str, file: &Path, error: &dyn std::fmt::Display) -> Error {
+    Error::msg(format!("{op}: {}: {error}", file.display()))
+}
+
+fn parse<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
+    SafeTensors::deserialize(bytes).map_err(|error| {
+        Error::msg(format!(
+            "{LOAD}: {}: expected a complete safetensors file, got one with the error {error:?}; \
+             safetensors.torch.save_file of Python makes one of a state_dict",
+            file.display()
+        ))
+    })
+}
+
+/// The tensors of all files.
+fn by_name<'a>(
+    files: &[&Path],
+    parsed: &'a [SafeTensors<'a>],
+) -> Result<BTreeMap<String, TensorView<'a>>> {
+    let mut found = BTreeMap::new();
+    for (file, tensors) in files.iter().zip(parsed) {
+        for (name, view) in tensors.tensors() {
+            if found.contains_key(&name) {
+                return Err(Error::msg(format!(
+                    "{LOAD}: {}: expected names that no other file has, got {name}",
+                    file.display()
+                )));
+            }
+            found.insert(name, view);
+        }
+    }
+    Ok(found)
+}
+
+fn compare(variables: &[Variable], found: &BTreeMap<String, TensorView<'_>>) -> LoadReport {
+    let wanted: BTreeSet<&String> =
+        variables.iter().map(|variable| &variable.name_in_file).collect();
+    LoadReport {
+        missing: wanted
+            .iter()
+            .filter(|name| !found.contains_key(**name))
+            .map(|name| (**name).clone())
+            .collect(),
+        unexpected: found.keys().filter(|name| !wanted.contains(name)).cloned().collect(),
+    }
+}
+
+/// What is wrong with a tensor of the file, if anything is.
+fn mismatch(variable: &Variable, view: &TensorView<'_>) -> Option<String> {
+    let (name, found, expected) = (&variable.name_in_file, size_of(view), variable.size_in_file());
+    if found != expected {
+        let transposed = if variable.transposed { ", transposed," } else { "" };
+        return Some(format!("{name} of shape {found:?} instead of{transposed} {expected:?}"));
+    }
+    let kind = variable.tensor.f_kind().ok();
+    let fits = kind_of(view.dtype()).is_ok_and(|found| {
+        Some(found) == kind || is_floating(found) && kind.is_some_and(is_floating)
+    });
+    let expected = kind.map_or("an unknown one".to_string(), |kind| format!("{kind:?}"));
+    (!fits).then(|| format!("{name} of kind {:?} instead of {expected}", view.dtype()))
+}
+
+/// The first names of a list, and how many more there are.
+fn listed(what: &str, names: &[String]) -> Option<String> {
+    const MOST: usize = 8;
+    let first = names.iter().take(MOST).map(String::as_str).collect::<Vec<_>>().join(", ");
+    match names.len() {
+        0 => None,
+        len if len <= MOST => Some(format!("{what}{first}")),
+        len => Some(format!("{what}{first} and {} more", len - MOST)),
+    }
+}
+
+/// The shape in the file. No tensor is larger than memory, so the sizes fit.
+fn size_of(view: &TensorView<'_>) -> Vec<i64> {
+    view.shape().iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect()
+}
+
+fn is_floating(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double)
+}
+
+fn kind_of(dtype: Dtype) -> Result<Kind> {
+    Kind::try_from(dtype).map_err(Error::from)
+}
+
+/// Writes the variables of a model to a safetensors file, which Python reads with
+/// `safetensors.torch.load_file` or Hugging Face's `from_pretrained`. Non-contiguous and CUDA
+/// tensors are copied, one at a time. Weights that are tied under two names are written twice.
+///
+/// The file is first written completely under another name in the same folder, `.<name>.<random>`,
+/// which may remain if the process is killed. A symbolic link stays, and the file that it points to
+/// is replaced. See [`load`] for an example.
+///
+/// # Errors
+/// When two variables get one name, when a variable has a kind that the format lacks, when CUDA
+/// fails, or when the file cannot be written. The old file, if there was one, is then unchanged.
+pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'_>) -> Result<()> {
+    let file = file.as_ref();
+    let variables = variables(SAVE, vs, options)?;
+    let failure = RefCell::new(None);
+    let mut names = BTreeSet::from(["__metadata__"]);
+    let mut tensors = vec![];
+    for variable in &variables {
+        if !names.insert(&variable.name_in_file) {
+            let expected = "a name for each variable, and none called __metadata__";
+            let got = format!("{} twice", variable.name_in_file);
+            return Err(Error::argument(SAVE, "name", expected, got, ""));
+        }
+        tensors.push((variable.name_in_file.as_str(), Stored::new(variable, &failure)?));
+    }
+    write(file, tensors, &failure).map_err(|error| failed(SAVE, file, &error))
+}
+
+/// Writes a new file and gives it its name.
+fn write(
+    file: &Path,
+    tensors: Vec<(&str, Stored<'_>)>,
+    failure: &RefCell<Option<Error>>,
+) -> Result<()> {
+    let file = std::fs::canonicalize(file).unwrap_or_else(|_| file.to_path_buf());
+    let name = file.file_name().ok_or_else(|| Error::msg("expected a file name"))?;
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
+    let folder = folder.unwrap_or(Path::new("."));
+    let io = |error: std::io::Error| Error::msg(error.to_string());
+    let partial = tempfile::Builder::new()
+        .prefix(&format!(".{}.", name.to_string_lossy()))
+        // As for any new file; the process' umask takes bits away.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)
+        .map_err(io)?;
+    // Hugging Face's transformers refuse a file without this entry. Next to no tensors at all, this
+    // version of safetensors would write it outside of the header.
+    let metadata =
+        (!tensors.is_empty()).then(|| HashMap::from([("format".to_string(), "pt".to_string())]));
+    serialize_to_file(tensors, &metadata, partial.path())
+        .map_err(|error| Error::msg(error.to_string()))?;
+    if let Some(error) = failure.take() {
+        return Err(error);
+    }
+    // The contents are on the disk before the name is, and then the name is.
+    partial.as_file().sync_all().map_err(io)?;
+    partial.persist(&file).map_err(|error| io(error.error))?;
+    File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)
+}
+
+/// A variable in the form of the file.
+struct Stored<'a> {
+    tensor: Tensor,
+    shape: Vec<usize>,
+    dtype: Dtype,
+    len: usize,
+    /// The first error of a copy, which the trait cannot return.
+    failure: &'a RefCell<Option<Error>>,
+}
+
+impl<'a> Stored<'a> {
+    fn new(variable: &Variable, failure: &'a RefCell<Option<Error>>) -> Result<Self> {
+        let name = &variable.name_in_file;
+        let mut tensor = variable.tensor.f_detach()?;
+        check!(SAVE, name, tensor).defined()?;
+        if variable.transposed {
+            tensor = tensor.f_transpose(0, 1)?;
+        }
+        let kind = tensor.f_kind()?;
+        let dtype = Dtype::try_from(kind).map_err(|_| {
+            let expected = "a floating-point, integer or Bool kind";
+            Error::argument(SAVE, name, expected, format!("{kind:?}"), "")
+        })?;
+        let shape = tensor.size().iter().map(|&size| size as usize).collect();
+        let len = tensor.numel() * dtype.size();
+        Ok(Stored { tensor, shape, dtype, len, failure })
+    }
+
+    fn bytes(&self) -> Result<Vec<u8>> {
+        let mut bytes = vec![0; self.len];
+        let tensor = self.tensor.f_to_device(Device::Cpu)?.f_contiguous()?;
+        tensor.f_copy_data_u8(&mut bytes, tensor.numel())?;
+        Ok(bytes)
+    }
+}
+
+impl View for Stored<'_> {
+    fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        let bytes = self.bytes().unwrap_or_else(|error| {
+            self.failure.borrow_mut().get_or_insert(error);
+            vec![]
+        });
+        bytes.into()
+    }
+
+    fn data_len(&self) -> usize {
+        self.len
+    }
+}

@@ -1,0 +1,345 @@
+//! Tests of `nn::Embedding`: against libtorch's own, and that its gradient has the same bits in
+//! every run.
+
+use tch::nn::{EmbeddingConfig, Module, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::nn::{Embedding, embedding};
+use tch_extension::testing::{
+    assert_as_accurate, assert_close, conformance, cuda_or_skip, devices, gradcheck, gradgradcheck,
+};
+
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+fn table(
+    device: Device,
+    kind: Kind,
+    [rows, columns]: [i64; 2],
+    config: EmbeddingConfig,
+) -> (VarStore, Embedding) {
+    let mut vs = VarStore::new(device);
+    let table = embedding(vs.root(), rows, columns, config);
+    vs.set_kind(kind);
+    (vs, table)
+}
+
+/// Indices of this size below `rows`, some of which occur often.
+fn indices(device: Device, size: &[i64], rows: i64) -> Tensor {
+    let drawn = Tensor::rand(size, (Kind::Double, device)).square() * rows as f64;
+    drawn.to_kind(Kind::Int64).clamp(0, (rows - 1).max(0))
+}
+
+fn configs() -> Vec<EmbeddingConfig> {
+    let plain = EmbeddingConfig::default();
+    let mut configs = vec![];
+    for padding_idx in [-1, 2] {
+        for scale_grad_by_freq in [false, true] {
+            configs.push(EmbeddingConfig { padding_idx, scale_grad_by_freq, ..plain });
+        }
+    }
+    configs
+}
+
+fn libtorch(weight: &Tensor, indices: &Tensor, config: EmbeddingConfig) -> Tensor {
+    let EmbeddingConfig { padding_idx, scale_grad_by_freq, sparse, .. } = config;
+    Tensor::embedding(weight, indices, padding_idx, scale_grad_by_freq, sparse)
+}
+
+/// The gradient of the weight for a given gradient of the output.
+fn gradient(output: &Tensor, weight: &Tensor, of_output: &Tensor) -> Tensor {
+    let of_output = [Some(of_output)];
+    let options = GradOptions { grad_outputs: &of_output, ..Default::default() };
+    grad(&[output], &[weight], &options).expect("gradient").into_vec().remove(0).expect("one")
+}
+
+/// The sum of the gradients at each row's indices, one at a time, in `Double`.
+fn exact(weight: &Tensor, indices: &Tensor, of_output: &Tensor, config: EmbeddingConfig) -> Tensor {
+    let columns = weight.size()[1];
+    let rows = of_output.to_kind(Kind::Double).reshape([-1, columns]);
+    let flat = indices.reshape([-1]).to_kind(Kind::Int64);
+    let mut sum = Tensor::zeros(weight.size(), (Kind::Double, weight.device()));
+    let mut sum = sum.index_add_(0, &flat, &rows);
+    if config.scale_grad_by_freq {
+        let counts = flat.bincount(None::<&Tensor>, weight.size()[0]).clamp_min(1);
+        sum /= counts.to_kind(Kind::Double).unsqueeze(1);
+    }
+    if config.padding_idx >= 0 {
+        let _ = sum.get(config.padding_idx).zero_();
+    }
+    sum
+}
+
+/// Sizes of tables and indices. With more than 3072 indices, libtorch sorts them; with few rows it
+/// would then use atomics.
+const SIZES: [([i64; 2], &[i64]); 8] = [
+    ([5, 3], &[4]),
+    ([5, 8], &[2, 3]),
+    ([7, 1], &[3, 4, 2]),
+    ([65, 64], &[16, 512]),
+    ([3, 33], &[5000]),
+    ([4000, 16], &[4096]),
+    ([4000, 16], &[3, 1000]),
+    ([1024, 24], &[8, 600]),
+];
+
+#[test]
+fn outputs_and_gradients_are_libtorch_s_or_more_exact() {
+    for device in devices() {
+        for kind in KINDS {
+            for (size, shape) in SIZES {
+                for config in configs() {
+                    let (_vs, table) = table(device, kind, size, config);
+                    for index_kind in [Kind::Int64, Kind::Int] {
+                        let indices = indices(device, shape, size[0]).to_kind(index_kind);
+                        let (ours, theirs) =
+                            (table.forward(&indices), libtorch(&table.ws, &indices, config));
+                        assert!(ours.equal(&theirs) && ours.size() == theirs.size());
+                        let of_output =
+                            Tensor::randn(ours.size(), (Kind::Double, device)).to_kind(kind);
+                        let found = gradient(&ours, &table.ws, &of_output);
+                        assert!(found.is_contiguous() && found.size() == table.ws.size());
+                        let exact = exact(&table.ws, &indices, &of_output, config);
+                        eprintln!("{size:?} {shape:?} {config:?} {kind:?} {device:?}");
+                        match kind {
+                            Kind::Double => assert_close(&found, &exact, 1e-12, 1e-12),
+                            Kind::Float => assert_sums(&found, &exact, indices.numel()),
+                            _ => {
+                                let rival = gradient(&theirs, &table.ws, &of_output);
+                                assert_as_accurate(&found, &rival, &exact);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Sums of so many normal numbers, added in `Float` in any order and rounded to their kind.
+fn assert_sums(found: &Tensor, exact: &Tensor, count: usize) {
+    let rounding = match found.kind() {
+        Kind::Half => 2_f64.powi(-11),
+        Kind::BFloat16 => 2_f64.powi(-8),
+        _ => 2_f64.powi(-24),
+    };
+    assert_close(&found.to_kind(Kind::Double), exact, rounding, 2_f64.powi(-22) * count as f64);
+}
+
+/// 4096 times 1 in `BFloat16`: a sum in that kind stops at 256.
+#[test]
+fn frequent_rows_keep_growing_in_half_kinds() {
+    for device in devices() {
+        let (_vs, table) = table(device, Kind::BFloat16, [3, 8], Default::default());
+        let indices = Tensor::ones([4096], (Kind::Int64, device));
+        let output = table.forward(&indices);
+        let found = gradient(&output, &table.ws, &output.ones_like());
+        let expected = Tensor::from_slice(&[0.0, 4096.0, 0.0]).unsqueeze(1).expand([3, 8], false);
+        assert_close(&found.to_kind(Kind::Double), &expected.to_device(device), 0.0, 0.0);
+    }
+}
+
+#[test]
+fn first_and_second_derivatives() {
+    for device in devices() {
+        for config in configs() {
+            let (_vs, table) = table(device, Kind::Double, [5, 3], config);
+            let indices =
+                Tensor::from_slice(&[1_i64, 4, 1, 1, 0, 2]).view([2, 3]).to_device(device);
+            // Squares have a second derivative; the lookup alone is linear.
+            let run = |inputs: &[Tensor]| {
+                let table = WithWeight(&table, &inputs[0]);
+                Ok([table.run(&indices, config) * &inputs[1]])
+            };
+            let factor = Tensor::randn([2, 3, 3], (Kind::Double, device)).set_requires_grad(true);
+            if config.padding_idx < 0 && !config.scale_grad_by_freq {
+                gradcheck(run, &[&table.ws, &factor], &Default::default()).expect("first");
+            }
+            // With padding or scale, the gradient is not that of the output, so only its own
+            // derivative can be compared: it is linear in the factor.
+            let output = run(&[table.ws.shallow_clone(), factor.shallow_clone()]).map(|[y]| y);
+            let output = output.map_err(|error: tch_extension::Error| error).expect("output");
+            let options = GradOptions { create_graph: true, ..Default::default() };
+            let total = output.sum(Kind::Double);
+            let first =
+                grad(&[&total], &[&table.ws], &options).expect("first").into_vec().remove(0);
+            let first = first.expect("one");
+            let without = exact(&table.ws, &indices, &factor.detach(), config);
+            assert_close(&first.detach(), &without, 1e-12, 1e-12);
+            let probe = Tensor::randn([5, 3], (Kind::Double, device));
+            let second = gradient(
+                &(&first * &probe).sum(Kind::Double),
+                &factor,
+                &Tensor::from(1.0).to_device(device),
+            );
+            // d(Σ probe · first) / d factor, of the exact formula, by linearity.
+            for place in [0_i64, 3, 10, 17] {
+                let mut unit = Tensor::zeros([18], (Kind::Double, device));
+                let _ = unit.narrow(0, place, 1).fill_(1.0);
+                unit = unit.view([2, 3, 3]);
+                let expected =
+                    (exact(&table.ws, &indices, &unit, config) * &probe).sum(Kind::Double);
+                let found = second.reshape([-1]).get(place);
+                assert_close(&found, &expected, 1e-12, 1e-12);
+            }
+        }
+        let (_vs, table) = table(device, Kind::Double, [4, 2], Default::default());
+        let indices = Tensor::from_slice(&[1_i64, 3, 1]).to_device(device);
+        let run = |inputs: &[Tensor]| {
+            let y = WithWeight(&table, &inputs[0]).run(&indices, Default::default());
+            Ok([&y * &y])
+        };
+        gradgradcheck(run, &[&table.ws], &Default::default()).expect("second");
+    }
+}
+
+/// The table's operator with another weight, which derivatives are taken with respect to.
+struct WithWeight<'a>(&'a Embedding, &'a Tensor);
+
+impl WithWeight<'_> {
+    fn run(&self, indices: &Tensor, config: EmbeddingConfig) -> Tensor {
+        let vs = VarStore::new(self.1.device());
+        let size = self.0.ws.size();
+        let mut table = embedding(vs.root(), size[0], size[1], config);
+        table.ws = self.1.shallow_clone();
+        table.forward(indices)
+    }
+}
+
+#[test]
+fn conformance_in_every_kind() {
+    for device in devices() {
+        for kind in KINDS {
+            let weight = Tensor::randn([5, 3], (kind, device)).set_requires_grad(true);
+            let run = |inputs: &[Tensor]| {
+                let indices = Tensor::from_slice(&[1_i64, 4, 1, 0])
+                    .view([2, 2])
+                    .to_device(inputs[0].device());
+                let vs = VarStore::new(inputs[0].device());
+                let mut table = embedding(vs.root(), 5, 3, Default::default());
+                table.ws = inputs[0].shallow_clone();
+                Ok([table.f_forward(&indices)?])
+            };
+            // A graph cannot be captured, because the indices come from the host.
+            let options = tch_extension::testing::ConformanceOptions {
+                cuda_graph: false,
+                ..Default::default()
+            };
+            conformance(run, &[&weight], &options)
+                .unwrap_or_else(|error| panic!("{kind:?}:\n{error}"));
+        }
+    }
+}
+
+/// Where libtorch 2.11 adds with atomics: more than 3072 indices, and few rows.
+#[test]
+fn cuda_gradients_have_the_same_bits_in_every_run() {
+    let Some(device) = cuda_or_skip("cuda_gradients_have_the_same_bits_in_every_run") else {
+        return;
+    };
+    let mut theirs_differ = 0;
+    for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+        for ([rows, columns], count) in [
+            ([1, 64], 1 << 16),
+            ([65, 384], 1 << 15),
+            ([256, 1024], 1 << 14),
+            ([1024, 768], 1 << 15),
+            ([50257, 64], 1 << 14),
+        ] {
+            for config in configs().into_iter().filter(|config| config.padding_idx < rows) {
+                let (_vs, table) = table(device, kind, [rows, columns], config);
+                let indices = indices(device, &[count], rows);
+                let of_output =
+                    Tensor::randn([count, columns], (Kind::Float, device)).to_kind(kind);
+                let first = gradient(&table.forward(&indices), &table.ws, &of_output);
+                let first_of_theirs =
+                    gradient(&libtorch(&table.ws, &indices, config), &table.ws, &of_output);
+                let mut differs = false;
+                for _ in 0..10 {
+                    let again = gradient(&table.forward(&indices), &table.ws, &of_output);
+                    assert!(again.equal(&first), "{rows} {columns} {count} {kind:?} {config:?}");
+                    let again =
+                        gradient(&libtorch(&table.ws, &indices, config), &table.ws, &of_output);
+                    differs |= !again.equal(&first_of_theirs);
+                }
+                theirs_differ += i32::from(differs);
+                let exact = exact(&table.ws, &indices, &of_output, config);
+                assert_sums(&first, &exact, count as usize);
+            }
+        }
+    }
+    // If this fails, libtorch has changed, and `rows_without_atomics` is no longer needed.
+    eprintln!("libtorch's own gradient differs between runs in {theirs_differ} cases");
+    assert!(theirs_differ > 0, "libtorch's own gradients have the same bits, too");
+}
+
+#[test]
+fn empty_tables_and_indices() {
+    for device in devices() {
+        for (size, shape) in
+            [([5, 0], &[4_i64, 2][..]), ([5, 3], &[0]), ([0, 3], &[2, 0]), ([5, 3], &[])]
+        {
+            let (_vs, table) = table(device, Kind::Float, size, Default::default());
+            let indices = Tensor::zeros(shape, (Kind::Int64, device));
+            let output = table.forward(&indices);
+            assert_eq!(output.size(), [shape, &[size[1]]].concat());
+            let found = gradient(&output, &table.ws, &output.ones_like());
+            assert_eq!(found.size(), size);
+            let total = found.sum(Kind::Float).double_value(&[]);
+            assert_eq!(total, output.numel() as f64);
+        }
+    }
+}
+
+#[test]
+fn it_is_tch_s_layer_also_when_sparse() {
+    for device in devices() {
+        for sparse in [false, true] {
+            let config = EmbeddingConfig { sparse, ..Default::default() };
+            tch::manual_seed(9);
+            let (vs, ours) = table(device, Kind::Float, [6, 4], config);
+            tch::manual_seed(9);
+            let other = VarStore::new(device);
+            let theirs = tch::nn::embedding(other.root(), 6, 4, config);
+            assert!(ours.ws.equal(&theirs.ws) && vs.variables().keys().eq(["weight"]));
+            let indices = Tensor::from_slice(&[1_i64, 5, 1]).to_device(device);
+            let run = |y: Tensor, weight: &Tensor| {
+                y.square().sum(Kind::Float).backward();
+                let gradient = weight.grad();
+                assert_eq!(gradient.is_sparse(), sparse);
+                if sparse { gradient.to_dense(None, false) } else { gradient }
+            };
+            let found = run(ours.forward(&indices), &ours.ws);
+            assert_close(&found, &run(theirs.forward(&indices), &theirs.ws), 1e-6, 1e-6);
+        }
+    }
+}
+
+#[test]
+fn bad_input_is_refused_by_name() {
+    let (_vs, table) = table(Device::Cpu, Kind::Float, [5, 3], Default::default());
+    let error = |indices: &Tensor| table.f_forward(indices).expect_err("refused").to_string();
+    let of = |values: &[i64]| Tensor::from_slice(values);
+    assert!(
+        error(&of(&[1]).to_kind(Kind::Float))
+            .starts_with("nn::Embedding: indices: expected kind Int64 or Int")
+    );
+    assert!(error(&Tensor::new()).starts_with("nn::Embedding: indices: expected a tensor"));
+    for bad in [5, -1] {
+        let error = error(&of(&[0, bad]));
+        assert!(error.contains("index out of range") && !error.contains('\n'), "{error}");
+    }
+    let message = |rows, columns, padding_idx| {
+        let vs = VarStore::new(Device::Cpu);
+        let config = EmbeddingConfig { padding_idx, ..Default::default() };
+        let make = std::panic::AssertUnwindSafe(|| embedding(vs.root(), rows, columns, config));
+        *std::panic::catch_unwind(make)
+            .map(|_| ())
+            .expect_err("a panic")
+            .downcast::<String>()
+            .expect("a text")
+    };
+    assert!(message(-1, 3, -1).contains("num_embeddings: expected at least 0, got -1"));
+    assert!(message(5, -3, -1).contains("embedding_dim: expected at least 0, got -3"));
+    assert!(message(5, 3, 5).contains("padding_idx: expected -1 or one of 5 rows, got 5"));
+    assert!(message(5, 3, -2).contains("padding_idx: expected -1"));
+}

@@ -1,0 +1,136 @@
+//! Files that are incomplete, corrupt or of another model. None may change a variable.
+
+use super::{assert_names, assert_unchanged, float, model, place, store, values};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tch::{Device, Kind, Tensor};
+use tch_extension::nn::state_dict::{load, save};
+
+#[test]
+fn a_file_that_ends_at_any_byte_is_refused() {
+    let (_folder, file) = place();
+    save(&model(), &file, &Default::default()).expect("saved");
+    let whole = std::fs::read(&file).expect("bytes");
+    let vs = model();
+    let before = values(&vs);
+    for len in 0..whole.len() {
+        std::fs::write(&file, &whole[..len]).expect("written");
+        let error = load(&vs, &[&file], &Default::default()).expect_err("too short");
+        assert_names(&error, &file, &["expected a complete safetensors file", "save_file"]);
+    }
+    std::fs::write(&file, [&whole[..], &[0]].concat()).expect("written");
+    assert!(load(&vs, &[&file], &Default::default()).is_err(), "a byte too many");
+    assert_unchanged(&vs, &before);
+    std::fs::write(&file, &whole).expect("written");
+    load(&vs, &[&file], &Default::default()).expect("the whole file");
+}
+
+/// A changed header is an error, a panic never; only names and metadata could still be right.
+#[test]
+fn a_changed_header_never_panics_and_loads_all_or_nothing() {
+    let (_folder, file) = place();
+    save(&model(), &file, &Default::default()).expect("saved");
+    let whole = std::fs::read(&file).expect("bytes");
+    let header = 8 + u64::from_le_bytes(whole[..8].try_into().expect("eight")) as usize;
+    let vs = model();
+    let (mut before, mut refused) = (values(&vs), 0);
+    for place in 0..header {
+        for change in [0x01, 0x10, 0xff_u8] {
+            let mut bytes = whole.clone();
+            bytes[place] ^= change;
+            std::fs::write(&file, &bytes).expect("written");
+            let attempt = AssertUnwindSafe(|| load(&vs, &[&file], &Default::default()));
+            match catch_unwind(attempt).expect("no panic") {
+                Ok(_) => before = values(&vs),
+                Err(error) => {
+                    assert!(!error.to_string().contains('\n'), "{error:?}");
+                    refused += 1;
+                }
+            }
+            assert_unchanged(&vs, &before);
+        }
+    }
+    assert!(refused > 2 * header, "{refused} of {} changes", 3 * header);
+}
+
+#[test]
+fn headers_that_lie_are_refused() {
+    let (_folder, file) = place();
+    let vs = store(Device::Cpu, &[("w", float(&[2, 2]))]);
+    let before = values(&vs);
+    let write = |header: &str, data: &[u8]| {
+        let bytes = [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), data].concat();
+        std::fs::write(&file, bytes).expect("written");
+    };
+    let info = |shape: &str, kind: &str, offsets: &str| {
+        format!(r#"{{"w":{{"dtype":"{kind}","shape":{shape},"data_offsets":{offsets}}}}}"#)
+    };
+    for (header, data) in [
+        (info("[2,2]", "F32", "[0,16]"), 15),
+        (info("[2,2]", "F32", "[0,8]"), 8),
+        (info("[2,2]", "F32", "[16,0]"), 16),
+        (info("[2,2]", "F32", "[0,18446744073709551615]"), 16),
+        (info("[9223372036854775807,9223372036854775807]", "F32", "[0,16]"), 16),
+        (info("[18446744073709551615,0]", "F32", "[0,0]"), 0),
+        (info("[-2,-2]", "F32", "[0,16]"), 16),
+        (info("[2,2]", "F99", "[0,16]"), 16),
+        (info("[4]", "F32", "[0,16]"), 16),
+        (info("[2,2,1]", "F32", "[0,16]"), 16),
+        (info("[2,2]", "U32", "[0,16]"), 16),
+        (info("[2,2]", "I32", "[0,16]"), 16),
+        (String::new(), 0),
+        ("[]".to_string(), 0),
+        ("{".repeat(1000), 0),
+    ] {
+        write(&header, &vec![0x3f; data]);
+        let error = load(&vs, &[&file], &Default::default()).expect_err(&header);
+        assert_names(&error, &file, &[]);
+        assert_unchanged(&vs, &before);
+    }
+    std::fs::write(&file, u64::MAX.to_le_bytes()).expect("written");
+    assert!(load(&vs, &[&file], &Default::default()).is_err(), "a header that is too long");
+    write(&info("[2,2]", "F32", "[0,16]"), &[0; 16]);
+    load(&vs, &[&file], &Default::default()).expect("an honest header");
+    assert_eq!(vs.variables()["w"].abs().sum(Kind::Float).double_value(&[]), 0.0);
+}
+
+/// One wrong tensor, whichever it is, keeps all others from being loaded. The message has all.
+#[test]
+fn one_wrong_tensor_keeps_the_others_from_being_loaded() {
+    let (_folder, file) = place();
+    let right =
+        || vec![("a", float(&[2, 3])), ("b", float(&[4])), ("c", Tensor::from_slice(&[1_i64]))];
+    for wrong in 0..3 {
+        for tensor in [float(&[5]), Tensor::zeros([4], (Kind::Int, Device::Cpu))] {
+            let mut tensors = right();
+            tensors[wrong].1 = tensor;
+            save(&store(Device::Cpu, &tensors), &file, &Default::default()).expect("saved");
+            let vs = store(Device::Cpu, &right());
+            let before = values(&vs);
+            let error = load(&vs, &[&file], &Default::default()).expect_err("does not fit");
+            let texts =
+                [&format!("{} of ", tensors[wrong].0)[..], "instead of", "nothing was loaded"];
+            assert_names(&error, &file, &texts);
+            assert_unchanged(&vs, &before);
+        }
+    }
+    let tensors = [("a", float(&[1])), ("b", float(&[4]).gt(0.0)), ("c", float(&[1]))];
+    save(&store(Device::Cpu, &tensors), &file, &Default::default()).expect("saved");
+    let vs = store(Device::Cpu, &right());
+    let error = load(&vs, &[&file], &Default::default()).expect_err("nothing fits");
+    let texts = [
+        "a of shape [1] instead of [2, 3]",
+        "b of kind BOOL instead of Float",
+        "c of kind F32 instead of Int64",
+    ];
+    assert_names(&error, &file, &texts);
+}
+
+#[test]
+fn a_missing_file_or_a_folder_is_named() {
+    let (folder, file) = place();
+    let vs = model();
+    let error = load(&vs, &[&file], &Default::default()).expect_err("no file");
+    assert_names(&error, &file, &["state_dict::load", "No such file"]);
+    let folder = folder.path().to_path_buf();
+    assert_names(&load(&vs, &[&folder], &Default::default()).expect_err("a folder"), &folder, &[]);
+}
