@@ -21,6 +21,8 @@ mod rope;
 #[cfg(feature = "recurrent")]
 mod side_stream;
 pub mod state_dict;
+#[cfg(all(feature = "norm", feature = "mlp"))]
+mod transformer;
 
 #[cfg(feature = "gemm")]
 pub use attention::{
@@ -48,3 +50,8 @@ pub use rms_norm::{RmsNorm, RmsNormConfig, RmsNormOp, rms_norm};
 pub use rnn::{Gru, Lstm, gru, lstm};
 #[cfg(feature = "rope")]
 pub use rope::{Rope, RopeConfig, RopeOp, rope};
+#[cfg(all(feature = "norm", feature = "mlp"))]
+pub use transformer::{
+    FeedForwardConfig, Norm, NormConfig, Residual, TransformerBlock, TransformerBlockConfig, norm,
+    transformer_block,
+};

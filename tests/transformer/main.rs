@@ -1,0 +1,302 @@
+//! Tests of `nn::TransformerBlock`: against the same maths in plain tch operations, with a cache, and
+//! by training a small language model in bf16.
+
+use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Reduction, Tensor};
+use tch_extension::Result;
+use tch_extension::amp::Autocast;
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::nn::{
+    AttentionCall, KvCache, Residual, RopeConfig, TransformerBlock, TransformerBlockConfig, norm,
+    rope, transformer_block,
+};
+use tch_extension::ops::{LinearCrossEntropyOptions, f_linear_cross_entropy};
+use tch_extension::testing::{assert_close, devices};
+
+const DIM: i64 = 32;
+const HEADS: i64 = 4;
+
+fn configs() -> [TransformerBlockConfig; 2] {
+    [TransformerBlockConfig::gpt2(), TransformerBlockConfig::llama(2, 48)]
+}
+
+fn block(vs: &VarStore, config: TransformerBlockConfig) -> TransformerBlock {
+    transformer_block(vs.root(), DIM, HEADS, config)
+}
+
+/// The block by PyTorch's documentation of its parts, from the variables' names alone.
+fn by_hand(vs: &VarStore, x: &Tensor, is_llama: bool) -> Tensor {
+    let all = vs.variables();
+    let of = |name: &str| all.get(name).unwrap_or_else(|| panic!("no {name} in {:?}", all.keys()));
+    let linear = |x: &Tensor, name: &str| {
+        let product = x.matmul(&of(&format!("{name}.weight")).tr());
+        all.get(&format!("{name}.bias")).map_or(product.shallow_clone(), |bias| &product + bias)
+    };
+    let normal = |x: &Tensor, name: &str| {
+        let weight = of(&format!("{name}.weight"));
+        match is_llama {
+            true => x.rms_norm([DIM], Some(weight), 1e-6),
+            false => {
+                x.layer_norm([DIM], Some(weight), Some(of(&format!("{name}.bias"))), 1e-5, false)
+            }
+        }
+    };
+    let (b, t, _) = x.size3().expect("three dimensions");
+    let heads = |x: &Tensor| x.view([b, t, -1, DIM / HEADS]).transpose(1, 2);
+    let [first, attention, second] = match is_llama {
+        true => ["input_layernorm", "self_attn", "post_attention_layernorm"],
+        false => ["ln_1", "attn", "ln_2"],
+    };
+    let n = normal(x, first);
+    let [q, k, v] = match is_llama {
+        true => {
+            ["q_proj", "k_proj", "v_proj"].map(|name| linear(&n, &format!("{attention}.{name}")))
+        }
+        false => {
+            let all = linear(&n, &format!("{attention}.c_attn")).chunk(3, -1);
+            <[Tensor; 3]>::try_from(all).expect("three")
+        }
+    };
+    let (q, k, v) = (heads(&q), heads(&k), heads(&v));
+    let repeats = HEADS / k.size()[1];
+    let (k, v) = (
+        k.repeat_interleave_self_int(repeats, 1, None),
+        v.repeat_interleave_self_int(repeats, 1, None),
+    );
+    let scores = q.matmul(&k.transpose(-2, -1)) / ((DIM / HEADS) as f64).sqrt();
+    let future = Tensor::ones([t, t], (Kind::Bool, x.device())).triu(1);
+    let weights = scores.masked_fill(&future, f64::NEG_INFINITY).softmax(-1, x.kind());
+    let output = weights.matmul(&v).transpose(1, 2).reshape([b, t, -1]);
+    let out = if is_llama { "o_proj" } else { "c_proj" };
+    let h = x + linear(&output, &format!("{attention}.{out}"));
+    let n = normal(&h, second);
+    let branch = match is_llama {
+        true => {
+            let hidden = linear(&n, "mlp.gate_proj").silu() * linear(&n, "mlp.up_proj");
+            linear(&hidden, "mlp.down_proj")
+        }
+        false => linear(&linear(&n, "mlp.c_fc").gelu("tanh"), "mlp.c_proj"),
+    };
+    h + branch
+}
+
+#[test]
+fn values_and_gradients_are_those_of_the_formula() {
+    for device in devices() {
+        for (index, config) in configs().into_iter().enumerate() {
+            let mut vs = VarStore::new(device);
+            let layer = block(&vs, config);
+            vs.set_kind(Kind::Double);
+            let x = Tensor::randn([2, 7, DIM], (Kind::Double, device)).set_requires_grad(true);
+            let (found, expected) = (layer.forward_t(&x, true), by_hand(&vs, &x, index == 1));
+            assert_close(&found.detach(), &expected.detach(), 1e-10, 1e-10);
+            let variables = vs.trainable_variables();
+            let leaves: Vec<&Tensor> = std::iter::once(&x).chain(&variables).collect();
+            let weight = x.randn_like().detach();
+            let of = |output: &Tensor| {
+                let loss = (output * &weight).sum(Kind::Double);
+                grad(&[&loss], &leaves, &GradOptions::default()).expect("gradients").into_vec()
+            };
+            for (found, expected) in of(&found).iter().zip(of(&expected)) {
+                let (found, expected) = (found.as_ref().expect("one"), expected.expect("one"));
+                assert_close(found, &expected, 1e-8, 1e-9);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_stream_through_blocks_is_the_blocks_one_after_another() {
+    for device in devices() {
+        for config in configs() {
+            let vs = VarStore::new(device);
+            let layers: Vec<TransformerBlock> = (0..3)
+                .map(|index| transformer_block(vs.root() / index, DIM, HEADS, config))
+                .collect();
+            let last = norm(vs.root() / "last", DIM, config.norm);
+            let x = Tensor::randn([2, 5, DIM], (Kind::Float, device));
+            let mut stream = Residual::new(x.shallow_clone());
+            for layer in &layers {
+                stream = layer.f_forward(&stream, AttentionCall::default()).expect("a stream");
+            }
+            let (total, output) = last.f_forward(&stream, 0.0).expect("a norm");
+            let one_by_one = layers.iter().fold(x, |x, layer| layer.forward_t(&x, false));
+            assert_close(&total.sum.detach(), &one_by_one.detach(), 1e-5, 1e-5);
+            let (_, expected) = last.f_forward(&Residual::new(one_by_one), 0.0).expect("a norm");
+            assert_close(&output.detach(), &expected.detach(), 1e-5, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn a_token_at_a_time_with_rotary_positions_is_the_whole() {
+    for device in devices() {
+        let vs = VarStore::new(device);
+        let layer = block(&vs, TransformerBlockConfig::llama(2, 48));
+        let positions =
+            rope(DIM / HEADS, device, RopeConfig { positions: 16, ..Default::default() });
+        let turn = |q: &Tensor, k: &Tensor, from: i64| positions.f_forward(q, k, from);
+        let _guard = tch::no_grad_guard();
+        let x = Tensor::randn([2, 9, DIM], (Kind::Float, device));
+        let run = |part: Tensor, cache: Option<&mut KvCache>| -> Result<Tensor> {
+            let call = AttentionCall { cache, transform: Some(&turn), ..Default::default() };
+            layer.f_forward(&Residual::new(part), call)?.f_total(0.0)
+        };
+        let whole = run(x.shallow_clone(), None).expect("the whole");
+        let mut cache = KvCache::new(16);
+        for (from, count) in [(0, 4), (4, 1), (5, 3), (8, 1)] {
+            let part = run(x.narrow(1, from, count), Some(&mut cache)).expect("a part");
+            assert_close(&part, &whole.narrow(1, from, count), 1e-4, 1e-5);
+        }
+    }
+}
+
+#[test]
+fn dropout_is_on_in_training_only() {
+    for device in devices() {
+        let vs = VarStore::new(device);
+        let layer =
+            block(&vs, TransformerBlockConfig { dropout: 0.5, ..TransformerBlockConfig::gpt2() });
+        let x = Tensor::randn([2, 5, DIM], (Kind::Float, device));
+        let run = |train| layer.forward_t(&x, train).detach();
+        assert!(run(false).equal(&run(false)));
+        assert!(!run(true).equal(&run(true)));
+    }
+}
+
+#[test]
+fn wrong_sizes_are_refused_by_name() {
+    let vs = VarStore::new(Device::Cpu);
+    let layer = block(&vs, TransformerBlockConfig::gpt2());
+    let error = layer.f_forward_t(&Tensor::zeros([2, 5, 31], (Kind::Float, Device::Cpu)), false);
+    let error = error.expect_err("an error").to_string();
+    assert!(error.starts_with("layer_norm: input") && !error.contains('\n'), "{error}");
+    let config = TransformerBlockConfig { dropout: 1.5, ..TransformerBlockConfig::gpt2() };
+    let panic = std::panic::catch_unwind(|| block(&VarStore::new(Device::Cpu), config));
+    let text = *panic.expect_err("a panic").downcast::<String>().expect("a text");
+    assert!(text.contains("dropout: expected a probability, got 1.5"), "{text}");
+}
+
+const VOCABULARY: i64 = 29;
+const CONTEXT: i64 = 16;
+
+/// A small language model.
+struct Model {
+    tokens: nn::Embedding,
+    positions: nn::Embedding,
+    blocks: Vec<TransformerBlock>,
+    last: tch_extension::nn::Norm,
+    is_composite: bool,
+}
+
+impl Model {
+    fn new(vs: &nn::Path<'_>, config: TransformerBlockConfig, is_composite: bool) -> Model {
+        let config = if is_composite { config.composite() } else { config };
+        let embedding =
+            |name: &str, count| nn::embedding(vs / name, count, DIM, Default::default());
+        Model {
+            tokens: embedding("tokens", VOCABULARY),
+            positions: embedding("positions", CONTEXT),
+            blocks: (0..2).map(|index| transformer_block(vs / index, DIM, HEADS, config)).collect(),
+            last: norm(vs / "last", DIM, config.norm),
+            is_composite,
+        }
+    }
+
+    fn loss(&self, tokens: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        let places = Tensor::arange(CONTEXT, (Kind::Int64, tokens.device()));
+        let embedded = self.tokens.forward(tokens) * 0.1 + self.positions.forward(&places) * 0.1;
+        let mut stream = Residual::new(embedded);
+        for block in &self.blocks {
+            let call = AttentionCall { train: true, ..Default::default() };
+            stream = block.f_forward(&stream, call)?;
+        }
+        let (_, output) = self.last.f_forward(&stream, 0.0)?;
+        let rows = output.f_reshape([-1, DIM])?;
+        let targets = targets.f_reshape([-1])?;
+        if self.is_composite {
+            let logits = rows.f_linear::<&Tensor>(&self.tokens.ws, None)?.f_to_kind(Kind::Float)?;
+            return Ok(logits.f_cross_entropy_loss::<Tensor>(
+                &targets,
+                None,
+                Reduction::Mean,
+                -100,
+                0.0,
+            )?);
+        }
+        let options = LinearCrossEntropyOptions::default();
+        f_linear_cross_entropy(&rows, &self.tokens.ws, None, &targets, &options)
+    }
+}
+
+/// The losses of some steps with AdamW on batches that do not depend on anything.
+fn losses(
+    device: Device,
+    config: TransformerBlockConfig,
+    is_composite: bool,
+    lower: Option<Kind>,
+    initial: &VarStore,
+) -> Vec<f64> {
+    let mut vs = VarStore::new(device);
+    let model = Model::new(&vs.root(), config, is_composite);
+    vs.copy(initial).expect("the same variables");
+    let mut optimizer = nn::AdamW::default().build(&vs, 3e-3).expect("an optimizer");
+    let step = |index: i64| {
+        // The next token depends on the two before it.
+        let first = Tensor::arange(16, (Kind::Int64, device)).unsqueeze(1) * 7 + index * 3;
+        let place = Tensor::arange(CONTEXT + 1, (Kind::Int64, device));
+        let text = (&first + &place * &place * 5 + &first * &place).remainder(VOCABULARY);
+        let (tokens, targets) = (text.narrow(1, 0, CONTEXT), text.narrow(1, 1, CONTEXT));
+        let _autocast = lower.map(|kind| Autocast::new(device, kind).expect("autocast"));
+        model.loss(&tokens, &targets).expect("a loss")
+    };
+    (0..60)
+        .map(|index| {
+            let loss = step(index);
+            optimizer.backward_step(&loss);
+            loss.double_value(&[])
+        })
+        .collect()
+}
+
+/// The curve in bf16 under autocast is as near to that of `Float` as the composite's, and the model
+/// learns.
+#[test]
+fn a_loss_curve_in_bf16_lies_on_the_composite_s() {
+    for device in devices() {
+        for config in configs() {
+            let mut initial = VarStore::new(device);
+            Model::new(&initial.root(), config, false);
+            initial.freeze();
+            let run = |is_composite, lower| losses(device, config, is_composite, lower, &initial);
+            let exact = run(true, None);
+            let (ours, theirs) =
+                (run(false, Some(Kind::BFloat16)), run(true, Some(Kind::BFloat16)));
+            let distance = |curve: &[f64]| {
+                curve.iter().zip(&exact).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+            };
+            let (of_ours, of_theirs) = (distance(&ours), distance(&theirs));
+            println!("from the curve of Float: ours {of_ours:.4}, the composite's {of_theirs:.4}");
+            assert!(exact[0] - exact[59] > 0.5, "the model does not learn: {exact:?}");
+            assert!(
+                of_ours <= 2.0 * of_theirs + 0.02,
+                "{of_ours} {of_theirs}\n{ours:?}\n{exact:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_curve_in_float_is_the_composite_s() {
+    for device in devices() {
+        for config in configs() {
+            let mut initial = VarStore::new(device);
+            Model::new(&initial.root(), config, false);
+            initial.freeze();
+            let run = |is_composite| losses(device, config, is_composite, None, &initial);
+            for (step, (ours, theirs)) in run(false).iter().zip(run(true)).enumerate().take(20) {
+                assert!((ours - theirs).abs() < 1e-3, "step {step}: {ours} {theirs}");
+            }
+        }
+    }
+}
