@@ -329,7 +329,7 @@ fn each_subset_of_the_gradients() {
     }
 }
 
-/// The gradient of the input is a sum of two products. Its error is at most that of libtorch's.
+/// The gradient of the input is a sum of two products. Its error is about that of libtorch's, or less.
 #[test]
 fn the_inputs_gradient_is_as_exact_as_libtorchs() {
     for device in devices() {

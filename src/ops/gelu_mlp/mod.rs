@@ -53,7 +53,8 @@ impl Default for GeluMlpOptions {
 /// pass, another one computes dz in the place of da, with db₁ from values that are not rounded yet, and
 /// a if it was not kept. In the half kinds z, a, da and dz are rounded, as in libtorch's three
 /// operations, and everything between is computed in `Float`. NaN and infinity give what libtorch's
-/// operations give.
+/// operations give, except that the exact GELU of infinity is infinity on the CPU, too, where oneDNN's
+/// is NaN.
 ///
 /// A call keeps its tensors, z (M·H elements) and, with
 /// [`save_activations`](GeluMlpOptions::save_activations), a (as many); of these only what the needed
