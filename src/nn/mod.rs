@@ -1,4 +1,5 @@
-//! Layers in tch's style that use the operators in [`ops`](crate::ops).
+//! Layers in tch's style that use the operators in [`ops`](crate::ops), attention by libtorch's back
+//! ends, and weights in PyTorch's files.
 
 mod attention;
 mod embedding;
