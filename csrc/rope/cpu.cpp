@@ -41,7 +41,7 @@ struct Row {
   // Rotates the pairs whose first place is `at`.
   Pairs rotated(const V& a, const V& b, int64_t at, int64_t count) const {
     const V c = load(cos + at, count), s = load(sin + at, count) * V(sign);
-    return {a * c - b * s, at::vec::fmadd(b, c, a * s)};
+    return {at::vec::fmsub(a, c, b * s), at::vec::fmadd(b, c, a * s)};
   }
 
   template <typename Count>

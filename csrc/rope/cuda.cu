@@ -80,11 +80,12 @@ __device__ __forceinline__ Angles<C, kLanes> angles_of(const RopeRotation& param
   return angles;
 }
 
+// The steps are written out so that each kernel rounds alike, whatever its vectors.
 template <typename C>
 __device__ __forceinline__ void rotate_pair(C& a, C& b, C cos, C sin) {
   const C before = a;
-  a = before * cos - b * sin;
-  b = b * cos + before * sin;
+  a = fma(before, cos, -(b * sin));
+  b = fma(b, cos, before * sin);
 }
 
 template <typename T, int kLanes>

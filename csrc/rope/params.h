@@ -11,7 +11,7 @@ struct RopeHeads {
   const void* from;
   // `[B, T, heads, D]`: other memory, or the same.
   void* to;
-  // The number of heads of a token; 0 if there is no such tensor.
+  // The number of heads of a token, at most 2²⁹; 0 if there is no such tensor.
   int64_t heads;
   // Of a sequence, a token and a head.
   int64_t from_strides[3];
