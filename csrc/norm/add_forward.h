@@ -113,7 +113,8 @@ template <typename T>
 bool fits_sum(const NormAddForward& params) {
   const NormPlan& plan = params.plan;
   const int64_t kept = plan.team <= kWarp ? kBytesOfSum : 2 * kBytesOfSum;
-  return fits_a_block(plan) && params.columns % kLanesOf16Bytes<T> == 0 &&
+  return params.parameter_kind == params.stream_kind && fits_a_block(plan) &&
+         params.columns % kLanesOf16Bytes<T> == 0 &&
          are_aligned({params.input, params.residual, params.weight, params.bias, params.sum,
                       params.output}) &&
          params.columns * int64_t{sizeof(T)} <= plan.team * kept &&

@@ -44,9 +44,9 @@ __device__ __forceinline__ uint4 philox(const RandomState& state, uint64_t seque
   return counter;
 }
 
-// Sets values to zero with the given probability and multiplies the others by 1 / (1 -
-// probability). A value takes 16 random bits, so that the probability is rounded to a multiple of
-// 2⁻¹⁶. Eight adjacent values share a number of 128 bits.
+// Sets values to zero with the given probability p, and multiplies the others by 1 / (1 - p). A
+// value takes 16 random bits, so that p is rounded to a multiple of 2⁻¹⁶, for the scale, too. Eight
+// adjacent values share a number of 128 bits.
 template <typename C>
 struct Dropout {
   RandomState state;
@@ -56,7 +56,7 @@ struct Dropout {
   __device__ __forceinline__ Dropout(const NormRandom& random, double probability)
       : state(random),
         dropped(static_cast<unsigned int>(probability * 65536.0 + 0.5)),
-        scale(static_cast<C>(1.0 / (1.0 - probability))) {}
+        scale(static_cast<C>(65536.0 / (65536 - static_cast<int>(dropped)))) {}
 
   // `at` is the first value's place in the array: a multiple of kLanes.
   template <typename T, int kLanes>

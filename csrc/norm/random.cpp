@@ -2,6 +2,7 @@
 #ifdef TCH_EXTENSION_CUDA
 
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include <mutex>
 
@@ -14,6 +15,8 @@ using namespace tch_extension;
 // bits per sequence. While a graph is captured, the state is where each replay will find its own.
 TCH_EXTENSION_API Message tch_extension_norm_random(int32_t device, NormRandom* result) {
   return guard([&] {
+    // The generator asks the current device whether a graph is captured.
+    const c10::cuda::CUDAGuard on_device(static_cast<c10::DeviceIndex>(device));
     at::Generator generator =
         at::cuda::detail::getDefaultCUDAGenerator(static_cast<c10::DeviceIndex>(device));
     const std::lock_guard<std::mutex> lock(generator.mutex());

@@ -7,9 +7,10 @@ use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::cuda::Graph;
 use tch_extension::ops::{NormWay, force};
 use tch_extension::testing::{
-    Sample, SampleTable, Shape, assert_as_accurate, assert_close, devices,
+    Sample, SampleTable, Shape, assert_as_accurate, assert_close, cuda_or_skip, devices,
 };
 
 /// x, residual, the normalised shape, weight and bias; the probability of dropout.
@@ -111,17 +112,19 @@ impl Op {
         [Some(random()), self.has_bias.then(random)]
     }
 
-    /// A residual stream of `Float` next to a branch of a half kind: h is `Float`, y has the branch's
-    /// kind, and so have their gradients.
+    /// A residual stream or parameters of `Float` next to a branch of a half kind: h has the stream's
+    /// kind and y the branch's, and so have their gradients.
     pub fn a_stream_of_float_next_to_a_half_branch(self) {
         for device in devices() {
-            for (kind, parameter_kind) in [Kind::Half, Kind::BFloat16]
-                .into_iter()
-                .flat_map(|kind| [(kind, kind), (kind, Kind::Float)])
+            for (kind, stream, parameter_kind) in
+                [Kind::Half, Kind::BFloat16].into_iter().flat_map(|kind| {
+                    let float = Kind::Float;
+                    [(kind, float, kind), (kind, float, float), (kind, kind, float)]
+                })
             {
                 for (rows, columns) in [(5, 64), (3, 33), (40, 768), (2, 4096), (2, 16_384)] {
                     let double = |kind| Tensor::randn([rows, columns], (kind, device));
-                    let (x, residual) = (double(kind), double(Kind::Float));
+                    let (x, residual) = (double(kind), double(stream));
                     let parameters = self.parameters(columns, parameter_kind, device);
                     let inputs: Vec<Tensor> = [Some(x), Some(residual)]
                         .into_iter()
@@ -151,7 +154,7 @@ impl Op {
                         [sum.detach(), output.detach()].into_iter().chain(found).collect::<Vec<_>>()
                     };
                     let found = run(self.fused, &inputs);
-                    assert_eq!((found[0].kind(), found[1].kind()), (Kind::Float, kind));
+                    assert_eq!((found[0].kind(), found[1].kind()), (stream, kind));
                     for (gradient, input) in found[2..].iter().zip(&inputs) {
                         assert_eq!(gradient.kind(), input.kind());
                     }
@@ -180,9 +183,9 @@ impl Op {
                 (Kind::Half, Kind::Half),
             ] {
                 for columns in [1024, 1000, 33] {
-                    let x = Tensor::ones([200, columns], (kind, device)).set_requires_grad(true);
+                    let x = Tensor::ones([400, columns], (kind, device)).set_requires_grad(true);
                     let residual =
-                        Tensor::zeros([200, columns], (stream, device)).set_requires_grad(true);
+                        Tensor::zeros([400, columns], (stream, device)).set_requires_grad(true);
                     let call = || {
                         (self.fused)(&x, &residual, &[columns], [None, None], 0.25)
                             .expect("outputs")
@@ -209,7 +212,7 @@ impl Op {
                     for create_graph in [false, true] {
                         let [of_x, of_residual] = gradients(create_graph);
                         assert_eq!((of_x.kind(), of_residual.kind()), (kind, stream));
-                        let threes = Tensor::full([200, columns], 3.0, (stream, device));
+                        let threes = Tensor::full([400, columns], 3.0, (stream, device));
                         assert_close(&of_residual.detach(), &threes, 1e-2, 0.0);
                         let expected = is_kept.to_kind(Kind::Double) * 4.0;
                         assert_close(&of_x.detach(), &expected.to_kind(kind), 1e-2, 0.0);
@@ -257,6 +260,134 @@ impl Op {
                 for (found, expected) in found.zip(gradients([&other_sum, &other_output])) {
                     assert_close(&found.detach(), &expected.detach(), 1e-9, 1e-9);
                 }
+            }
+        }
+    }
+
+    /// Rows that follow one another through a block's ring buffer, for each size of team, with every kind
+    /// of stream, with and without dropout, and with both gradients.
+    pub fn cuda_many_rows_for_each_block(self) {
+        let Some(device) = cuda_or_skip("cuda_many_rows_for_each_block") else { return };
+        let kinds = [
+            (Kind::Double, Kind::Double),
+            (Kind::Float, Kind::Float),
+            (Kind::BFloat16, Kind::BFloat16),
+            (Kind::Half, Kind::Float),
+        ];
+        let sizes = [(60_000, 8), (30_000, 64), (4000, 768), (3000, 1024), (900, 4096)];
+        for (kinds, size) in kinds.into_iter().flat_map(|kinds| sizes.map(|size| (kinds, size))) {
+            for probability in [0.0, 0.25] {
+                self.many_rows(device, kinds, size, probability);
+            }
+        }
+    }
+
+    /// Compares with libtorch's norm in `Double`, at the same h and with the same values dropped.
+    fn many_rows(
+        self,
+        device: Device,
+        (kind, stream): (Kind, Kind),
+        (rows, columns): (i64, i64),
+        probability: f64,
+    ) {
+        let random = |kind| Tensor::randn([rows, columns], (kind, device));
+        let [weight, bias] = self.parameters(columns, stream, device);
+        let all = [Some(random(kind)), Some(random(stream)), weight, bias];
+        let leaves: Vec<Tensor> =
+            all.into_iter().flatten().map(|leaf| leaf.set_requires_grad(true)).collect();
+        let parameters = [leaves.get(2), leaves.get(3)];
+        let (sum, output) =
+            (self.fused)(&leaves[0], &leaves[1], &[columns], parameters, probability)
+                .expect("outputs");
+        let double = |of: &Tensor| of.detach().to_kind(Kind::Double);
+        let exact: Vec<Tensor> =
+            leaves.iter().map(|leaf| double(leaf).set_requires_grad(true)).collect();
+        // A value was kept if h is nearer to x / (1 - p) + residual than to the residual alone.
+        let scale = 1.0 / (1.0 - probability);
+        let (x, residual, found) = (double(&leaves[0]), double(&leaves[1]), double(&sum));
+        let of_kept = (&found - (&x * scale + &residual)).abs();
+        let is_kept = of_kept.le_tensor(&(&found - &residual).abs());
+        let h = &exact[0] * (is_kept.to_kind(Kind::Double) * scale) + &exact[1];
+        let h = &h - h.detach() + &found;
+        let parameters = [exact.get(2), exact.get(3)];
+        let normal = (self.libtorch)(&h, &[columns], parameters).expect("libtorch's");
+        let grads = [random(stream), random(kind)];
+        let run = |outputs: [&Tensor; 2], leaves: &[Tensor]| {
+            let grads: Vec<Tensor> =
+                grads.iter().zip(outputs).map(|(grad, of)| grad.to_kind(of.kind())).collect();
+            let grad_outputs = &[Some(&grads[0]), Some(&grads[1])];
+            let options = GradOptions { grad_outputs, ..Default::default() };
+            let leaves: Vec<&Tensor> = leaves.iter().collect();
+            let found = grad(&outputs, &leaves, &options).expect("gradients").into_vec();
+            found.into_iter().map(|of| of.expect("a gradient")).collect::<Vec<Tensor>>()
+        };
+        let found = run([&sum, &output], &leaves);
+        for (place, (found, expected)) in found.iter().zip(run([&h, &normal], &exact)).enumerate() {
+            let epsilon = match found.kind() {
+                Kind::Double => 1e-11,
+                Kind::Float => 1e-5,
+                Kind::Half => 2e-3,
+                _ => 1.6e-2,
+            };
+            // Sums over the rows grow with the root of their number, as their errors do.
+            let terms = if place < 2 { 1.0 } else { (rows as f64).sqrt() };
+            assert_close(found, &expected.to_kind(found.kind()), epsilon, epsilon * terms);
+        }
+    }
+
+    /// Each replay of a captured graph draws new numbers, forward and backward the same ones, and the
+    /// seed decides which.
+    pub fn cuda_graphs_draw_new_numbers_in_each_replay(self) {
+        let test = "cuda_graphs_draw_new_numbers_in_each_replay";
+        let Some(device) = cuda_or_skip(test) else { return };
+        let x = Tensor::ones([64, 256], (Kind::Float, device)).set_requires_grad(true);
+        let residual = Tensor::zeros([64, 256], (Kind::Float, device));
+        let run = || {
+            let (sum, _) = (self.fused)(&x, &residual, &[256], [None, None], 0.5)?;
+            let of_x = grad(&[&sum.sum(Kind::Float)], &[&x], &GradOptions::default())?.single()?;
+            Ok([sum.detach(), of_x])
+        };
+        let seeded = || {
+            tch::manual_seed(17);
+            let [sum, _] = run().expect("outputs");
+            sum
+        };
+        assert!(seeded().equal(&seeded()), "the seed decides");
+        let (graph, [sum, of_x]) = Graph::capture(device, run).expect("a graph");
+        let replays: Vec<Tensor> = (0..3)
+            .map(|_| {
+                graph.replay().expect("a replay");
+                assert!(sum.equal(&of_x), "backward drew other numbers than forward");
+                sum.copy()
+            })
+            .collect();
+        assert!(!replays[0].equal(&replays[1]) && !replays[1].equal(&replays[2]));
+    }
+
+    /// Only h's gradient has a graph, so that the bias' gradient is a constant.
+    pub fn second_derivatives_where_one_gradient_has_no_graph(self) {
+        for device in devices() {
+            let random =
+                |size: &[i64]| Tensor::randn(size, (Kind::Double, device)).set_requires_grad(true);
+            let mut leaves = vec![random(&[4, 16]), random(&[4, 16]), random(&[16])];
+            if self.has_bias {
+                leaves.push(random(&[16]));
+            }
+            let second = |call: Call| {
+                let parameters = [leaves.get(2), leaves.get(3)];
+                let (sum, output) =
+                    call(&leaves[0], &leaves[1], &[16], parameters, 0.0).expect("outputs");
+                let loss = output.sum(Kind::Double) + sum.square().sum(Kind::Double);
+                let all: Vec<&Tensor> = leaves.iter().collect();
+                let create = GradOptions { create_graph: true, ..Default::default() };
+                let first = grad(&[&loss], &all, &create).expect("first").into_vec();
+                let loss: Tensor =
+                    first.iter().flatten().map(|of| of.square().sum(Kind::Double)).sum();
+                let found = grad(&[&loss], &all[..3], &GradOptions::default()).expect("second");
+                found.exactly::<3>().expect("three")
+            };
+            for (found, expected) in second(self.fused).iter().zip(second(self.reference)) {
+                assert_close(found, &expected, 1e-9, 1e-9);
             }
         }
     }
@@ -310,7 +441,7 @@ impl Op {
             let x = of(&[3, 8], Kind::Float);
             let (half, whole) = (of(&[3, 8], Kind::Half), of(&[3, 8], Kind::Int64));
             let (short, double) = (of(&[3, 7], Kind::Float), of(&[3, 8], Kind::Double));
-            let weight = of(&[7], Kind::Float);
+            let (weight, double_weight) = (of(&[7], Kind::Float), of(&[8], Kind::Double));
             let call =
                 |x: &Tensor, residual: &Tensor, shape: &[i64], weight: Option<&Tensor>, p| {
                     (self.fused)(x, residual, shape, [weight, None], p)
@@ -324,6 +455,11 @@ impl Op {
                 (call(&x, &half, &[8], None, 0.0), ["residual", "Float, as input"]),
                 (call(&half, &double, &[8], None, 0.0), ["residual", "Half, as input, or Float"]),
                 (call(&x, &x, &[8], Some(&weight), 0.0), ["weight", "[8]"]),
+                (
+                    call(&half, &half, &[8], Some(&double_weight), 0.0),
+                    ["weight", "Half, as input, or Float"],
+                ),
+                (call(&x, &x, &[8], Some(&Tensor::new()), 0.0), ["weight", "defined"]),
                 (call(&x, &x, &[8], None, 1.5), ["dropout", "1.5"]),
                 (call(&x, &x, &[8], None, f64::NAN), ["dropout", "NaN"]),
                 (call(&Tensor::new(), &x, &[8], None, 0.0), ["input", "defined"]),
@@ -373,8 +509,8 @@ impl Op {
                     };
                     let first = weight.as_ref().or(bias.as_ref()).map(|parameter| parameter.kind);
                     let is_mixed = is_half(x.kind) && residual.kind == Kind::Float;
-                    let takes_float = is_mixed || is_half(x.kind) && device == Device::Cpu;
-                    let takes = |kind: Kind| kind == x.kind || takes_float && kind == Kind::Float;
+                    let takes =
+                        |kind: Kind| kind == x.kind || is_half(x.kind) && kind == Kind::Float;
                     let mut parameters = weight.iter().chain(bias.iter());
                     x.size != residual.size
                         || shape.size.is_empty()
@@ -400,6 +536,9 @@ macro_rules! tests {
             dropout_drops_the_same_values_in_both_directions,
             gradients_under_dropout_are_those_of_the_formula,
             leaves_do_not_share_their_gradients,
+            cuda_many_rows_for_each_block,
+            cuda_graphs_draw_new_numbers_in_each_replay,
+            second_derivatives_where_one_gradient_has_no_graph,
             agrees_with_libtorch,
             bad_input_is_refused_by_name,
             random_cases,

@@ -40,20 +40,20 @@ impl Added for AddRmsNorm {
 ///
 /// Returns (h, y), contiguous, both of the input's shape; h has the kind of `residual` and y that of
 /// `input`. h is rounded to its kind before it is normalised, as [`rms_norm`](super::rms_norm()) of
-/// the stored sum would be, and y is rounded once. A weight may have the kinds that
-/// [`rms_norm`](super::rms_norm()) accepts; next to a stream of `Float`, also `Float`. Strides and sizes
-/// are arbitrary, and tensors may be empty. Autocast changes nothing, because y already has the kind in
-/// which the next product reads it. There are first and second derivatives with respect to each
-/// tensor. The gradients of `input` and `residual` may be one tensor, as those of libtorch's addition
-/// are.
+/// the stored sum would be, and y is rounded once. The weight has the input's kind or, with an input of a half kind, `Float`.
+/// Strides and sizes are arbitrary, and tensors may be empty. Autocast changes nothing, because y
+/// already has the kind in which the next product reads it. There are first and second derivatives
+/// with respect to each tensor. As those of libtorch's addition, the gradients of `input` and
+/// `residual` may be one tensor and, if only h has one, that incoming gradient itself.
 ///
 /// On CUDA the operator works on libtorch's current stream and never waits for the GPU. If rows begin
-/// at multiples of 16 bytes and have at most 16 KiB of x, the forward pass reads x and residual once and
-/// writes h and y once, and the backward pass reads h and both gradients once and writes one gradient
-/// once (two with dropout or two kinds). Other rows are added by libtorch and normalised by
-/// [`rms_norm`](super::rms_norm())'s kernels. One kernel draws dropout's random numbers from libtorch's
+/// at multiples of 16 bytes and have up to 8192 values (`Double` 4096), the forward pass reads x and
+/// residual once and writes h and y once, and the backward pass reads h and both gradients once and
+/// writes one gradient once (two with dropout or two kinds). Other rows, and those of which a block of
+/// an older GPU cannot hold two in shared memory, are added by libtorch and normalised by
+/// [`rms_norm`](super::rms_norm())'s kernels. The kernel draws dropout's random numbers from libtorch's
 /// generator, so that a captured graph draws new ones in each replay; the probability is rounded to a
-/// multiple of 2⁻¹⁶. It draws other numbers than libtorch's `dropout`, as do the CPU and CUDA.
+/// multiple of 2⁻¹⁶. It draws other numbers than libtorch's `dropout`, which other rows and the CPU use.
 ///
 /// Equivalent to:
 /// ```

@@ -7,7 +7,6 @@ use super::kernels::add::{
 use super::kernels::{Moments, Shape, compute_kind};
 use super::operator::{
     KINDS, Needs, Options, Saved, Statistic, backward, check_input, check_parameter, forward,
-    parameter_kinds,
 };
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::ffi::tensor::plain;
@@ -46,11 +45,17 @@ pub(in crate::ops) fn f_add_norm<A: Added>(
 ) -> Result<(Tensor, Tensor)> {
     let Addends { input, residual, weight, bias } = *addends;
     check_arguments(A::OP, addends, normalized_shape, dropout)?;
-    // Beside a stream of `Float`, the kernels take parameters of `Float`.
-    let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
-    let cast = |parameter: Option<&Tensor>| {
-        let other = parameter.filter(|_| kind != stream);
-        other.map(|parameter| parameter.f_to_kind(stream)).transpose()
+    // The kernels take parameters of the stream's kind; those of the CPU also `Float`.
+    let stream = residual.f_kind()?;
+    let kind = input.f_kind()?;
+    let takes_float = input.device() == Device::Cpu && kind == stream;
+    let cast = |parameter: Option<&Tensor>| -> Result<Option<Tensor>> {
+        match parameter {
+            Some(parameter) if parameter.f_kind()? != stream && !takes_float => {
+                Ok(Some(parameter.f_to_kind(stream)?))
+            }
+            _ => Ok(None),
+        }
     };
     let (cast_weight, cast_bias) = (cast(weight)?, cast(bias)?);
     let (weight, bias) = (cast_weight.as_ref().or(weight), cast_bias.as_ref().or(bias));
@@ -74,8 +79,7 @@ fn check_arguments(
     let residual = check!(op, residual).defined()?.same_device_as(&like)?.kind_in(&KINDS)?;
     residual.shape("as input", &size)?;
     let (kind, stream) = (input.f_kind()?, residual.tensor().f_kind()?);
-    let is_mixed = is_half(kind) && stream == Kind::Float;
-    if stream != kind && !is_mixed {
+    if stream != kind && !(is_half(kind) && stream == Kind::Float) {
         let expected = match is_half(kind) {
             true => format!("kind {kind:?}, as input, or Float"),
             false => format!("kind {kind:?}, as input"),
@@ -83,13 +87,15 @@ fn check_arguments(
         let hint = format!("cast it with to_kind(Kind::{kind:?})");
         return Err(residual.refuse(expected, format!("{stream:?}"), hint));
     }
-    let mixed = [kind, Kind::Float];
-    let kinds = if is_mixed { &mixed[..] } else { parameter_kinds(kind, input.device()) };
-    let parameter_kind = weight.or(bias).map(Tensor::f_kind).transpose()?;
     let parameters = [weight.map(|weight| check!(op, weight)), bias.map(|bias| check!(op, bias))];
+    let with_float = [kind, Kind::Float];
+    let kinds = if is_half(kind) { &with_float[..] } else { &with_float[..1] };
+    let mut parameter_kind = None;
     for parameter in parameters.into_iter().flatten() {
         let parameter = parameter.defined()?;
-        check_parameter(&parameter, input, normalized_shape, kinds, parameter_kind)?;
+        let found = parameter.tensor().f_kind()?;
+        let kind = *parameter_kind.get_or_insert(found);
+        check_parameter(&parameter, input, normalized_shape, kinds, Some(kind))?;
     }
     if !(0.0..=1.0).contains(&dropout) {
         let got = dropout.to_string();
@@ -177,6 +183,10 @@ impl<A: Added> Function for AddNorm<A> {
         {
             saver.save_optional(tensor);
         }
+        // h depends on no parameter.
+        if !saver.needs_input_grad(place::INPUT) && !saver.needs_input_grad(place::RESIDUAL) {
+            saver.mark_non_differentiable(0);
+        }
         // An output without a gradient then costs no tensor of zeros.
         saver.set_materialize_grads(false);
         Ok([outputs.sum, outputs.output].into())
@@ -184,10 +194,12 @@ impl<A: Added> Function for AddNorm<A> {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         // Both are constants, which may be read although they have no graph.
-        let dropped = tch::no_grad(|| -> Result<Dropped> {
-            let (mask, state) = (ctx.saved_optional(slot::MASK)?, ctx.saved_optional(slot::STATE)?);
-            Ok(Dropped { mask, state })
-        })?;
+        let dropped = {
+            let _guard = tch::no_grad_guard();
+            let state = ctx.saved_optional(slot::STATE)?;
+            let state = state.as_ref().map(plain).transpose()?;
+            Dropped { mask: ctx.saved_optional(slot::MASK)?, state }
+        };
         if ctx.create_graph() {
             return self.differentiable_backward(ctx, grads, &dropped);
         }
@@ -210,7 +222,7 @@ impl<A: Added> AddNorm<A> {
         let shape = self.shape(&size)?;
         let kinds = AddKinds { branch: self.kind, stream: addends.residual.f_kind()? };
         let mut dropped = Dropped::default();
-        let is_one_kernel = kinds.are_one_kernel(shape, device)?;
+        let is_one_kernel = kinds.are_one_kernel(shape, device, needs_graph)?;
         let is_outside = self.dropout > 0.0 && (device == Device::Cpu || !is_one_kernel);
         let after_dropout = if is_outside {
             let (input, mask) = addends.input.f_native_dropout(self.dropout, true)?;
@@ -266,7 +278,7 @@ impl<A: Added> AddNorm<A> {
         Ok((sum, output.f_to_kind(self.kind)?, moments))
     }
 
-    /// The gradients that are needed, from h's alone: those of weight and bias are zeros.
+    /// The gradients that are needed, from h's alone.
     fn gradients_of_sum_alone(
         &self,
         ctx: &Context<'_>,
@@ -274,19 +286,10 @@ impl<A: Added> AddNorm<A> {
         dropped: &Dropped,
     ) -> Result<[Option<Tensor>; 4]> {
         let Some(grad_sum) = grad_sum else { return Ok([const { None }; 4]) };
+        let grad_sum = plain(grad_sum)?;
         let of_input = ctx.needs_input_grad(place::INPUT);
-        let input = of_input.then(|| self.through_dropout(grad_sum, dropped)).transpose()?;
-        let weight = ctx.saved_optional(slot::WEIGHT)?;
-        let weight = weight.filter(|_| ctx.needs_input_grad(place::WEIGHT));
-        let bias = self.bias_kind.filter(|_| ctx.needs_input_grad(place::BIAS));
-        let like = |kind| (kind, grad_sum.device());
-        Ok([
-            input,
-            Some(grad_sum.shallow_clone()),
-            weight.map(|weight| weight.f_zeros_like()).transpose()?,
-            bias.map(|kind| Tensor::f_zeros(&self.options.normalized_shape, like(kind)))
-                .transpose()?,
-        ])
+        let input = of_input.then(|| self.through_dropout(&grad_sum, dropped)).transpose()?;
+        Ok([input, Some(grad_sum), None, None])
     }
 
     /// The gradients that are needed, from y's and, if there is one, h's.
@@ -299,8 +302,8 @@ impl<A: Added> AddNorm<A> {
     ) -> Result<[Option<Tensor>; 4]> {
         let sum = plain(&ctx.saved(slot::SUM)?)?;
         let weight = ctx.saved_optional(slot::WEIGHT)?;
-        let moments =
-            Moments { mean: ctx.saved_optional(slot::MEAN)?, rstd: ctx.saved(slot::RSTD)? };
+        let mean = ctx.saved_optional(slot::MEAN)?.as_ref().map(plain).transpose()?;
+        let moments = Moments { mean, rstd: plain(&ctx.saved(slot::RSTD)?)? };
         let needs = Needs {
             input: ctx.needs_input_grad(place::INPUT) || ctx.needs_input_grad(place::RESIDUAL),
             weight: ctx.needs_input_grad(place::WEIGHT),
@@ -308,7 +311,7 @@ impl<A: Added> AddNorm<A> {
         };
         let shape = self.shape(&sum.size())?;
         let kinds = AddKinds { branch: self.kind, stream: sum.f_kind()? };
-        if !kinds.are_one_kernel(shape, sum.device())? {
+        if !kinds.are_one_kernel(shape, sum.device(), true)? {
             let saved = Saved { input: sum, weight, moments };
             return self.composed_gradients(ctx, grad_output, grad_sum, (&saved, dropped), needs);
         }
@@ -378,7 +381,10 @@ impl<A: Added> AddNorm<A> {
             return Ok(of_sum.f_mul(mask)?.f_mul_scalar(scale)?.f_to_kind(self.kind)?);
         }
         if let Some(state) = &dropped.state {
-            let multipliers = tch::no_grad(|| self.multipliers(of_sum, state))?;
+            let multipliers = {
+                let _guard = tch::no_grad_guard();
+                self.multipliers(of_sum, state)?
+            };
             return Ok(of_sum.f_mul(&multipliers)?.f_to_kind(self.kind)?);
         }
         match of_sum.f_kind()? == self.kind {
@@ -439,8 +445,16 @@ impl<A: Added> AddNorm<A> {
         let input = of_sum.as_ref().filter(|_| of_input);
         let input = input.map(|of_sum| self.through_dropout(of_sum, dropped)).transpose()?;
         let parameter = |place: usize| found.optional(place).map(Tensor::shallow_clone);
-        let parameters = [parameter(place::WEIGHT), parameter(place::BIAS)];
-        let [weight, bias] = parameters;
+        let (weight, bias) = (parameter(place::WEIGHT), parameter(place::BIAS));
+        // The bias' gradient depends on y's alone. If only h's has a graph, the sum of none of its
+        // values gives it one, so that it does not look like a gradient whose graph was lost.
+        let bias = match (bias, grads.optional(0)) {
+            (Some(bias), Some(grad_sum)) if !bias.requires_grad() && grad_sum.requires_grad() => {
+                let none = grad_sum.f_reshape([-1])?.f_narrow(0, 0, 0)?;
+                Some(bias.f_add(&none.f_sum(bias.f_kind()?)?)?)
+            }
+            (bias, _) => bias,
+        };
         Ok([input, of_sum.filter(|_| of_residual), weight, bias].into())
     }
 }

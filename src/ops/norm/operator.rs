@@ -113,8 +113,9 @@ pub(super) fn check_parameter(
     let found = parameter.kind_in(&KINDS)?.tensor().f_kind()?;
     if !kinds.contains(&found) {
         let hint = format!("cast it with to_kind(Kind::{kind:?})");
+        let or_float = if kinds == [kind, Kind::Float] { ", or Float" } else { "" };
         return Err(parameter.refuse(
-            format!("kind {kind:?}, as input"),
+            format!("kind {kind:?}, as input{or_float}"),
             format!("{found:?}"),
             hint,
         ));

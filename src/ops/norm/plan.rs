@@ -312,11 +312,17 @@ impl Rows {
         if !self.takes_sums() {
             return None;
         }
-        let plan = self.ring(self.team(self.loads(), values / self.wide())?, values);
+        let mut plan = self.ring(self.team(self.loads(), values / self.wide())?, values);
         // The ring buffer holds h, dy and h's gradient of two rows.
-        let (stages, row) = (2, values * (self.size() + 2 * stream) * i64::from(plan.threads));
-        let has_room = stages * row <= self.room();
-        has_room.then(|| Plan { stages: 2, early_finish: self.gpu.clusters, ..plan })
+        let stages = 2;
+        let of_thread = i64::from(stages) * values * (self.size() + 2 * stream);
+        while of_thread * i64::from(plan.threads) > self.room() {
+            if plan.threads == plan.team || i64::from(plan.threads) <= WARP {
+                return None;
+            }
+            plan.threads /= 2;
+        }
+        Some(Plan { stages, early_finish: self.gpu.clusters, ..plan })
     }
 
     /// A plan for rows whose length is not a multiple of 16 bytes, in aligned arrays: the rows are

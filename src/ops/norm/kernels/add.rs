@@ -223,13 +223,13 @@ pub(crate) struct AddKinds {
 }
 
 impl AddKinds {
-    /// Whether one kernel computes a direction of rows of this shape, in arrays that libtorch
-    /// allocated. On CUDA both directions must have one.
-    pub fn are_one_kernel(self, shape: Shape, device: Device) -> Result<bool> {
+    /// Whether one kernel computes rows of this shape, in arrays that libtorch allocated; also those of
+    /// the backward pass, if there is to be one.
+    pub fn are_one_kernel(self, shape: Shape, device: Device, has_backward: bool) -> Result<bool> {
         let rows_of = self.rows(shape, device, 16)?;
-        Ok(device == Device::Cpu
-            || rows_of.forward_of_sum().is_some()
-                && rows_of.backward_of_sum(self.stream_bytes()).is_some())
+        let has_forward = || rows_of.forward_of_sum().is_some();
+        let takes_backward = || rows_of.backward_of_sum(self.stream_bytes()).is_some();
+        Ok(device == Device::Cpu || has_forward() && (!has_backward || takes_backward()))
     }
 
     fn stream_bytes(self) -> i64 {

@@ -326,3 +326,26 @@ fn odd_rows_that_do_not_go_in_place_have_one_plan_wherever_they_begin() {
     }
     assert!(in_place > 0);
 }
+
+#[test]
+fn sums_have_one_kernel_where_two_rows_fit() {
+    use Kind::{BFloat16, Double, Float};
+    let of = |gpu: Gpu, columns, kind, stream: i64| {
+        let rows = Rows { gpu, ..rows(Way::Automatic, columns, kind, 16) };
+        let (forward, backward) = (rows.forward_of_sum(), rows.backward_of_sum(stream));
+        (forward.map(|plan| plan.team), backward.map(|plan| (plan.team, plan.threads)))
+    };
+    assert_eq!(of(GPU, 768, BFloat16, 2), (Some(64), Some((64, 256))));
+    assert_eq!(of(GPU, 4096, BFloat16, 4), (Some(256), Some((256, 256))));
+    assert_eq!(of(GPU, 8192, Float, 4), (Some(512), Some((512, 512))));
+    assert_eq!(of(GPU, 4096, Double, 8), (Some(512), Some((512, 512))));
+    // Longer rows have a forward kernel alone.
+    assert_eq!(of(GPU, 16_384, BFloat16, 2), (Some(512), None));
+    assert_eq!(of(GPU, 32_768, BFloat16, 2), (None, None));
+    assert_eq!(of(GPU, 1001, BFloat16, 2), (None, None));
+    // A block with less shared memory is smaller.
+    let small = Gpu { shared_memory: 99 << 10, ..OLD };
+    assert_eq!(of(small, 1024, Float, 4).1, Some((64, 128)));
+    assert_eq!(of(small, 8192, Float, 4).1, None);
+    assert_eq!(of(OLD, 1024, BFloat16, 4).1, Some((64, 128)));
+}
