@@ -2,6 +2,8 @@
 // process.
 
 #include <ATen/Context.h>
+#include <ATen/ops/_fused_sdp_choice.h>
+#include <ATen/ops/empty.h>
 
 #include <vector>
 
@@ -36,17 +38,34 @@ TCH_EXTENSION_API Message tch_extension_sdp_backends_get(SdpBackends* result) {
   });
 }
 
-TCH_EXTENSION_API Message tch_extension_sdp_backends_set(const SdpBackends* backends) {
+// enabled: one for each at::SDPBackend
+TCH_EXTENSION_API Message tch_extension_sdp_backends_enable(const bool* enabled) {
   return guard([&] {
     auto& context = at::globalContext();
     const auto is_enabled = [&](at::SDPBackend backend) {
-      return backends->enabled[static_cast<int>(backend)];
+      return enabled[static_cast<int>(backend)];
     };
     context.setSDPUseMath(is_enabled(at::SDPBackend::math));
     context.setSDPUseFlash(is_enabled(at::SDPBackend::flash_attention));
     context.setSDPUseMemEfficient(is_enabled(at::SDPBackend::efficient_attention));
     context.setSDPUseCuDNN(is_enabled(at::SDPBackend::cudnn_attention));
     context.setSDPUseOverrideable(is_enabled(at::SDPBackend::overrideable));
-    context.setSDPPriorityOrder(std::vector<int64_t>(backends->order, backends->order + kBackends));
+  });
+}
+
+// order: each at::SDPBackend once
+TCH_EXTENSION_API Message tch_extension_sdp_backends_order(const int64_t* order) {
+  return guard([&] {
+    at::globalContext().setSDPPriorityOrder(std::vector<int64_t>(order, order + kBackends));
+  });
+}
+
+// libtorch overwrites the order when it chooses a back end on CUDA for the first time. This lets it
+// choose one, on the current device, whose kind decides the order.
+TCH_EXTENSION_API Message tch_extension_sdp_backends_settle() {
+  return guard([&] {
+    if (!at::hasCUDA()) return;
+    const auto x = at::empty({1, 1, 8, 8}, at::TensorOptions(at::kCUDA).dtype(at::kHalf));
+    at::_fused_sdp_choice(x, x, x);
   });
 }

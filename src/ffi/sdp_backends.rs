@@ -11,15 +11,20 @@ const BACKENDS: usize = 5;
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SdpBackends {
-    /// Numbers of `at::SDPBackend`, first the one that is tried first.
-    pub order: [i64; BACKENDS],
-    /// Indexed by these numbers.
-    pub enabled: [bool; BACKENDS],
+    pub order: SdpOrder,
+    pub enabled: SdpEnabled,
 }
+
+/// Numbers of `at::SDPBackend`, first the one that is tried first.
+pub(crate) type SdpOrder = [i64; BACKENDS];
+/// Indexed by these numbers.
+pub(crate) type SdpEnabled = [bool; BACKENDS];
 
 unsafe extern "C" {
     fn tch_extension_sdp_backends_get(result: *mut SdpBackends) -> *mut c_char;
-    fn tch_extension_sdp_backends_set(backends: *const SdpBackends) -> *mut c_char;
+    fn tch_extension_sdp_backends_enable(enabled: *const bool) -> *mut c_char;
+    fn tch_extension_sdp_backends_order(order: *const i64) -> *mut c_char;
+    fn tch_extension_sdp_backends_settle() -> *mut c_char;
 }
 
 fn check(message: *mut c_char) -> Result<()> {
@@ -33,9 +38,23 @@ impl SdpBackends {
         check(unsafe { tch_extension_sdp_backends_get(&mut backends) }).map(|()| backends)
     }
 
-    pub(crate) fn set(&self) -> Result<()> {
-        // SAFETY: C++ reads `self`, which has its layout, during the call only. The numbers in
-        // `order` come from libtorch, perhaps in another order.
-        check(unsafe { tch_extension_sdp_backends_set(self) })
+    /// Enables these and disables all others.
+    pub(crate) fn enable(enabled: &SdpEnabled) -> Result<()> {
+        // SAFETY: C++ reads the array, which has as many elements as it expects, during the call
+        // only.
+        check(unsafe { tch_extension_sdp_backends_enable(enabled.as_ptr()) })
+    }
+
+    /// Sets the order in which libtorch tries them.
+    pub(crate) fn set_order(order: &SdpOrder) -> Result<()> {
+        // SAFETY: C++ reads the array, which has as many elements as it expects, during the call
+        // only. The numbers come from libtorch, perhaps in another order.
+        check(unsafe { tch_extension_sdp_backends_order(order.as_ptr()) })
+    }
+
+    /// Lets libtorch set its own order, which it does only once, if there is a GPU.
+    pub(crate) fn settle() -> Result<()> {
+        // SAFETY: C++ takes nothing.
+        check(unsafe { tch_extension_sdp_backends_settle() })
     }
 }

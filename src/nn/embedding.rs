@@ -123,9 +123,11 @@ impl Lookup {
             return Ok(Tensor::f_zeros([self.rows, columns], (kind, grad.device()))?);
         }
         if self.scale_grad_by_freq && create_graph {
-            // libtorch's second derivative forgets the scale.
-            let scaled = grad.f_mul(&self.inverse_counts(indices, kind)?)?;
-            return self.sum(&scaled, indices, false);
+            // libtorch's second derivative forgets the scale. Half kinds do not hold all counts.
+            let compute = if kind == Kind::Double { kind } else { Kind::Float };
+            let inverse = self.inverse_counts(indices, compute)?;
+            let scaled = grad.f_to_kind(compute)?.f_mul(&inverse)?;
+            return Ok(self.sum(&scaled, indices, false)?.f_to_kind(kind)?);
         }
         self.sum(grad, indices, self.scale_grad_by_freq)
     }
@@ -153,7 +155,12 @@ impl Lookup {
             Device::Cpu => Ok(sum(grad, indices, self.rows)?),
             _ => {
                 let rows = rows_without_atomics(self.rows, indices.numel() as i64);
-                Ok(sum(grad, indices, rows)?.f_narrow(0, 0, self.rows)?)
+                let sums = sum(grad, indices, rows)?;
+                if rows == self.rows {
+                    return Ok(sums);
+                }
+                // A view would keep the memory of all rows.
+                Ok(sums.f_narrow(0, 0, self.rows)?.f_to_dtype(kind, false, true)?)
             }
         }
     }

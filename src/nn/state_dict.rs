@@ -15,7 +15,8 @@
 //! A file of Hugging Face's GPT-2 has the names of this crate's layers if the model's paths follow
 //! it, but keeps some weights transposed (`Conv1D`), and its buffers `attn.bias` are no parameters:
 //!
-//! ```no_run
+#![cfg_attr(feature = "gemm", doc = "```no_run")]
+#![cfg_attr(not(feature = "gemm"), doc = "```ignore")]
 //! # use tch::{Device, nn::VarStore};
 //! # use tch_extension::nn::{AttentionConfig, attention, state_dict::{StateDictOptions, load}};
 //! let vs = VarStore::new(Device::Cpu);
@@ -35,13 +36,16 @@
 //! ```
 
 use crate::{Error, Result, check};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView, View, serialize_to_file};
+use safetensors::tensor::{
+    Dtype, SafeTensorError, SafeTensors, TensorView, View, serialize_to_file,
+};
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{File, Permissions};
+use std::io::ErrorKind;
 use std::os::unix::fs::PermissionsExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 
@@ -150,8 +154,9 @@ fn variables(op: &str, vs: &VarStore, options: &StateDictOptions<'_>) -> Result<
 ///
 /// # Errors
 /// Before any variable is changed: when a file cannot be read or is no complete safetensors file,
-/// when two files have the same name, when a shape or kind does not fit, and, with `strict`, when
-/// names are missing or unexpected. After that, only a failure of the device is left.
+/// when two files have the same name, when a shape or kind does not fit, when elements of a variable
+/// share memory, and, with `strict`, when names are missing or unexpected. After that, only a failure
+/// of the device is left.
 pub fn load<P: AsRef<Path>>(
     vs: &VarStore,
     files: &[P],
@@ -171,8 +176,9 @@ pub fn load<P: AsRef<Path>>(
         .collect();
     let mut problems = vec![];
     if options.strict {
-        problems.extend(listed("no ", &report.missing));
-        problems.extend(listed("the unexpected ", &report.unexpected));
+        let of = |names: &[String]| names.iter().map(|name| shown(name)).collect::<Vec<_>>();
+        problems.extend(listed("no ", &of(&report.missing)));
+        problems.extend(listed("the unexpected ", &of(&report.unexpected)));
     }
     problems.extend(listed("", &refused));
     if !problems.is_empty() {
@@ -206,12 +212,44 @@ fn failed(op: &str, file: &Path, error: &dyn std::fmt::Display) -> Error {
 
 fn parse<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
     SafeTensors::deserialize(bytes).map_err(|error| {
+        let is_unknown = matches!(error, SafeTensorError::InvalidHeaderDeserialization);
+        if let Some(kind) = unknown_kind(bytes).filter(|_| is_unknown) {
+            return Error::msg(format!(
+                "{LOAD}: {}: expected tensors of the kinds {}, got one of kind {}",
+                file.display(),
+                DTYPES.join(", "),
+                shown(kind)
+            ));
+        }
         Error::msg(format!(
             "{LOAD}: {}: expected a complete safetensors file, got one with the error {error:?}; \
              safetensors.torch.save_file of Python makes one of a state_dict",
             file.display()
         ))
     })
+}
+
+/// The kinds that this version of safetensors reads.
+const DTYPES: [&str; 13] =
+    ["BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"];
+
+/// The first kind in a file's header that is not among [`DTYPES`], such as `F8_E4M3`.
+fn unknown_kind(bytes: &[u8]) -> Option<&str> {
+    let (len, rest) = bytes.split_first_chunk()?;
+    let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
+    let header = std::str::from_utf8(rest.get(..len)?).ok()?;
+    header.split("\"dtype\"").skip(1).filter_map(string).find(|kind| !DTYPES.contains(kind))
+}
+
+/// The string after the colon that `text` begins with.
+fn string(text: &str) -> Option<&str> {
+    let value = text.trim_start().strip_prefix(':')?.trim_start().strip_prefix('"')?;
+    value.split('"').next()
+}
+
+/// A name from a file, for a message of one line.
+fn shown(name: &str) -> String {
+    name.escape_debug().to_string()
 }
 
 /// The tensors of all files.
@@ -224,8 +262,9 @@ fn by_name<'a>(
         for (name, view) in tensors.tensors() {
             if found.contains_key(&name) {
                 return Err(Error::msg(format!(
-                    "{LOAD}: {}: expected names that no other file has, got {name}",
-                    file.display()
+                    "{LOAD}: {}: expected names that no other file has, got {}",
+                    file.display(),
+                    shown(&name)
                 )));
             }
             found.insert(name, view);
@@ -249,12 +288,19 @@ fn compare(variables: &[Variable], found: &BTreeMap<String, TensorView<'_>>) -> 
 
 /// What is wrong with a tensor of the file, if anything is.
 fn mismatch(variable: &Variable, view: &TensorView<'_>) -> Option<String> {
-    let (name, found, expected) = (&variable.name_in_file, size_of(view), variable.size_in_file());
+    let Variable { name_in_file, tensor, .. } = variable;
+    let (name, found, expected) = (shown(name_in_file), size_of(view), variable.size_in_file());
+    let strides = tensor.stride();
+    let is_repeated = tensor.size().iter().zip(&strides).any(|(&size, &by)| size > 1 && by == 0);
+    if is_repeated && tensor.numel() > 0 {
+        // libtorch would refuse to write to it, after other variables were written.
+        return Some(format!("{name} for a variable of strides {strides:?}, which share memory"));
+    }
     if found != expected {
         let transposed = if variable.transposed { ", transposed," } else { "" };
         return Some(format!("{name} of shape {found:?} instead of{transposed} {expected:?}"));
     }
-    let kind = variable.tensor.f_kind().ok();
+    let kind = tensor.f_kind().ok();
     let fits = kind_of(view.dtype()).is_ok_and(|found| {
         Some(found) == kind || is_floating(found) && kind.is_some_and(is_floating)
     });
@@ -291,12 +337,16 @@ fn kind_of(dtype: Dtype) -> Result<Kind> {
 /// tensors are copied, one at a time. Weights that are tied under two names are written twice.
 ///
 /// The file is first written completely under another name in the same folder, `.<name>.<random>`,
-/// which may remain if the process is killed. A symbolic link stays, and the file that it points to
-/// is replaced. See [`load`] for an example.
+/// which may remain if the process is killed. The new file has the permissions of the one that it
+/// replaces. A symbolic link stays, and the file that it leads to is replaced, or made. See [`load`]
+/// for an example.
 ///
 /// # Errors
 /// When two variables get one name, when a variable has a kind that the format lacks, when CUDA
-/// fails, or when the file cannot be written. The old file, if there was one, is then unchanged.
+/// fails, when the path leads to a folder, a device, a pipe or a socket, or when the file cannot be
+/// written. The old file, if there was one, is then unchanged, unless the error says that the new
+/// one is written: then the disk failed to keep its name, and after a power cut the old one may be
+/// back.
 pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'_>) -> Result<()> {
     let file = file.as_ref();
     let variables = variables(SAVE, vs, options)?;
@@ -320,15 +370,19 @@ fn write(
     tensors: Vec<(&str, Stored<'_>)>,
     failure: &RefCell<Option<Error>>,
 ) -> Result<()> {
-    let file = std::fs::canonicalize(file).unwrap_or_else(|_| file.to_path_buf());
+    let io = |error: std::io::Error| Error::msg(error.to_string());
+    let file = end_of_links(file).map_err(io)?;
     let name = file.file_name().ok_or_else(|| Error::msg("expected a file name"))?;
+    let replaced = permissions_of_file(&file)?;
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
-    let io = |error: std::io::Error| Error::msg(error.to_string());
+    // Opened before anything is written, so that this cannot fail after the renaming.
+    let folder_to_sync = File::open(folder).map_err(io)?;
+    // For a new file as for any new file; the process' umask takes bits away.
+    let at_first = if replaced.is_some() { 0o600 } else { 0o666 };
     let partial = tempfile::Builder::new()
         .prefix(&format!(".{}.", name.to_string_lossy()))
-        // As for any new file; the process' umask takes bits away.
-        .permissions(Permissions::from_mode(0o666))
+        .permissions(Permissions::from_mode(at_first))
         .tempfile_in(folder)
         .map_err(io)?;
     // Hugging Face's transformers refuse a file without this entry. Next to no tensors at all, this
@@ -340,10 +394,48 @@ fn write(
     if let Some(error) = failure.take() {
         return Err(error);
     }
+    if let Some(permissions) = replaced {
+        partial.as_file().set_permissions(permissions).map_err(io)?;
+    }
     // The contents are on the disk before the name is, and then the name is.
     partial.as_file().sync_all().map_err(io)?;
     partial.persist(&file).map_err(|error| io(error.error))?;
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(io)
+    sync_folder(&folder_to_sync)
+        .map_err(|error| Error::msg(format!("the new file is written, but not its name: {error}")))
+}
+
+/// Where a path leads to through symbolic links. There need not be a file.
+fn end_of_links(file: &Path) -> std::io::Result<PathBuf> {
+    let mut file = file.to_path_buf();
+    // Linux follows as many.
+    for _ in 0..=40 {
+        let Ok(next) = std::fs::read_link(&file) else { return Ok(file) };
+        file = file.parent().unwrap_or(Path::new("")).join(next);
+    }
+    Err(std::io::Error::other("expected a file, got too many symbolic links"))
+}
+
+/// The permissions of a file, or `None` if there is nothing.
+fn permissions_of_file(file: &Path) -> Result<Option<Permissions>> {
+    let got = match std::fs::metadata(file) {
+        Ok(found) if found.is_file() => return Ok(Some(found.permissions())),
+        Ok(found) if found.is_dir() => "a folder",
+        Ok(_) => "a device, a pipe or a socket",
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Error::msg(error.to_string())),
+    };
+    Err(Error::msg(format!("expected a regular file or a new one, got {got}")))
+}
+
+/// Waits until the names in a folder are on the disk. Where a file system cannot do that for
+/// folders, there is nothing to wait for.
+fn sync_folder(folder: &File) -> std::io::Result<()> {
+    match folder.sync_all() {
+        Err(error) if matches!(error.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
+            Ok(())
+        }
+        synced => synced,
+    }
 }
 
 /// A variable in the form of the file.
@@ -401,5 +493,20 @@ impl View for Stored<'_> {
 
     fn data_len(&self) -> usize {
         self.len
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_cannot_be_synchronised_is_no_error() {
+        let folder = File::open("/proc").expect("a folder");
+        let error = folder.sync_all().expect_err("Linux cannot synchronise /proc");
+        assert_eq!(error.kind(), ErrorKind::InvalidInput);
+        sync_folder(&folder).expect("nothing to wait for");
+        // ENOTSUP of Linux
+        assert_eq!(std::io::Error::from_raw_os_error(95).kind(), ErrorKind::Unsupported);
     }
 }

@@ -37,14 +37,17 @@ pub fn norm<'a, T: Borrow<Path<'a>>>(vs: T, dim: i64, config: NormConfig) -> Nor
 }
 
 impl Norm {
-    /// Adds the stream's branch to its sum and normalises the sum. Returns the stream, whose branch
-    /// is then added, and the norm. `dropout` is the probability that a value of the branch is
-    /// dropped; pass 0 in evaluation.
+    /// Adds the stream's branch, with its dropout, to its sum and normalises the sum. Returns the
+    /// stream, whose branch is then added, and the norm.
+    ///
+    /// The norm has the kind of the branch. Under autocast it is therefore `Half` or `BFloat16` after
+    /// a block, also at the end of the stream, where libtorch's norm of the sum, which is `Float`,
+    /// would be `Float`.
     ///
     /// # Errors
     /// When the stream does not fit this norm; see [`add_layer_norm`](crate::ops::add_layer_norm()).
-    pub fn f_forward(&self, stream: &Residual, dropout: f64) -> Result<(Residual, Tensor)> {
-        let Some(branch) = &stream.branch else {
+    pub fn f_forward(&self, stream: &Residual) -> Result<(Residual, Tensor)> {
+        let Some((branch, dropout)) = &stream.branch else {
             let output = match self {
                 Norm::Layer(norm) => norm.f_forward(&stream.sum)?,
                 Norm::Rms(norm) => norm.f_forward(&stream.sum)?,
@@ -52,8 +55,8 @@ impl Norm {
             return Ok((Residual::new(stream.sum.shallow_clone()), output));
         };
         let (sum, output) = match self {
-            Norm::Layer(norm) => norm.f_forward_add(branch, &stream.sum, dropout)?,
-            Norm::Rms(norm) => norm.f_forward_add(branch, &stream.sum, dropout)?,
+            Norm::Layer(norm) => norm.f_forward_add(branch, &stream.sum, *dropout)?,
+            Norm::Rms(norm) => norm.f_forward_add(branch, &stream.sum, *dropout)?,
         };
         Ok((Residual::new(sum), output))
     }
@@ -65,8 +68,9 @@ impl Norm {
 pub struct Residual {
     /// The sum of what came before.
     pub sum: Tensor,
-    /// What is still to be added.
-    pub branch: Option<Tensor>,
+    /// What is still to be added, and the probability that a value of it is dropped then. The block
+    /// that computes the branch says so: 0 unless it trains.
+    pub branch: Option<(Tensor, f64)>,
 }
 
 impl Residual {
@@ -75,15 +79,15 @@ impl Residual {
         Residual { sum, branch: None }
     }
 
-    /// The sum with the branch, of whose values a share `dropout` is dropped.
+    /// The sum with the branch, with its dropout.
     ///
     /// # Errors
     /// If an operation of libtorch fails.
-    pub fn f_total(&self, dropout: f64) -> Result<Tensor> {
+    pub fn f_total(&self) -> Result<Tensor> {
         match &self.branch {
             None => Ok(self.sum.shallow_clone()),
-            Some(branch) if dropout == 0.0 => Ok(self.sum.f_add(branch)?),
-            Some(branch) => Ok(self.sum.f_add(&branch.f_dropout(dropout, true)?)?),
+            Some((branch, 0.0)) => Ok(self.sum.f_add(branch)?),
+            Some((branch, dropout)) => Ok(self.sum.f_add(&branch.f_dropout(*dropout, true)?)?),
         }
     }
 }
@@ -137,9 +141,10 @@ impl TransformerBlockConfig {
 
     /// As in Llama, with Hugging Face's names: `input_layernorm`, `self_attn`,
     /// `post_attention_layernorm` and `mlp`. Rotary positions are
-    /// [`AttentionCall::transform`](AttentionCall) of each call.
+    /// [`AttentionCall::transform`](AttentionCall) of each call. The norms' `eps` is 1e-5, as in
+    /// Llama 2 and 3; that of the first Llama is 1e-6.
     pub fn llama(num_kv_heads: i64, hidden_dim: i64) -> Self {
-        let norm = RmsNormConfig { eps: Some(1e-6), ..Default::default() };
+        let norm = RmsNormConfig { eps: Some(1e-5), ..Default::default() };
         TransformerBlockConfig {
             attention: AttentionConfig::llama(num_kv_heads),
             norm: NormConfig::Rms(norm),
@@ -198,7 +203,7 @@ pub struct TransformerBlock {
 /// for block in &blocks {
 ///     stream = block.f_forward(&stream, Default::default())?;
 /// }
-/// let (_, output) = last_norm.f_forward(&stream, 0.0)?;
+/// let (_, output) = last_norm.f_forward(&stream)?;
 /// assert_eq!(output.size(), [2, 7, 32]);
 /// assert!(vs.variables().contains_key("h.1.mlp.c_fc.weight"));
 /// # Ok::<(), tch_extension::Error>(())
@@ -242,20 +247,33 @@ impl TransformerBlock {
     }
 
     /// Computes the block for a stream of tokens `[B, T, C]`, with what the call adds to attention: a
-    /// mask, a cache, rotary positions. The call also says whether dropout is on.
+    /// mask, a cache, rotary positions. The call also says whether dropout is on, the returned
+    /// stream's, too.
     ///
     /// # Errors
     /// When the stream does not fit this block, as for [`Attention::f_attend`], or if libtorch or CUDA
-    /// fails.
+    /// fails. The call's cache is then as after an error of `f_attend`.
     pub fn f_forward(&self, stream: &Residual, call: AttentionCall<'_>) -> Result<Residual> {
+        let AttentionCall { train, attn_mask, mut cache, transform } = call;
+        let before = cache.as_ref().map(|cache| cache.mark());
+        let call = AttentionCall { train, attn_mask, cache: cache.as_deref_mut(), transform };
+        let output = self.branches(stream, call);
+        if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
+            cache.rewind(before);
+        }
+        output
+    }
+
+    fn branches(&self, stream: &Residual, call: AttentionCall<'_>) -> Result<Residual> {
         let dropout = if call.train { self.dropout } else { 0.0 };
-        let (mut stream, normal) = self.norms[0].f_forward(stream, dropout)?;
-        stream.branch = Some(self.attention.f_attend(&normal, call)?);
-        let (mut stream, normal) = self.norms[1].f_forward(&stream, dropout)?;
-        stream.branch = Some(match &self.feed_forward {
+        let (mut stream, normal) = self.norms[0].f_forward(stream)?;
+        stream.branch = Some((self.attention.f_attend(&normal, call)?, dropout));
+        let (mut stream, normal) = self.norms[1].f_forward(&stream)?;
+        let output = match &self.feed_forward {
             FeedForward::Mlp(layer) => layer.f_forward(&normal)?,
             FeedForward::SwiGlu(layer) => layer.f_forward(&normal)?,
-        });
+        };
+        stream.branch = Some((output, dropout));
         Ok(stream)
     }
 
@@ -265,8 +283,7 @@ impl TransformerBlock {
     /// As for [`f_forward`](Self::f_forward).
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let call = AttentionCall { train, ..Default::default() };
-        let stream = self.f_forward(&Residual::new(input.shallow_clone()), call)?;
-        stream.f_total(if train { self.dropout } else { 0.0 })
+        self.f_forward(&Residual::new(input.shallow_clone()), call)?.f_total()
     }
 }
 

@@ -93,6 +93,42 @@ fn the_switch_selects_and_restores() {
     assert_eq!(error, "sdpa_kernel: backends: expected one back end or more, got none");
 }
 
+/// Two threads whose regions overlap: one ends in the other's.
+#[test]
+fn regions_of_two_threads_may_overlap() {
+    let _alone = alone();
+    let enabled = || enabled_sdpa_backends().expect("back ends");
+    let before = enabled();
+    for by_priority in [false, true] {
+        let (opened, is_opened) = std::sync::mpsc::channel();
+        let (close, may_close) = std::sync::mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let first = scope.spawn(move || {
+                let body = || {
+                    opened.send(()).expect("the other thread");
+                    may_close.recv().expect("the other thread");
+                };
+                let back_ends = [CudnnAttention, Math];
+                let done = match by_priority {
+                    true => sdpa_kernel_by_priority(&back_ends, body),
+                    false => sdpa_kernel(&back_ends, body),
+                };
+                done.expect("the first region");
+            });
+            is_opened.recv().expect("the first region is open");
+            assert_eq!(enabled().len(), 2);
+            let second = || {
+                assert_eq!(enabled(), [EfficientAttention]);
+                close.send(()).expect("the first region");
+                first.join().expect("the first region");
+                assert_eq!(enabled(), [EfficientAttention], "the newest decides");
+            };
+            sdpa_kernel(&[EfficientAttention], second).expect("the second region");
+        });
+        assert_eq!(enabled(), before);
+    }
+}
+
 #[test]
 fn without_a_back_end_the_error_says_so() {
     let _alone = alone();

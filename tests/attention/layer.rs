@@ -9,7 +9,7 @@ use tch_extension::nn::{
     Attention, AttentionCall, AttentionConfig, KvCache, Projections, SdpaBackend, attention,
     sdpa_kernel,
 };
-use tch_extension::testing::{assert_close, devices, gradcheck};
+use tch_extension::testing::{assert_close, devices, gradcheck, recorded};
 
 const C: i64 = 24;
 const H: i64 = 4;
@@ -225,19 +225,60 @@ fn generation_with_a_cache_gives_what_the_whole_gives() {
     }
 }
 
+/// A mask of padding leaves a causal layer causal, also with a cache.
 #[test]
-fn a_mask_replaces_the_causal_one() {
+fn a_mask_of_padding_leaves_the_layer_causal() {
     let _unchanged = unchanged();
-    let (_vs, layer) = layer(Device::Cpu, Kind::Double, AttentionConfig::gpt2());
-    let x = Tensor::randn([2, 5, C], (Kind::Double, Device::Cpu));
-    let causal = Tensor::ones([5, 5], (Kind::Bool, Device::Cpu)).tril(0);
-    let run = |mask: &Tensor| {
-        let call = AttentionCall { attn_mask: Some(mask), ..Default::default() };
-        layer.f_attend(&x, call).expect("output")
-    };
-    assert_close(&run(&causal), &layer.forward_t(&x, false), 1e-12, 1e-12);
-    let all = run(&causal.ones_like());
-    assert!(!all.allclose(&layer.forward_t(&x, false), 0.01, 0.01, false));
+    let _guard = tch::no_grad_guard();
+    for device in devices() {
+        let (_vs, layer) = layer(device, Kind::Double, AttentionConfig::gpt2());
+        let x = Tensor::randn([2, 6, C], (Kind::Double, device));
+        let run = |x: &Tensor, mask: &Tensor, cache: Option<&mut KvCache>| {
+            let call = AttentionCall { attn_mask: Some(mask), cache, ..Default::default() };
+            layer.f_attend(x, call).expect("output")
+        };
+        let all = Tensor::ones([6, 6], (Kind::Bool, device));
+        let plain = layer.forward_t(&x, false);
+        let zeros = Tensor::zeros([1, 6], (Kind::Double, device));
+        for mask in [&all, &all.tril(0), &zeros, &zeros.to_kind(Kind::Float)] {
+            assert_close(&run(&x, mask, None), &plain, 1e-12, 1e-12);
+        }
+        // Two tokens of padding at the left of the second sequence: the rest is as without them.
+        let seen = Tensor::ones([2, 1, 1, 6], (Kind::Bool, device));
+        let _ = seen.get(1).narrow(-1, 0, 2).fill_(0.0);
+        let added = Tensor::zeros([2, 1, 1, 6], (Kind::Double, device))
+            .masked_fill(&seen.logical_not(), f64::NEG_INFINITY);
+        let alone = layer.forward_t(&x.get(1).narrow(0, 2, 4).unsqueeze(0), false);
+        for mask in [&seen, &added] {
+            let found = run(&x, mask, None);
+            assert_close(&found.get(0), &plain.get(0), 1e-12, 1e-12);
+            assert_close(&found.get(1).narrow(0, 2, 4), &alone.get(0), 1e-12, 1e-12);
+            let mut cache = KvCache::new(6);
+            for (from, count) in [(0, 3), (3, 2), (5, 1)] {
+                let mask = mask.narrow(-1, 0, from + count);
+                let part = run(&x.narrow(1, from, count), &mask, Some(&mut cache));
+                assert_close(&part, &found.narrow(1, from, count), 1e-12, 1e-12);
+            }
+        }
+        // Without causality the mask is all there is.
+        let config = AttentionConfig { causal: false, ..AttentionConfig::gpt2() };
+        let (_vs, free) = self::layer(device, Kind::Double, config);
+        let call = AttentionCall { attn_mask: Some(&all.tril(0)), ..Default::default() };
+        assert_close(&free.f_attend(&x, call).expect("output"), &plain, 1e-12, 1e-12);
+    }
+}
+
+/// Three slices would fill three tensors of the projection's size, and add them.
+#[test]
+fn the_gradient_of_a_packed_projection_is_one_concatenation() {
+    let _alone = alone();
+    let (_vs, layer) = layer(Device::Cpu, Kind::Float, AttentionConfig::gpt2());
+    let x = Tensor::randn([2, 7, C], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let train = || layer.forward_t(&x, true).sum(Kind::Float).backward();
+    let ((), events) = recorded(train);
+    let count = |name: &str| events.iter().filter(|(event, _)| event.ends_with(name)).count();
+    assert!(count("addmm") + count("mm") > 0, "the backward pass was seen: {events:?}");
+    assert_eq!((count("aten::cat"), count("slice_backward")), (1, 0), "{events:?}");
 }
 
 #[test]
@@ -291,6 +332,15 @@ fn bad_input_is_refused_and_leaves_the_cache() {
         AttentionCall { cache: Some(&mut cache), attn_mask: Some(&mask), ..Default::default() };
     let error = layer.f_attend(&make(&[1, 2, C]), call).expect_err("a short mask").to_string();
     assert!(error.contains("attn_mask: expected") && cache.len() == 3, "{error}");
+
+    // A cache that was unused before the error takes other sizes.
+    let mut cache = KvCache::new(8);
+    let call =
+        AttentionCall { cache: Some(&mut cache), attn_mask: Some(&mask), ..Default::default() };
+    let _ = layer.f_attend(&make(&[1, 3, C]), call).expect_err("a short mask");
+    assert!(cache.is_empty());
+    let call = AttentionCall { cache: Some(&mut cache), ..Default::default() };
+    assert_eq!(layer.f_attend(&make(&[2, 3, C]), call).expect("output").size(), [2, 3, C]);
 
     let short = |q: &Tensor, k: &Tensor, _: i64| -> Result<(Tensor, Tensor)> {
         Ok((q.shallow_clone(), k.narrow(1, 0, 1)))

@@ -77,10 +77,14 @@ fn options_that_do_not_fit_are_named() {
     mask(make(&[5, 5]).to_kind(Kind::Int64), &["Bool or Float", "Int64"]);
     mask(make(&[5, 5]).to_kind(Kind::Double), &["Bool or Float", "Double"]);
     mask(Tensor::new(), &["a tensor", "undefined"]);
-    let both = make(&[5, 5]);
+    // A causal mask does not make another one fit.
+    let short = make(&[5]);
     for causal in [Causal::UpperLeft, Causal::LowerRight] {
-        let options =
-            AttentionOptions { attn_mask: Some(&both), causal: Some(causal), ..Default::default() };
-        refused("causal", &["None, because there is an attn_mask"], [&x; 3], &options);
+        let options = AttentionOptions {
+            attn_mask: Some(&short),
+            causal: Some(causal),
+            ..Default::default()
+        };
+        refused("attn_mask", &["2 dimensions or more", "[5]"], [&x; 3], &options);
     }
 }

@@ -138,6 +138,32 @@ fn frequent_rows_keep_growing_in_half_kinds() {
     }
 }
 
+/// The mean of equal gradients is each of them. Half kinds hold neither all counts nor their inverses.
+#[test]
+fn scales_by_frequency_are_exact_in_half_kinds() {
+    for device in devices() {
+        for kind in KINDS {
+            let config = EmbeddingConfig { scale_grad_by_freq: true, ..Default::default() };
+            let (_vs, table) = table(device, kind, [400, 2], config);
+            // Row i occurs i + 1 times.
+            let counts = Tensor::arange(400, (Kind::Int64, device)) + 1;
+            let indices = Tensor::repeat_interleave(&counts, None);
+            for create_graph in [false, true] {
+                let output = table.forward(&indices);
+                let of_output = [Some(&output.ones_like())];
+                let options =
+                    GradOptions { grad_outputs: &of_output, create_graph, ..Default::default() };
+                let found = grad(&[&output], &[&table.ws], &options).expect("gradient");
+                let found = found.into_vec().remove(0).expect("one").detach();
+                assert_eq!(found.kind(), kind);
+                // The sum of up to 400 rounded values.
+                let bound = if kind == Kind::Double { 1e-12 } else { 1e-5 };
+                assert_close(&found, &found.ones_like(), bound, bound);
+            }
+        }
+    }
+}
+
 #[test]
 fn first_and_second_derivatives() {
     for device in devices() {

@@ -3,7 +3,7 @@
 use super::{assert_names, assert_unchanged, float, model, place, store, values};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::{Device, Kind, Tensor};
-use tch_extension::nn::state_dict::{load, save};
+use tch_extension::nn::state_dict::{StateDictOptions, load, save};
 
 #[test]
 fn a_file_that_ends_at_any_byte_is_refused() {
@@ -91,6 +91,65 @@ fn headers_that_lie_are_refused() {
     write(&info("[2,2]", "F32", "[0,16]"), &[0; 16]);
     load(&vs, &[&file], &Default::default()).expect("an honest header");
     assert_eq!(vs.variables()["w"].abs().sum(Kind::Float).double_value(&[]), 0.0);
+}
+
+/// Names and kinds are a stranger's, so messages escape what they show of them.
+#[test]
+fn messages_stay_one_line_whatever_a_file_calls_its_tensors() {
+    let (_folder, file) = place();
+    let vs = store(Device::Cpu, &[("w", float(&[2, 2]))]);
+    let other = store(Device::Cpu, &[("a\nb\u{1b}[2J\u{202e}", float(&[1]))]);
+    save(&other, &file, &Default::default()).expect("saved");
+    let error = load(&vs, &[&file], &Default::default()).expect_err("another name");
+    assert_names(&error, &file, &[r"the unexpected a\nb\u{1b}[2J\u{202e}"]);
+    let name = |_: &str| "a\nb\u{1b}[2J\u{202e}".to_string();
+    let options = StateDictOptions { name: Some(&name), ..Default::default() };
+    let error = load(&vs, &[&file], &options).expect_err("another shape");
+    assert_names(&error, &file, &[r"a\nb\u{1b}[2J\u{202e} of shape [1]"]);
+    let error = load(&vs, &[&file, &file], &options).expect_err("twice");
+    assert_names(&error, &file, &[r"no other file has, got a\nb"]);
+}
+
+#[test]
+fn an_unknown_kind_is_named() {
+    let (_folder, file) = place();
+    let vs = store(Device::Cpu, &[("w", float(&[2, 2]))]);
+    for (written, shown) in
+        [("F8_E4M3", "got one of kind F8_E4M3"), ("F4\\n", r"got one of kind F4\\n")]
+    {
+        for space in ["", " "] {
+            let header = format!(
+                r#"{{"dtype":{{"dtype":{space}"F32","shape":[1],"data_offsets":[0,4]}},
+                   "w":{{"shape":[4],"dtype"{space}:{space}"{written}","data_offsets":[4,8]}}}}"#
+            );
+            let len = (header.len() as u64).to_le_bytes();
+            std::fs::write(&file, [&len[..], header.as_bytes(), &[0; 8]].concat())
+                .expect("written");
+            let error = load(&vs, &[&file], &Default::default()).expect_err("an unknown kind");
+            assert_names(&error, &file, &["expected tensors of the kinds BOOL, U8", shown]);
+        }
+    }
+}
+
+/// libtorch refuses to write to such a variable, so nothing before it may have been written.
+#[test]
+fn a_variable_whose_elements_share_memory_is_refused_before_the_first_copy() {
+    let (_folder, file) = place();
+    let model = |last: Tensor| {
+        let vs = store(Device::Cpu, &[("a", float(&[3]))]);
+        let _ = vs.root().add("z", last, false);
+        vs
+    };
+    save(&model(float(&[2, 3])), &file, &Default::default()).expect("saved");
+    let vs = model(float(&[3]).expand([2, 3], false));
+    let before = values(&vs);
+    let error = load(&vs, &[&file], &Default::default()).expect_err("shared elements");
+    assert_names(&error, &file, &["z for a variable of strides [0, 1], which share memory"]);
+    assert_unchanged(&vs, &before);
+    // One row repeats nothing.
+    let vs = model(float(&[3]).expand([2, 3], false).narrow(0, 0, 1));
+    save(&model(float(&[1, 3])), &file, &Default::default()).expect("saved");
+    load(&vs, &[&file], &Default::default()).expect("one row");
 }
 
 /// One wrong tensor, whichever it is, keeps all others from being loaded. The message has all.

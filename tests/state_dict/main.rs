@@ -342,12 +342,67 @@ fn links_and_permissions_are_those_of_a_plain_write() {
     std::fs::write(&plain, "").expect("written");
     assert_eq!(mode(&file), mode(&plain));
 
-    let link = folder.path().join("link.safetensors");
-    std::os::unix::fs::symlink("model.safetensors", &link).expect("a link");
-    let vs = model();
-    save(&vs, &link, &Default::default()).expect("saved");
-    assert!(std::fs::symlink_metadata(&link).expect("a link").is_symlink());
-    let other = model();
-    load(&other, &[&file], &Default::default()).expect("loaded");
-    assert_unchanged(&other, &values(&vs));
+    // A file that is replaced keeps its own, whether they are narrower or wider.
+    for narrow_or_wide in [0o600, 0o640, 0o666, 0o400] {
+        let permissions = std::fs::Permissions::from_mode(narrow_or_wide);
+        std::fs::set_permissions(&file, permissions).expect("changed");
+        let before = std::fs::read(&file).expect("bytes");
+        save(&model(), &file, &Default::default()).expect("saved");
+        assert_ne!(before, std::fs::read(&file).expect("bytes"));
+        assert_eq!(mode(&file) & 0o7777, narrow_or_wide);
+    }
+
+    let link = |from: &str, to: &str| {
+        let link = folder.path().join(from);
+        std::os::unix::fs::symlink(to, &link).expect("a link");
+        link
+    };
+    std::fs::create_dir(folder.path().join("other")).expect("a folder");
+    let absolute = folder.path().join("other/absolute.safetensors");
+    for (link, file) in [
+        (link("link.safetensors", "model.safetensors"), file.clone()),
+        // There is no file yet.
+        (
+            link("new.safetensors", "other/new.safetensors"),
+            folder.path().join("other/new.safetensors"),
+        ),
+        (link("other/link", "../new.safetensors"), folder.path().join("other/new.safetensors")),
+        (link("absolute", &absolute.to_string_lossy()), absolute),
+    ] {
+        let vs = model();
+        save(&vs, &link, &Default::default()).expect("saved");
+        assert!(std::fs::symlink_metadata(&link).expect("a link").is_symlink());
+        assert!(std::fs::symlink_metadata(&file).expect("a file").is_file());
+        let other = model();
+        load(&other, &[&file], &Default::default()).expect("loaded");
+        assert_unchanged(&other, &values(&vs));
+    }
+    let round = link("round", "round");
+    let error = save(&model(), &round, &Default::default()).expect_err("a circle");
+    assert_names(&error, &round, &["too many symbolic links"]);
+}
+
+/// Renaming a file onto a device or a pipe would remove it.
+#[test]
+fn what_is_no_regular_file_is_refused_and_stays() {
+    use std::os::unix::fs::FileTypeExt;
+    use std::os::unix::net::UnixListener;
+    let folder = tempfile::tempdir().expect("a folder");
+    let socket = folder.path().join("socket");
+    let _listener = UnixListener::bind(&socket).expect("a socket");
+    let pipe = folder.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo");
+    assert!(made.success());
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink("pipe", &link).expect("a link");
+    // No device, because a test that fails would remove it.
+    for path in [&socket, &pipe, &link] {
+        let error = save(&model(), path, &Default::default()).expect_err("no regular file");
+        assert_names(&error, path, &["expected a regular file or a new one, got a device, a pipe"]);
+        let kind = std::fs::metadata(path).expect("it is still there").file_type();
+        assert!(kind.is_socket() || kind.is_fifo());
+    }
+    let error = save(&model(), folder.path(), &Default::default()).expect_err("a folder");
+    assert_names(&error, folder.path(), &["expected a regular file or a new one, got a folder"]);
+    assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 3);
 }

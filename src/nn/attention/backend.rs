@@ -1,10 +1,10 @@
 //! The back ends of libtorch's attention.
 
 use super::functional::{AttentionOptions, OP, Prepared};
-use crate::ffi::sdp_backends::SdpBackends;
+use crate::ffi::sdp_backends::{SdpBackends, SdpEnabled, SdpOrder};
 use crate::{Error, Result};
-use std::sync::Once;
-use tch::{Device, Kind, Tensor};
+use std::sync::{Mutex, Once, PoisonError};
+use tch::Tensor;
 
 /// A way in which libtorch computes
 /// [`scaled_dot_product_attention`](super::scaled_dot_product_attention):
@@ -62,11 +62,15 @@ pub fn enabled_sdpa_backends() -> Result<Vec<SdpaBackend>> {
 }
 
 /// Runs `body` with only these back ends enabled: torch.nn.attention.sdpa_kernel. Afterwards, also
-/// after a panic, the settings are what they were before.
+/// after a panic, the same are enabled as before.
 ///
 /// The settings belong to the process and not to the thread, as in torch: a region changes what
-/// other threads compute meanwhile, and regions of two threads must not overlap. The backward pass
-/// uses the back end of its forward pass, wherever it runs.
+/// other threads compute meanwhile. If regions of two threads overlap, the newest of those that are
+/// open decides, and after the last one the settings are those from before the first.
+///
+/// The backward pass uses the back end of its forward pass, wherever it runs. But
+/// [`checkpoint`](crate::autograd::checkpoint()) computes the forward pass again during the backward
+/// pass, and chooses anew: run such a backward pass within the region, too.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -83,7 +87,7 @@ pub fn enabled_sdpa_backends() -> Result<Vec<SdpaBackend>> {
 /// # Errors
 /// When `backends` is empty, and an error of libtorch.
 pub fn sdpa_kernel<T>(backends: &[SdpaBackend], body: impl FnOnce() -> T) -> Result<T> {
-    within("sdpa_kernel", backends, |_| Ok(()), body)
+    within("sdpa_kernel", backends, false, body)
 }
 
 /// [`sdpa_kernel`], and libtorch tries the back ends in the order of the slice: `sdpa_kernel(…,
@@ -100,44 +104,94 @@ pub fn sdpa_kernel<T>(backends: &[SdpaBackend], body: impl FnOnce() -> T) -> Res
 /// # Errors
 /// As for [`sdpa_kernel`].
 pub fn sdpa_kernel_by_priority<T>(backends: &[SdpaBackend], body: impl FnOnce() -> T) -> Result<T> {
-    let reorder = |settings: &mut SdpBackends| -> Result<()> {
-        // `sort_by_key` is stable, so back ends that are not in the slice keep their order.
-        settings.order.sort_by_key(|&number| {
-            let place = backends.iter().position(|backend| backend.number() as i64 == number);
-            place.unwrap_or(backends.len())
-        });
-        Ok(())
-    };
     settle_the_initial_order();
-    within("sdpa_kernel_by_priority", backends, reorder, body)
+    within("sdpa_kernel_by_priority", backends, true, body)
 }
 
 fn within<T>(
     op: &str,
     backends: &[SdpaBackend],
-    adapt: impl FnOnce(&mut SdpBackends) -> Result<()>,
+    by_priority: bool,
     body: impl FnOnce() -> T,
 ) -> Result<T> {
     if backends.is_empty() {
         return Err(Error::argument(op, "backends", "one back end or more", "none", ""));
     }
-    let before = SdpBackends::get()?;
-    let mut settings = before;
-    for (number, enabled) in settings.enabled.iter_mut().enumerate() {
-        *enabled = backends.iter().any(|backend| backend.number() == number);
-    }
-    adapt(&mut settings)?;
-    let _restore = Restore(before);
-    settings.set()?;
+    let _region = OpenRegion::new(backends, by_priority)?;
     Ok(body())
 }
 
-struct Restore(SdpBackends);
+/// The settings that a region found, which it restores. Later regions have greater ids.
+struct Region {
+    id: u64,
+    enabled: SdpEnabled,
+    /// Only if the region changed it. libtorch may set its own order meanwhile, which must stay.
+    order: Option<SdpOrder>,
+}
 
-impl Drop for Restore {
+/// The regions of all threads that are open, oldest first.
+static REGIONS: Mutex<Vec<Region>> = Mutex::new(Vec::new());
+
+/// Ends its region when it is dropped, also by a panic.
+struct OpenRegion(u64);
+
+impl OpenRegion {
+    fn new(backends: &[SdpaBackend], by_priority: bool) -> Result<Self> {
+        let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        let SdpBackends { order: found_order, enabled: found } = SdpBackends::get()?;
+        let place = |number: i64| backends.iter().position(|b| b.number() as i64 == number);
+        let mut enabled = found;
+        for (number, enabled) in enabled.iter_mut().enumerate() {
+            *enabled = place(number as i64).is_some();
+        }
+        SdpBackends::enable(&enabled)?;
+        let id = regions.last().map_or(0, |newest| newest.id + 1);
+        regions.push(Region { id, enabled: found, order: by_priority.then_some(found_order) });
+        let region = OpenRegion(id);
+        // The lock is free before `region` may be dropped.
+        let ordered = by_priority.then(|| {
+            let mut order = found_order;
+            // The sort is stable, so back ends that are not in the slice keep their order.
+            order.sort_by_key(|&number| place(number).unwrap_or(backends.len()));
+            SdpBackends::set_order(&order)
+        });
+        drop(regions);
+        ordered.transpose().map(|_| region)
+    }
+}
+
+impl Drop for OpenRegion {
     fn drop(&mut self) {
+        let mut regions = REGIONS.lock().unwrap_or_else(PoisonError::into_inner);
+        let (enabled, order) = end(&mut regions, self.0);
         // libtorch cannot fail here, because it only gets back its own settings.
-        let _ = self.0.set();
+        let _ = enabled.map(|enabled| SdpBackends::enable(&enabled));
+        let _ = order.map(|order| SdpBackends::set_order(&order));
+    }
+}
+
+/// Takes a region off the list, and returns what to restore. What a newer region has changed, that
+/// region will restore.
+fn end(regions: &mut Vec<Region>, id: u64) -> (Option<SdpEnabled>, Option<SdpOrder>) {
+    let Some(index) = regions.iter().position(|region| region.id == id) else {
+        return (None, None);
+    };
+    let Region { enabled, order, .. } = regions.remove(index);
+    let newer = &mut regions[index..];
+    let heir = newer.iter_mut().find_map(|newer| newer.order.as_mut());
+    let order = match (order, heir) {
+        (Some(order), Some(heir)) => {
+            *heir = order;
+            None
+        }
+        (order, _) => order,
+    };
+    match newer.first_mut() {
+        Some(heir) => {
+            heir.enabled = enabled;
+            (None, order)
+        }
+        None => (Some(enabled), order),
     }
 }
 
@@ -146,21 +200,8 @@ impl Drop for Restore {
 fn settle_the_initial_order() {
     static SETTLED: Once = Once::new();
     SETTLED.call_once(|| {
-        if tch::Cuda::is_available() {
-            // Nothing is lost if this fails: attention itself will fail, too.
-            let _ = Tensor::f_empty([1, 1, 8, 8], (Kind::Half, Device::Cuda(0))).and_then(|x| {
-                Tensor::f_internal_fused_sdp_choice(
-                    &x,
-                    &x,
-                    &x,
-                    None::<&Tensor>,
-                    0.0,
-                    false,
-                    None,
-                    false,
-                )
-            });
-        }
+        // Nothing is lost if this fails: attention itself will fail, too.
+        let _ = SdpBackends::settle();
     });
 }
 
@@ -193,4 +234,42 @@ pub(super) fn refusal(error: tch::TchError) -> Error {
     Error::msg(format!(
         "{OP}: expected an enabled back end that takes these arguments, got {enabled:?}; SdpaBackend::Math takes all"
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// On CUDA libtorch sets its order when it first chooses a back end, perhaps within a region.
+    #[test]
+    fn an_order_that_libtorch_sets_within_a_region_stays() {
+        let now = || SdpBackends::get().expect("settings");
+        let before = now();
+        let mut other = before.order;
+        other.reverse();
+        let set = || SdpBackends::set_order(&other).expect("an order");
+        sdpa_kernel(&[SdpaBackend::Math], set).expect("a region");
+        assert_eq!(now(), SdpBackends { order: other, ..before });
+        SdpBackends::set_order(&before.order).expect("the order before");
+        sdpa_kernel_by_priority(&[SdpaBackend::Math], set).expect("a region");
+        assert_eq!(now(), before);
+    }
+
+    #[test]
+    fn what_a_region_found_goes_to_the_next_newer_one() {
+        let region = |id, first, order: Option<i64>| Region {
+            id,
+            enabled: [first, true, true, true, true],
+            order: order.map(|first| [first, 1, 2, 3, 4]),
+        };
+        let mut regions =
+            vec![region(3, true, Some(7)), region(4, false, None), region(5, true, Some(8))];
+        assert_eq!(end(&mut regions, 3), (None, None));
+        assert!(regions[0].enabled[0] && regions[0].order.is_none());
+        assert_eq!(regions[1].order, Some([7, 1, 2, 3, 4]));
+        let enabled = [true; 5];
+        assert_eq!(end(&mut regions, 5), (Some(enabled), Some([7, 1, 2, 3, 4])));
+        assert_eq!(end(&mut regions, 4), (Some(enabled), None));
+        assert_eq!(end(&mut regions, 4), (None, None));
+    }
 }

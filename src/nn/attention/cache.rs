@@ -1,12 +1,12 @@
 //! Keys and values of what was generated before.
 
-use crate::{Error, Result, check};
+use crate::{Result, check};
 use tch::Tensor;
 
 const OP: &str = "nn::KvCache";
 
-/// The keys and values of one [`Attention`](super::Attention) layer, so that generating the next
-/// token computes them for that token only.
+/// The keys and values of one layer of attention, so that generating the next token computes them
+/// for that token only.
 ///
 /// It has memory for `max_length` tokens, which the first [`f_append`](KvCache::f_append)
 /// allocates, and never moves it. Keys and values are kept without their graphs, for inference
@@ -37,6 +37,13 @@ pub struct KvCache {
     len: i64,
     /// Keys and values, `[B, H, max_length, D]`.
     memory: Option<(Tensor, Tensor)>,
+}
+
+/// A state of a cache. It holds as long as only tokens are appended.
+#[derive(Clone, Copy)]
+pub(in crate::nn) struct Mark {
+    len: i64,
+    has_memory: bool,
 }
 
 impl KvCache {
@@ -83,11 +90,9 @@ impl KvCache {
     /// or if they require grad. The cache is then unchanged.
     pub fn f_append(&mut self, key: &Tensor, value: &Tensor) -> Result<(Tensor, Tensor)> {
         let new = self.checked(key, value)?;
-        if self.memory.is_none() {
-            self.memory = Some((self.allocate(key)?, self.allocate(value)?));
-        }
-        let Some((keys, values)) = &self.memory else {
-            return Err(Error::msg(format!("{OP}: internal error: there is no memory")));
+        let (keys, values) = match &self.memory {
+            Some((keys, values)) => (keys.shallow_clone(), values.shallow_clone()),
+            None => (self.allocate(key)?, self.allocate(value)?),
         };
         {
             let _guard = tch::no_grad_guard();
@@ -96,8 +101,21 @@ impl KvCache {
         }
         let len = self.len + new;
         let all = (keys.f_narrow(2, 0, len)?, values.f_narrow(2, 0, len)?);
-        self.len = len;
+        (self.len, self.memory) = (len, Some((keys, values)));
         Ok(all)
+    }
+
+    /// What [`rewind`](Self::rewind) goes back to.
+    pub(in crate::nn) fn mark(&self) -> Mark {
+        Mark { len: self.len, has_memory: self.memory.is_some() }
+    }
+
+    /// Forgets what was appended since, and the memory, too, if there was none.
+    pub(in crate::nn) fn rewind(&mut self, mark: Mark) {
+        self.truncate(mark.len);
+        if !mark.has_memory {
+            self.clear();
+        }
     }
 
     fn allocate(&self, new: &Tensor) -> Result<Tensor> {

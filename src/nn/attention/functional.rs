@@ -38,7 +38,8 @@ pub struct AttentionOptions<'a> {
     pub attn_mask: Option<&'a Tensor>,
     /// The probability that a weight is dropped.
     pub dropout_p: f64,
-    /// Whether a query sees only the keys up to its own place. Not together with `attn_mask`.
+    /// Whether a query sees only the keys up to its own place. Next to `attn_mask` both hold, which
+    /// torch refuses.
     pub causal: Option<Causal>,
     /// What the products of queries and keys are multiplied with; by default `1 / sqrt(E)`.
     pub scale: Option<f64>,
@@ -72,9 +73,9 @@ pub struct AttentionOptions<'a> {
 /// CUDA the backward pass of a fused back end adds in an order that varies between runs.
 ///
 /// With [`Causal::LowerRight`] and `1 < L != S`, a `Bool` mask `[L, S]` is made, which
-/// FlashAttention does not take on CUDA. Some arguments that libtorch accepts without a check are
-/// refused here: keys and values of different number, a mask next to `is_causal`, a scale that is
-/// not finite.
+/// FlashAttention does not take on CUDA. With `attn_mask` and `causal`, a mask is made that has
+/// both. Some arguments that libtorch accepts without a check are refused here: keys and values of
+/// different number, a scale that is not finite.
 ///
 /// Equivalent to:
 /// ```
@@ -144,13 +145,11 @@ pub fn scaled_dot_product_attention_reference(
 
     let mut scores = query.f_mul_scalar(scale)?.f_matmul(&key.f_transpose(-2, -1)?)?;
     let causal = options.causal.map(|causal| causal_mask(causal, [queries, keys], query));
-    let causal = causal.transpose()?;
-    match options.attn_mask.or(causal.as_ref()) {
-        Some(mask) if mask.f_kind()? == Kind::Bool => {
-            scores = scores.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?;
-        }
-        Some(mask) => scores = scores.f_add(mask)?,
-        None => {}
+    for mask in options.attn_mask.into_iter().chain(&causal.transpose()?) {
+        scores = match mask.f_kind()? {
+            Kind::Bool => scores.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?,
+            _ => scores.f_add(mask)?,
+        };
     }
     // A row of -infinity becomes zeros.
     let weights = scores.f_internal_safe_softmax(-1, None)?.f_to_kind(query.f_kind()?)?;
@@ -164,6 +163,37 @@ fn causal_mask(causal: Causal, [queries, keys]: [i64; 2], like: &Tensor) -> Resu
         Causal::LowerRight => keys - queries,
     };
     Ok(Tensor::f_ones([queries, keys], (Kind::Bool, like.device()))?.f_tril(diagonal)?)
+}
+
+/// Whether libtorch is to make a causal mask itself, and the mask that it gets.
+fn masks(
+    options: &AttentionOptions<'_>,
+    sizes: [i64; 2],
+    query: &Tensor,
+) -> Result<(bool, Option<Tensor>)> {
+    let [queries, keys] = sizes;
+    // The last of the queries sees all keys, so one query needs no mask.
+    let is_needed = |causal: &Causal| *causal == Causal::UpperLeft || queries != 1;
+    let causal = options.causal.filter(is_needed);
+    let Some(mask) = options.attn_mask else {
+        return Ok(match causal {
+            None => (false, None),
+            Some(causal) if causal == Causal::UpperLeft || queries == keys => (true, None),
+            Some(causal) => (false, Some(causal_mask(causal, sizes, query)?)),
+        });
+    };
+    // libtorch's kernel for the CPU reads a `Float` mask next to `Double` as if it were `Double`.
+    let is_too_narrow = query.f_kind()? == Kind::Double && mask.f_kind()? == Kind::Float;
+    let mask = if is_too_narrow { &mask.f_to_kind(Kind::Double)? } else { mask };
+    let Some(causal) = causal else { return Ok((false, Some(mask.shallow_clone()))) };
+    let seen = causal_mask(causal, sizes, query)?;
+    Ok((
+        false,
+        Some(match mask.f_kind()? {
+            Kind::Bool => mask.f_logical_and(&seen)?,
+            _ => mask.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?,
+        }),
+    ))
 }
 
 /// Arguments that were checked and cast, in the form that libtorch takes.
@@ -217,19 +247,12 @@ impl Prepared {
         if let Some(mask) = options.attn_mask {
             check_mask(check!(OP, "attn_mask", mask), &query_checked, &size, keys)?;
         }
-        // The last of the queries sees all keys, so one query needs no mask.
-        let (is_causal, made) = match options.causal {
-            None => (false, None),
-            Some(Causal::UpperLeft) => (true, None),
-            Some(Causal::LowerRight) if queries == keys => (true, None),
-            Some(Causal::LowerRight) if queries == 1 => (false, None),
-            Some(causal) => (false, Some(causal_mask(causal, [queries, keys], query)?)),
-        };
+        let (is_causal, mask) = masks(options, [queries, keys], query)?;
         Ok(Prepared {
             query: query.shallow_clone(),
             key: key.shallow_clone(),
             value: value.shallow_clone(),
-            mask: options.attn_mask.map(Tensor::shallow_clone).or(made),
+            mask,
             is_causal,
             dropout_p: options.dropout_p,
             scale: options.scale,
@@ -360,22 +383,13 @@ fn broadcast(common: &mut Vec<i64>, argument: Check<'_>, enable_gqa: bool) -> Re
 }
 
 fn check_options(options: &AttentionOptions<'_>) -> Result<()> {
-    let AttentionOptions { attn_mask, dropout_p, causal, scale, .. } = *options;
+    let AttentionOptions { dropout_p, scale, .. } = *options;
     if !(0.0..=1.0).contains(&dropout_p) {
         let got = dropout_p.to_string();
         return Err(Error::argument(OP, "dropout_p", "a probability", got, ""));
     }
     if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
         return Err(Error::argument(OP, "scale", "a finite number", scale.to_string(), ""));
-    }
-    if let (Some(_), Some(causal)) = (attn_mask, causal) {
-        return Err(Error::argument(
-            OP,
-            "causal",
-            "None, because there is an attn_mask",
-            format!("{causal:?}"),
-            "make attn_mask causal itself",
-        ));
     }
     Ok(())
 }

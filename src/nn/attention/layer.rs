@@ -103,7 +103,8 @@ pub struct AttentionCall<'a> {
     /// Whether dropout is on.
     pub train: bool,
     /// See [`AttentionOptions::attn_mask`]; it broadcasts to `[B, H, T, S]`, where S counts the
-    /// tokens in the cache, too. With it, the layer adds no causal mask of its own.
+    /// tokens in the cache, too. In a layer with [`AttentionConfig::causal`] both hold: it may hide
+    /// padding, and a token still sees none after it.
     pub attn_mask: Option<&'a Tensor>,
     /// Keys and values of the tokens before the input, to which those of the input are appended.
     pub cache: Option<&'a mut KvCache>,
@@ -235,17 +236,18 @@ impl Attention {
     /// # Errors
     /// When the input does not fit this layer, when the call's mask or cache does not fit the
     /// input, when the call's transform fails or changes a shape, or if libtorch or CUDA fails. The
-    /// cache is then unchanged.
+    /// cache then holds what it held before, and an unused one takes tensors of other sizes.
     pub fn f_attend(&self, input: &Tensor, call: AttentionCall<'_>) -> Result<Tensor> {
         check!(OP, input).defined()?.dim(3, "[B, T, C]")?;
         let (b, t, _) = input.size3()?;
         check!(OP, input).shape("[B, T, C]", &[b, t, self.embed_dim])?;
         let AttentionCall { train, attn_mask, mut cache, transform } = call;
 
-        let before = cache.as_ref().map_or(0, |cache| cache.len());
+        let first = cache.as_ref().map_or(0, |cache| cache.len());
+        let before = cache.as_ref().map(|cache| cache.mark());
         let (mut q, mut k, v) = self.project(input, [b, t])?;
         if let Some(transform) = transform {
-            (q, k) = transformed(transform, [q, k], before)?;
+            (q, k) = transformed(transform, [q, k], first)?;
         }
         // [B, T, H, D] → [B, H, T, D]
         let (q, k, v) = (q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?);
@@ -256,7 +258,7 @@ impl Attention {
         let options = AttentionOptions {
             attn_mask,
             dropout_p: if train { self.config.dropout } else { 0.0 },
-            causal: Some(Causal::LowerRight).filter(|_| self.config.causal && attn_mask.is_none()),
+            causal: self.config.causal.then_some(Causal::LowerRight),
             scale: self.config.scale,
             enable_gqa: self.num_kv_heads != self.num_heads,
         };
@@ -264,8 +266,8 @@ impl Attention {
             let size = [b, t, self.num_heads * self.head_dim];
             self.out.f_forward(&output.f_transpose(1, 2)?.f_reshape(size)?)
         });
-        if let (Err(_), Some(cache)) = (&output, cache) {
-            cache.truncate(before);
+        if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
+            cache.rewind(before);
         }
         output
     }
@@ -280,11 +282,15 @@ impl Attention {
                 let all = layer.f_forward(input)?;
                 let (of_q, of_kv) =
                     (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
-                let part = |from, len, heads| split(&all.f_narrow(-1, from, len)?, heads);
+                // The backward pass of a split is one concatenation. Each of three slices would
+                // fill a gradient of the size of `all`, and these would be added.
+                let [q, k, v] = &all.f_split_with_sizes([of_q, of_kv, of_kv], -1)?[..] else {
+                    return Err(Error::msg(format!("{OP}: internal error: expected three parts")));
+                };
                 Ok((
-                    part(0, of_q, self.num_heads)?,
-                    part(of_q, of_kv, self.num_kv_heads)?,
-                    part(of_q + of_kv, of_kv, self.num_kv_heads)?,
+                    split(q, self.num_heads)?,
+                    split(k, self.num_kv_heads)?,
+                    split(v, self.num_kv_heads)?,
                 ))
             }
             Qkv::Separate { q, k, v } => Ok((
