@@ -214,22 +214,7 @@ fn backward(
         Some(product) => Ok(product),
         None => Ok(lhs.f_mm(rhs)?),
     };
-    let (sums, input) = (kernels::bias_grad, factors.input.as_ref());
-    if let (Way::Epilogue, true, Some(input)) = (way, needs_bias, input)
-        && let Some([weight, bias]) = weight_and_bias_gradient(grad, input)?
-    {
-        let weight_only =
-            Factors { input: None, weight: factors.weight.as_ref().map(Tensor::shallow_clone) };
-        let [input, ..] = gradients(grad, &weight_only, input_size, false, product, sums)?;
-        return Ok([input, Some(weight), Some(bias)]);
-    }
-    gradients(grad, factors, input_size, needs_bias, product, sums)
-}
-
-/// The gradients of weight and bias by one call of cuBLASLt; `None` where it has no such call.
-fn weight_and_bias_gradient(grad: &Tensor, input: &Tensor) -> Result<Option<[Tensor; 2]>> {
-    let found = gemm::product_and_sums(&rows(grad)?.f_transpose(0, 1)?, &rows(input)?)?;
-    Ok(found.and_then(|found| Some([found.product, found.extra?])))
+    gradients(grad, factors, input_size, needs_bias, product, kernels::bias_grad)
 }
 
 /// [`backward`] by operations that libtorch can differentiate.

@@ -1,7 +1,7 @@
 //! What `gelu_mlp` and `swiglu_mlp` share: the kernels between the products, and the products.
 
 pub(super) mod kernels;
-mod plan;
+pub(super) mod plan;
 
 use super::count_rows;
 use super::gemm::{self, Way as ProductWay};
@@ -11,7 +11,6 @@ use crate::ffi::tensor::plain;
 use tch::{Kind, Tensor};
 
 pub use kernels::Activation;
-pub(super) use plan::Plan;
 #[doc(hidden)]
 pub use plan::Way;
 
