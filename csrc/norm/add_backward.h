@@ -172,8 +172,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward 
 template <typename T>
 bool fits_sum(const NormAddBackward& params) {
   const NormPlan& plan = params.plan;
-  return params.parameter_kind == params.stream_kind && fits_a_block(plan) && plan.cluster == 1 && plan.stages >= 2 && plan.stages <= 3 &&
-         params.columns % kLanesOf16Bytes<T> == 0 &&
+  return params.parameter_kind == params.stream_kind && fits_a_block(plan) && plan.cluster == 1 &&
+         plan.stages >= 2 && plan.stages <= 3 && params.columns % kLanesOf16Bytes<T> == 0 &&
          params.columns <= int64_t{plan.team} * kBackwardValues<T> &&
          are_aligned({params.sum, params.grad_output, params.grad_sum, params.weight,
                       params.grad_residual, params.grad_input});
