@@ -2,10 +2,12 @@
 
 use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
 use super::mlp::plan::{self, Facts};
-use super::mlp::{Activation, KINDS, Way, cast_or_own, layer, product, weight_gradient};
+use super::mlp::{
+    Activation, KINDS, Way, cast_or_own, layer, plain_if_any, product, weight_gradient,
+};
 use super::way::forced;
 use super::{gemm, linear, rows};
-use crate::amp::{CastPolicy, autocast_inputs};
+use crate::amp::{Autocast, CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::{Error, Result, check};
 use tch::Tensor;
@@ -52,15 +54,16 @@ impl Default for GeluMlpOptions {
 ///
 /// The products are those of [`linear`](super::linear()). One pass computes a from z. In the backward
 /// pass, another one computes dz in the place of da, with db₁ from values that are not rounded yet, and
-/// a if it was not kept. In the half kinds z, a, da and dz are rounded, as in libtorch's three
+/// a if it was not kept. On CUDA, in half kinds and where M·H is at least 10⁷, cuBLASLt computes the
+/// GELU with tanh as it stores z, by an approximation of its own. In the half kinds z, a, da and dz are rounded, as in libtorch's three
 /// operations, and everything between is computed in `Float`. NaN and infinity give what libtorch's
 /// operations give, except that the exact GELU of infinity is infinity on the CPU, too, where oneDNN's
 /// is NaN.
 ///
-/// A call keeps its tensors, z (M·H elements) and, with
-/// [`save_activations`](GeluMlpOptions::save_activations), a (as many); of these only what the needed
-/// gradients read. Without a graph a takes the place of z. A second derivative takes the memory of the
-/// composite.
+/// A call whose result has a graph keeps all its tensors, which a second derivative may read. It also
+/// keeps z (M·H elements) if x, W₁ or b₁ requires grad, and with
+/// [`save_activations`](GeluMlpOptions::save_activations) a (as many) if W₂ does. Without a graph a takes
+/// the place of z. A second derivative takes the memory of the composite.
 ///
 /// Equivalent to:
 /// ```
@@ -227,6 +230,8 @@ impl Function for GeluMlp {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
+            // Of the kind of the forward pass, also where the backward pass runs in an autocast region.
+            let _autocast = Autocast::disabled(grads.get(0)?.device())?;
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot));
             let inputs = inputs.collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
@@ -240,8 +245,8 @@ impl Function for GeluMlp {
             input: saved(needs[place::W1], place::INPUT)?,
             w1: saved(needs[place::INPUT], place::W1)?,
             w2: saved(needs_dz(needs), place::W2)?,
-            z: ctx.saved_optional(Z)?,
-            a: saved(needs[place::W2], A)?,
+            z: plain_if_any(ctx.saved_optional(Z)?)?,
+            a: plain_if_any(saved(needs[place::W2], A)?)?,
         };
         self.gradients(grads.get(0)?, saved, needs)
     }
@@ -275,7 +280,7 @@ impl GeluMlp {
         let mut size = input.size();
         size.pop();
         size.push(output.size2()?.1);
-        Ok(Forward { output: output.f_view(size.as_slice())?, z, a })
+        Ok(Forward { output: linear::reshaped(&output, &size)?, z, a })
     }
 
     /// z, if it is to be kept, and a.

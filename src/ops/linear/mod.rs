@@ -189,7 +189,13 @@ pub(super) fn forward(
     let mut size = input.size();
     size.pop();
     size.push(output.size2()?.1);
-    Ok(output.f_view(size.as_slice())?)
+    reshaped(&output, &size)
+}
+
+/// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes
+/// views that cannot be changed in place later.
+pub(super) fn reshaped(tensor: &Tensor, size: &[i64]) -> Result<Tensor> {
+    Ok(tensor.f_internal_unsafe_view(size)?)
 }
 
 /// What the backward pass reads of the arguments. Each is there if the gradient of the other is
