@@ -7,7 +7,7 @@
 //! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer; `lstm sizes` and
 //!   `gru sizes` compare a layer with libtorch's at sizes of all sorts; `lstm layers` and `gru layers`
 //!   measure two directions and two layers.
-//! - `cargo xtask bench gelu_mlp ways` and `linear ways` measure cuBLASLt's epilogues.
+//! - `cargo xtask bench gelu_mlp ways` measures cuBLASLt's epilogue next to a pass.
 //! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
 //!   `layer_norm` or `lltm_cell` at random sizes.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
@@ -90,11 +90,9 @@ fn main() {
             tables.for_each(|(_, run)| run(layer, words).expect("a GPU that can be measured"));
         }
         [first, operator, ways, words @ ..]
-            if first == "table"
-                && ways == "ways"
-                && ["gelu_mlp", "linear"].contains(&operator.as_str()) =>
+            if first == "table" && operator == "gelu_mlp" && ways == "ways" =>
         {
-            mlp_ways::run(operator, words).expect("a GPU that can be measured");
+            mlp_ways::run(words).expect("a GPU that can be measured");
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

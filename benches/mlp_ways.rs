@@ -1,13 +1,12 @@
-//! `cargo xtask bench gelu_mlp ways [WORD…]` and `linear ways`: the GPU time of each way of
-//! `gelu_mlp`, which differ in what cuBLASLt computes in its epilogues, and of linear's backward pass
-//! with and without the bias' gradient in one. The rules of `src/ops/mlp/plan.rs` come from here.
+//! `cargo xtask bench gelu_mlp ways [WORD…]`: the GPU time of each way of `gelu_mlp`. The rule of
+//! `src/ops/mlp/plan.rs` comes from here.
 
 use crate::clock::{OnTheGpu, median};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{Stream, StreamGuard};
-use tch_extension::ops::{GeluMlpOptions, MlpWay, ProductWay, f_gelu_mlp, f_linear, force};
+use tch_extension::ops::{GeluMlpOptions, MlpWay, f_gelu_mlp, force};
 use tch_extension::testing::devices;
 
 /// (M, D, H).
@@ -22,9 +21,7 @@ const SIZES: [(i64, i64, i64); 7] = [
 ];
 const ROUNDS: usize = 5;
 
-const MLP_WAYS: [MlpWay; 5] =
-    [MlpWay::Pass, MlpWay::Activation, MlpWay::Derivative, MlpWay::BiasGradient, MlpWay::Epilogues];
-const LINEAR_WAYS: [ProductWay; 2] = [ProductWay::Automatic, ProductWay::Epilogue];
+const WAYS: [MlpWay; 2] = [MlpWay::Pass, MlpWay::Activation];
 
 /// A call whose directions are measured.
 type Call<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensor>;
@@ -94,7 +91,7 @@ fn measure(sizes: &[Vec<i64>], calls: &[Call<'_>], kind: Kind, device: Device) -
 ///
 /// # Errors
 /// If a CUDA call fails.
-pub fn run(operator: &str, words: &[String]) -> Result<()> {
+pub fn run(words: &[String]) -> Result<()> {
     for device in devices().into_iter().filter(|device| device.is_cuda()) {
         for kind in [Kind::BFloat16, Kind::Half] {
             for (m, d, h) in SIZES {
@@ -102,22 +99,11 @@ pub fn run(operator: &str, words: &[String]) -> Result<()> {
                 if !words.iter().all(|word| title.contains(word.as_str())) {
                     continue;
                 }
-                if operator == "linear" {
-                    println!("linear {title}: {LINEAR_WAYS:?}");
-                    let calls = LINEAR_WAYS.map(|way| {
-                        move |tensors: &[Tensor]| {
-                            force(way, || f_linear(&tensors[0], &tensors[1], Some(&tensors[2])))
-                        }
-                    });
-                    let calls = calls.each_ref().map(|call| call as Call<'_>);
-                    measure(&[vec![m, d], vec![h, d], vec![h]], &calls, kind, device)?;
-                    continue;
-                }
                 let sizes = [vec![m, d], vec![h, d], vec![h], vec![d, h], vec![d]];
                 for save_activations in [true, false] {
-                    println!("gelu_mlp {title}, with a: {save_activations}: {MLP_WAYS:?}");
+                    println!("gelu_mlp {title}, with a: {save_activations}: {WAYS:?}");
                     let options = GeluMlpOptions { save_activations, ..Default::default() };
-                    let calls = MLP_WAYS.map(|way| {
+                    let calls = WAYS.map(|way| {
                         move |tensors: &[Tensor]| {
                             let [x, w1, b1, w2, b2] = tensors else { panic!("five tensors") };
                             force(way, || f_gelu_mlp(x, w1, Some(b1), w2, Some(b2), &options))

@@ -123,9 +123,7 @@ bool was_seen(const Key& key) {
 }
 
 bool needs_what_was_seen(const Key& key) {
-  const bool has_gelu =
-      key.epilogue == GemmEpilogue::Gelu || key.epilogue == GemmEpilogue::GeluGrad;
-  return key.relu || has_gelu || (key.bias_as == Bias::kFull && key.bias.leading < key.n);
+  return key.relu || key.gelu || (key.bias_as == Bias::kFull && key.bias.leading < key.n);
 }
 
 bool is_allowed(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
@@ -286,15 +284,15 @@ Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposal
   return std::nullopt;
 }
 
-// For a product with an epilogue besides bias and ReLU: cuBLASLt's own order, because the rules of
-// `first_of` were not measured for these.
-Proposal first_with_epilogue(const Key& key, Descriptors& descriptors) {
+// For a product with a GELU: cuBLASLt's own order, because the rules of `first_of` were not
+// measured for it.
+Proposal first_with_gelu(const Key& key, Descriptors& descriptors) {
   const Proposals proposals = propose(key, descriptors, kMostWorkspace);
   return proposals.count > 0 ? Proposal(proposals.result[0]) : std::nullopt;
 }
 
 Proposal fitting(const Key& key, Descriptors& descriptors) {
-  if (key.epilogue != GemmEpilogue::None) return first_with_epilogue(key, descriptors);
+  if (key.gelu) return first_with_gelu(key, descriptors);
   const Proposals usual = propose(key, descriptors, at::cuda::getCUDABlasLtWorkspaceSize());
   const Proposals larger = propose(key, descriptors, kMostWorkspace);
   const bool loses = usual.count > 0 && !is_allowed(key, usual.result[0]);

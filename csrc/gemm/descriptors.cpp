@@ -36,23 +36,13 @@ cudaDataType_t scale_type(const Key& key) {
   }
 }
 
-cublasLtEpilogue_t gelu_epilogue(bool has_bias, bool has_aux) {
-  if (has_aux) return has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+cublasLtEpilogue_t gelu_epilogue(bool has_bias, bool keeps_z) {
+  if (keeps_z) return has_bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
   return has_bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
 }
 
-// To cuBLASLt, lhs is the matrix B, and the columns of out are the rows of D.
 cublasLtEpilogue_t epilogue(const Key& key) {
-  switch (key.epilogue) {
-    case GemmEpilogue::Gelu:
-      return gelu_epilogue(key.bias_as == Bias::kRow, (key.extra & kHasAux) != 0);
-    case GemmEpilogue::GeluGrad:
-      return key.extra & kHasSums ? CUBLASLT_EPILOGUE_DGELU_BGRAD : CUBLASLT_EPILOGUE_DGELU;
-    case GemmEpilogue::LhsSums:
-      return CUBLASLT_EPILOGUE_BGRADB;
-    case GemmEpilogue::None:
-      break;
-  }
+  if (key.gelu) return gelu_epilogue(key.bias_as == Bias::kRow, key.keeps_z != 0);
   if (key.bias_as == Bias::kRow)
     return key.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
   return key.relu ? CUBLASLT_EPILOGUE_RELU : CUBLASLT_EPILOGUE_DEFAULT;
@@ -100,7 +90,7 @@ void describe(const Key& key, const Pointers& pointers, Descriptors& descriptors
   set_pointers(key, pointers, descriptors);
   if (key.bias_as == Bias::kRow && key.batch > 1)
     set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key.bias.batch_stride);
-  if (key.extra & kHasAux) set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
+  if (key.keeps_z) set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, key.n);
   const Operand out{key.n, key.m * key.n, 0, 0};
   descriptors.lhs = layout(key, key.m, key.k, key.lhs);
   descriptors.rhs = layout(key, key.k, key.n, key.rhs);
@@ -109,13 +99,9 @@ void describe(const Key& key, const Pointers& pointers, Descriptors& descriptors
 }
 
 void set_pointers(const Key& key, const Pointers& pointers, Descriptors& descriptors) {
-  // An epilogue adds a bias or writes the gradient of one, and has one address for both.
   if (key.bias_as == Bias::kRow)
     set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias);
-  if (key.extra & kHasSums)
-    set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.sums);
-  if (key.extra & kHasAux)
-    set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers.aux);
+  if (key.keeps_z) set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, pointers.z);
 }
 
 const void* factor(const Key& key, bool one) {

@@ -23,8 +23,7 @@ void check(cublasStatus_t status);
 // The addresses of what an epilogue reads and writes.
 struct Pointers {
   const void* bias;
-  void* aux;
-  void* sums;
+  void* z;
 };
 
 // Fills in all fields except the handle.

@@ -99,26 +99,26 @@ bool is_half(const Product& product) {
 
 // Whether cuBLASLt has this epilogue for the product. Its documentation wants rows of z that are a
 // multiple of 8 elements. Its heuristic depends on how z is aligned, so that a plan is for z as the
-// allocator aligns it. A bias that is passed as the matrix C was not tried with these epilogues,
-// and neither were batches and other kinds.
-bool can_have(const Product& product, const Extra& extra, const Key& key) {
-  if (extra.epilogue == GemmEpilogue::None) return true;
-  const bool fits_aux =
-      extra.aux == nullptr || (product.n % 8 == 0 && alignment_of(extra.aux) == kMostAlignment);
+// allocator aligns it. A bias that is passed as the matrix C was not tried with it, and
+// neither were batches and other kinds.
+bool can_have(const Product& product, const Epilogue& epilogue, const Key& key) {
+  if (!epilogue.gelu) return true;
+  const bool fits_z =
+      epilogue.z == nullptr || (product.n % 8 == 0 && alignment_of(epilogue.z) == kMostAlignment);
   return is_half(product) && product.batch == 1 && !product.relu && key.bias_as != Bias::kFull &&
-         fits_aux && (extra.sums == nullptr || key.bias_as == Bias::kNone);
+         fits_z;
 }
 
 }  // namespace
 
-std::optional<Key> key_of(const Product& product, const Extra& extra, int32_t device) {
+std::optional<Key> key_of(const Product& product, const Epilogue& epilogue, int32_t device) {
   const auto lhs = as_operand(product.lhs, product.m, product.k);
   const auto rhs = as_operand(product.rhs, product.k, product.n);
   Key key{};
   if (!lhs || !rhs || !place_bias(product, key)) return std::nullopt;
-  if (!can_have(product, extra, key)) return std::nullopt;
-  key.epilogue = extra.epilogue;
-  key.extra = (extra.aux != nullptr ? kHasAux : 0) | (extra.sums != nullptr ? kHasSums : 0);
+  if (!can_have(product, epilogue, key)) return std::nullopt;
+  key.gelu = epilogue.gelu;
+  key.keeps_z = epilogue.z != nullptr;
   key.m = product.m;
   key.n = product.n;
   key.k = product.k;

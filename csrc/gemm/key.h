@@ -37,16 +37,14 @@ struct Key {
   int32_t kind;        // TchExtensionKind of every matrix
   int32_t compute;     // cublasComputeType_t that libtorch's switches ask for
   int32_t reductions;  // cublasLtReductionScheme_t values that the switches allow
-  GemmEpilogue epilogue;
-  int32_t extra;  // kHasAux and kHasSums
+  int32_t gelu;        // whether the epilogue has a GELU
+  int32_t keeps_z;     // whether it writes what the GELU is computed of
 };
-constexpr int32_t kHasAux = 1;
-constexpr int32_t kHasSums = 2;
 static_assert(std::has_unique_object_representations_v<Key>,
               "no padding, whose bytes could be anything");
 
 // The key of a product on this device, with libtorch's switches as they are now. Empty if cuBLASLt
 // cannot read an operand or the bias in its own layout, or has no such epilogue for them.
-std::optional<Key> key_of(const Product& product, const Extra& extra, int32_t device);
+std::optional<Key> key_of(const Product& product, const Epilogue& epilogue, int32_t device);
 
 }  // namespace tch_extension::gemm

@@ -21,22 +21,8 @@ enum class GemmWay : int32_t {
   Padded,
   // One call of cuBLASLt, followed by a kernel for the ReLU.
   Pass,
-  // `Plan`; in linear's backward pass, the bias' gradient in the epilogue of the weight's.
-  Epilogue,
   // libtorch's product, followed by a kernel for the rest.
   Composite,
-};
-
-// What cuBLASLt computes in a product's epilogue, besides the bias and the ReLU.
-enum class GemmEpilogue : int32_t {
-  // Nothing. Only C++ uses it.
-  None,
-  // `gelu(z)` of z = lhs rhs + bias, with tanh; z itself is written, too, if it is wanted.
-  Gelu,
-  // `(lhs rhs) gelu'(z)` for a given z, and, if they are wanted, the sums of its columns.
-  GeluGrad,
-  // `lhs rhs`, and the sums of the rows of lhs.
-  LhsSums,
 };
 
 // Counters of this thread's cache of plans.
@@ -45,6 +31,8 @@ struct GemmCounters {
   int64_t misses;
   // How many plans the cache holds now.
   int64_t plans;
+  // How many products had a GELU in their epilogue.
+  int64_t gelus;
 };
 
 // A batch of matrices with strides in elements. A stride is 0 along a dimension that is broadcast.

@@ -49,6 +49,7 @@ struct Cache {
   std::unordered_map<Key, Plan, Hash, Equal> plans;
   int64_t hits = 0;
   int64_t misses = 0;
+  int64_t gelus = 0;
 };
 
 Cache& cache() {
@@ -88,8 +89,8 @@ void relu_after(const Product& product, cudaStream_t stream) {
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
 }
 
-bool start(const Key& key, const Product& product, const Extra& extra, cudaStream_t stream) {
-  const Pointers pointers{product.bias.data, extra.aux, extra.sums};
+bool start(const Key& key, const Product& product, const Epilogue& epilogue, cudaStream_t stream) {
+  const Pointers pointers{product.bias.data, epilogue.z};
   Plan& plan = find_plan(key, pointers);
   if (!plan.usable) return false;
   Descriptors& described = plan.described;
@@ -116,19 +117,21 @@ bool start(const Key& key, const Product& product, const Extra& extra, cudaStrea
   }
   check(status);
   if (plan.choice.relu_after) relu_after(product, stream);
+  cache().gelus += key.gelu;
   return true;
 }
 
 }  // namespace
 
-bool run_plan(const Product& product, int32_t device, cudaStream_t stream, const Extra& extra) {
-  const std::optional<Key> key = key_of(product, extra, device);
-  return key && start(*key, product, extra, stream);
+bool run_plan(const Product& product, int32_t device, cudaStream_t stream,
+              const Epilogue& epilogue) {
+  const std::optional<Key> key = key_of(product, epilogue, device);
+  return key && start(*key, product, epilogue, stream);
 }
 
 GemmCounters counters() {
   const Cache& known = cache();
-  return {known.hits, known.misses, static_cast<int64_t>(known.plans.size())};
+  return {known.hits, known.misses, static_cast<int64_t>(known.plans.size()), known.gelus};
 }
 
 }  // namespace tch_extension::gemm

@@ -15,7 +15,8 @@ namespace tch_extension::gemm {
 
 // Runs on the current device, whose index is `device`. False if cuBLASLt cannot compute the
 // product, or not in a way that keeps NaN; then nothing was launched.
-bool run_plan(const Product& product, int32_t device, cudaStream_t stream, const Extra& extra = {});
+bool run_plan(const Product& product, int32_t device, cudaStream_t stream,
+              const Epilogue& epilogue = {});
 
 // The counters of this thread's cache of plans.
 GemmCounters counters();

@@ -176,7 +176,6 @@ bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
     case Way::Hopper:
       return run_hopper(product, stream.stream());
     case Way::Plan:
-    case Way::Epilogue:
       return run_plan(product, stream.device_index(), stream.stream());
     case Way::Skinny:
       return started(skinny_product(product, stream.stream()));
@@ -229,48 +228,30 @@ at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, con
 // is honoured by falling back to libtorch.
 bool is_restricted() { return at::globalContext()._SMCarveout_EXPERIMENTAL().has_value(); }
 
-// Whether the tensor is a contiguous matrix of this size that takes part.
-bool is_plain_matrix(const at::Tensor& tensor, int64_t rows, int64_t columns,
-                     const at::Tensor& lhs) {
-  return takes_part(tensor, lhs) && tensor.dim() == 2 && tensor.size(0) == rows &&
-         tensor.size(1) == columns && tensor.is_contiguous();
-}
-
-// The output of a product with an epilogue, and what the epilogue writes besides it; both undefined
-// if cuBLASLt does not have it.
-struct WithExtra {
+// gelu(z), and z itself if it is wanted; both undefined if cuBLASLt does not have this epilogue.
+struct WithZ {
   at::Tensor out;
-  at::Tensor extra;
+  at::Tensor z;
 };
 
-WithExtra compute_with_epilogue(const at::Tensor& lhs, const at::Tensor& rhs,
-                                const at::Tensor* bias, const at::Tensor* z, GemmEpilogue epilogue,
-                                bool wants_extra) {
-  const View left = view(lhs);
-  const View right = view(rhs);
-  const View added = bias == nullptr ? View{} : view(*bias);
+WithZ compute_gelu(const at::Tensor& input, const View& weight, const View& bias, bool wants_z) {
   Product product{};
-  if (!fit(left, right, added, product)) return {};
-  if (z != nullptr && !is_plain_matrix(*z, product.m, product.n, lhs)) return {};
-  product.kind = static_cast<int32_t>(lhs.scalar_type());
-  const c10::cuda::OptionalCUDAGuard device_guard(lhs.device());
-  const auto empty = [&](c10::IntArrayRef size) {
-    return at::Tensor(at::detail::empty_cuda(size, lhs.scalar_type(), lhs.device(), std::nullopt));
+  if (!fit(view(input), weight, bias, product)) return {};
+  product.kind = static_cast<int32_t>(input.scalar_type());
+  const c10::cuda::OptionalCUDAGuard device_guard(input.device());
+  const auto empty = [&] {
+    return at::Tensor(at::detail::empty_cuda({product.m, product.n}, input.scalar_type(),
+                                             input.device(), std::nullopt));
   };
-  WithExtra result{empty({product.m, product.n}), {}};
+  WithZ result{empty(), {}};
   product.out = result.out.mutable_data_ptr();
-  Extra extra{epilogue};
-  // It is only read.
-  if (z != nullptr) extra.aux = const_cast<void*>(z->const_data_ptr());
-  if (wants_extra && epilogue == GemmEpilogue::Gelu) {
-    result.extra = empty({product.m, product.n});
-    extra.aux = result.extra.mutable_data_ptr();
-  } else if (wants_extra) {
-    result.extra = empty({epilogue == GemmEpilogue::LhsSums ? product.m : product.n});
-    extra.sums = result.extra.mutable_data_ptr();
+  Epilogue epilogue{true};
+  if (wants_z) {
+    result.z = empty();
+    epilogue.z = result.z.mutable_data_ptr();
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream(lhs.device().index());
-  return run_plan(product, stream.device_index(), stream.stream(), extra) ? result : WithExtra{};
+  const auto stream = c10::cuda::getCurrentCUDAStream(input.device().index());
+  return run_plan(product, stream.device_index(), stream.stream(), epilogue) ? result : WithZ{};
 }
 
 void hand_over(at::Tensor&& out, at::Tensor** result) {
@@ -344,28 +325,30 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
     const View left = view(*lhs);
     const View right = view(*rhs);
     // Without a bias, libtorch's product does the same as our plan.
-    if (way == Way::Plan || way == Way::Hopper || way == Way::Pass || way == Way::Epilogue) return;
+    if (way == Way::Plan || way == Way::Hopper || way == Way::Pass) return;
     hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way, choose), result);
   });
 }
 
-// lhs rhs + bias of matrices with an epilogue. `bias` may be null. `z` is what GeluGrad reads, and
-// null for the others. `extra` is what the epilogue writes besides the result: z, or sums. The
-// results are as above.
-TCH_EXTENSION_API Message tch_extension_gemm_epilogue(const at::Tensor* lhs, const at::Tensor* rhs,
-                                                      const at::Tensor* bias, const at::Tensor* z,
-                                                      GemmEpilogue epilogue, bool wants_extra,
-                                                      at::Tensor** result, at::Tensor** extra) {
+// gelu(z) of z = input weightᵀ + bias, with tanh, of matrices, and z itself if it is wanted. `bias`
+// may be null. The results are as above, and there are none unless one call of cuBLASLt has both.
+TCH_EXTENSION_API Message tch_extension_gemm_linear_gelu(const at::Tensor* input,
+                                                         const at::Tensor* weight,
+                                                         const at::Tensor* bias, bool wants_z,
+                                                         at::Tensor** result, at::Tensor** z) {
   return guard([&] {
-    *result = *extra = nullptr;
-    if (!takes_part(*lhs, *lhs) || !takes_part(*rhs, *lhs) || lhs->dim() != 2 || rhs->dim() != 2 ||
-        (bias != nullptr && (!takes_part(*bias, *lhs) || bias->dim() != 1)) || is_restricted() ||
-        (epilogue == GemmEpilogue::GeluGrad) != (z != nullptr)) {
+    *result = *z = nullptr;
+    if (!takes_part(*input, *input) || !takes_part(*weight, *input) || input->dim() != 2 ||
+        weight->dim() != 2 ||
+        (bias != nullptr && (!takes_part(*bias, *input) || bias->dim() != 1)) || is_restricted()) {
       return;
     }
-    auto [out, more] = compute_with_epilogue(*lhs, *rhs, bias, z, epilogue, wants_extra);
-    hand_over(std::move(out), result);
-    hand_over(std::move(more), extra);
+    const std::array<int64_t, 2> sizes{weight->size(1), weight->size(0)};
+    const std::array<int64_t, 2> strides{weight->stride(1), weight->stride(0)};
+    const View right{weight->const_data_ptr(), sizes, strides};
+    auto found = compute_gelu(*input, right, bias == nullptr ? View{} : view(*bias), wants_z);
+    hand_over(std::move(found.out), result);
+    hand_over(std::move(found.z), z);
   });
 }
 

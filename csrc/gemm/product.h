@@ -9,13 +9,12 @@ namespace tch_extension::gemm {
 using Matrices = GemmMatrices;
 using Product = GemmProduct;
 
-// What an epilogue reads and writes besides the product, the bias and the output.
-struct Extra {
-  GemmEpilogue epilogue = GemmEpilogue::None;
-  // z, [M, N], contiguous: written by Gelu unless it is null, and read by GeluGrad.
-  void* aux = nullptr;
-  // Written by LhsSums ([M]), and by GeluGrad ([N]) unless it is null.
-  void* sums = nullptr;
+// An epilogue besides the bias and the ReLU.
+struct Epilogue {
+  // Whether out is gelu(z) of z = lhs rhs + bias, with tanh.
+  bool gelu = false;
+  // Where z is written, [M, N], contiguous; null if nobody needs it.
+  void* z = nullptr;
 };
 
 }  // namespace tch_extension::gemm

@@ -52,17 +52,11 @@ Slope<C> logistic(const Vec<C>& x) {
   return {Vec<C>::blendv(r, small, x < Vec<C>(C(0))), small * r};
 }
 
-// Each activation has two functions, because the compiler keeps a call of libtorch's exponential
-// even if nobody needs its result.
 struct Silu {
   template <typename C>
   static Slope<C> slope(const Vec<C>& x) {
     const Slope<C> s = logistic<C>(x);
     return {x * s.value, s.value + x * s.derivative};
-  }
-  template <typename C>
-  static Vec<C> value(const Vec<C>& x) {
-    return slope<C>(x).value;
   }
 };
 
@@ -75,10 +69,6 @@ struct GeluTanh {
     const Slope<C> s = logistic<C>(twice * x * (one + Vec<C>(kCubic) * square));
     const Vec<C> inner = twice * (one + Vec<C>(C(3) * kCubic) * square);
     return {x * s.value, s.value + x * s.derivative * inner};
-  }
-  template <typename C>
-  static Vec<C> value(const Vec<C>& x) {
-    return slope<C>(x).value;
   }
 };
 
@@ -114,10 +104,6 @@ Vec<C> normal_share(const Vec<C>& x) {
 
 struct Gelu {
   template <typename C>
-  static Vec<C> value(const Vec<C>& x) {
-    return x * normal_share<C>(x);
-  }
-  template <typename C>
   static Slope<C> slope(const Vec<C>& x) {
     constexpr C kDensityAt0 = C(0.39894228040143267794);
     const Vec<C> share = normal_share<C>(x);
@@ -133,16 +119,22 @@ struct ReluSquared {
     return Vec<C>::blendv(x, zero, x <= zero);
   }
   template <typename C>
-  static Vec<C> value(const Vec<C>& x) {
-    const Vec<C> kept = positive<C>(x);
-    return kept * kept;
-  }
-  template <typename C>
   static Slope<C> slope(const Vec<C>& x) {
     const Vec<C> kept = positive<C>(x);
     return {kept * kept, kept + kept};
   }
 };
+
+// The value alone. That of Gelu is computed without the exponential of its derivative, because the
+// compiler keeps a call of libtorch's exponential, in Double, even if nobody needs its result.
+template <typename Activation, typename C>
+Vec<C> value(const Vec<C>& x) {
+  if constexpr (std::is_same_v<Activation, Gelu>) {
+    return x * normal_share<C>(x);
+  } else {
+    return Activation::template slope<C>(x).value;
+  }
+}
 
 // The gradient of z, given that of a.
 template <typename Activation, typename C>
@@ -185,7 +177,7 @@ void activate(const MlpActivate& params, int64_t begin, int64_t end) {
   const T* input = static_cast<const T*>(params.input);
   T* output = static_cast<T*>(params.output);
   for_vectors<T>(params.count, begin, end, [&](int64_t at, int64_t count) {
-    store(Activation::template value<Compute<T>>(load(input + at, count)), output + at, count);
+    store(value<Activation, Compute<T>>(load(input + at, count)), output + at, count);
   });
 }
 
@@ -219,8 +211,8 @@ void gate(const MlpGate& params, int64_t begin, int64_t end) {
   const T* ups = static_cast<const T*>(params.up);
   T* output = static_cast<T*>(params.output);
   for_vectors<T>(params.count, begin, end, [&](int64_t at, int64_t count) {
-    const auto value = Silu::value<Compute<T>>(load(gates + at, count));
-    store(value * load(ups + at, count), output + at, count);
+    const auto silu = value<Silu, Compute<T>>(load(gates + at, count));
+    store(silu * load(ups + at, count), output + at, count);
   });
 }
 

@@ -75,11 +75,20 @@ struct Row {
       const auto [first, second] = interleave2(pairs.a, pairs.b);
       store_pair(first, second, to + 2 * at);
     }
-    for (; at < half; ++at) {
-      const C a = static_cast<C>(from[2 * at]), b = static_cast<C>(from[2 * at + 1]);
-      const C c = static_cast<C>(cos[at]), s = static_cast<C>(sin[at]) * sign;
-      to[2 * at] = static_cast<T>(a * c - b * s);
-      to[2 * at + 1] = static_cast<T>(b * c + a * s);
+    if (at == half) return;
+    // The last pairs go through the same operations, so that all pairs are rounded alike.
+    const int64_t count = half - at;
+    C a[kSize] = {}, b[kSize] = {};
+    for (int64_t lane = 0; lane < count; ++lane) {
+      a[lane] = static_cast<C>(from[2 * (at + lane)]);
+      b[lane] = static_cast<C>(from[2 * (at + lane) + 1]);
+    }
+    const Pairs pairs = rotated(V::loadu(a), V::loadu(b), at, count);
+    pairs.a.store(a);
+    pairs.b.store(b);
+    for (int64_t lane = 0; lane < count; ++lane) {
+      to[2 * (at + lane)] = static_cast<T>(a[lane]);
+      to[2 * (at + lane) + 1] = static_cast<T>(b[lane]);
     }
   }
 

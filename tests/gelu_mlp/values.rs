@@ -96,6 +96,94 @@ fn activations_are_as_exact_as_libtorchs() {
     }
 }
 
+/// The activation and its derivative of z in `Double`, by formulas that keep their digits where 1 + tanh
+/// and 1 + erf lose them.
+pub fn exact(activation: Activation, z: &Tensor) -> [Tensor; 2] {
+    let z = z.to_kind(Kind::Double).detach().set_requires_grad(true);
+    let a = match activation {
+        Activation::GeluTanh => {
+            let root = (2.0 / std::f64::consts::PI).sqrt();
+            &z * ((&z + &z * &z * &z * 0.044715) * (2.0 * root)).sigmoid()
+        }
+        Activation::Gelu => &z * (&z * -0.5_f64.sqrt()).erfc() * 0.5,
+        Activation::ReluSquared => z.relu().square(),
+        Activation::Silu => &z * z.sigmoid(),
+    };
+    let dz = grad(&[&a.sum(Kind::Double)], &[&z], &GradOptions::default());
+    [a.detach(), dz.expect("dz").into_vec().remove(0).expect("dz")]
+}
+
+/// Asserts that each number is within its bound, which is `relative` of the exact one, plus `by_z` of z,
+/// plus `least`.
+pub fn assert_each_within(
+    found: &Tensor,
+    exact: &Tensor,
+    z: &Tensor,
+    (relative, by_z, least): (f64, f64, f64),
+) {
+    let wide = |tensor: &Tensor| tensor.to_kind(Kind::Double);
+    let allowed = exact.abs() * relative + wide(z).abs() * by_z + least;
+    let share = ((wide(found) - exact).abs() / (allowed + 1e-300)).view([-1]);
+    let worst = share.argmax(0, false).int64_value(&[]);
+    let of = |tensor: &Tensor| tensor.view([-1]).double_value(&[worst]);
+    eprintln!("the worst is {:.3} of its bound", of(&share));
+    assert!(of(&share) <= 1.0, "at z = {}: {} instead of {}", of(z), of(found), of(exact));
+}
+
+/// How a result in this kind is rounded: relative to it, and at least.
+pub fn rounding(kind: Kind) -> (f64, f64) {
+    match kind {
+        Kind::Half => (2_f64.powi(-11), 2_f64.powi(-25)),
+        Kind::BFloat16 => (2_f64.powi(-8), 0.0),
+        Kind::Float => (2_f64.powi(-24), 0.0),
+        _ => (2_f64.powi(-53), 0.0),
+    }
+}
+
+/// Negative z whose activations are small, which a norm over all values would not see. The bounds are of
+/// each number, so that its digits count.
+#[test]
+fn small_activations_have_their_digits() {
+    for (device, kind) in devices().into_iter().flat_map(|d| KINDS.map(|kind| (d, kind))) {
+        // The rounding of what the kernels compute with.
+        let unit = rounding(if kind == Kind::Double { kind } else { Kind::Float }).0;
+        for (activation, (from, to)) in ACTIVATIONS
+            .into_iter()
+            .flat_map(|activation| [(activation, (-8.0, -6.0)), (activation, (-6.0, -2.0))])
+        {
+            let is_cuda = device.is_cuda();
+            // Relative to the result, and to z.
+            let (relative, by_z) = match activation {
+                // The exponents are at most 49.3, and their rounding is that of the result.
+                Activation::GeluTanh => (256.0 * unit, 0.0),
+                // Exponents of at most 8; in the derivative, of two numbers of other signs.
+                Activation::Silu => (64.0 * unit, 0.0),
+                Activation::ReluSquared => (0.0, 0.0),
+                // Formula 7.1.26 is within 1.5e-7 of erfc, and at -8 within 1.1 % of its value.
+                Activation::Gelu if is_cuda && support::is_half(kind) => {
+                    (if from < -6.0 { 1.1e-2 } else { 4e-3 }, 0.0)
+                }
+                // A polynomial in the exponent, within 7.3e-5 down to -6, and 1.8 % at -8.
+                Activation::Gelu if !is_cuda && kind != Kind::Double => {
+                    (if from < -6.0 { 1.8e-2 } else { 1e-4 }, 0.0)
+                }
+                // 1 + erf, as in libtorch: all digits may be gone.
+                Activation::Gelu => (64.0 * unit, 2.0 * unit),
+            };
+            let (rounded, least) = rounding(kind);
+            let z = Tensor::linspace(from, to, 4001, (Kind::Double, device)).to_kind(kind);
+            let exact = exact(activation, &z);
+            for save_activations in [true, false] {
+                let (a, dz) = through(&z, GeluMlpOptions { activation, save_activations });
+                eprintln!("{activation:?} {kind:?} {device:?} from {from}");
+                let bounds = (relative + 1.01 * rounded, by_z, 1.01 * least);
+                assert_each_within(&a, &exact[0], &z, bounds);
+                assert_each_within(&dz, &exact[1], &z, bounds);
+            }
+        }
+    }
+}
+
 /// Values and gradients where z is not finite, or so large that its powers are not.
 #[test]
 fn what_is_not_finite_comes_through() {

@@ -1,14 +1,13 @@
-//! Tests of each way: with passes between the products, and with what follows a product in its
-//! epilogue. Ways differ only on CUDA in half kinds.
+//! Tests of each way: with a pass between the products, and with the activation in the epilogue of the
+//! first product. Ways differ only on CUDA in half kinds.
 
 use super::*;
 use crate::support::gpu::is_hopper;
 use tch_extension::cuda::Graph;
-use tch_extension::ops::{MlpWay, force};
+use tch_extension::ops::{MlpWay, force, product_plans};
 use tch_extension::testing::{assert_as_accurate, cuda_or_skip};
 
-const WAYS: [MlpWay; 5] =
-    [MlpWay::Pass, MlpWay::Activation, MlpWay::Derivative, MlpWay::BiasGradient, MlpWay::Epilogues];
+const WAYS: [MlpWay; 2] = [MlpWay::Pass, MlpWay::Activation];
 
 #[test]
 fn cuda_half_kinds_agree_with_the_reference_by_each_way() {
@@ -16,7 +15,7 @@ fn cuda_half_kinds_agree_with_the_reference_by_each_way() {
     if cuda_or_skip(test).is_none() {
         return;
     }
-    // Rows of whole vectors, for which there are epilogues, and others.
+    // Rows of whole vectors, for which there is an epilogue, and others.
     let small = [[3, 8, 16, 8], [1, 8, 8, 8], [5, 3, 8, 2], [4, 8, 7, 16], [0, 8, 8, 8]];
     let large = [[70, 24, 128, 40], [1100, 64, 256, 64], [515, 128, 136, 64], [33, 40, 64, 1]];
     for case in cases() {
@@ -59,41 +58,43 @@ fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
     }
 }
 
-/// A way that does not exist falls back without an error, so the kernels are counted.
+/// How many kernels a training step has, and how many of its products have a GELU in their epilogue.
+fn kernels_and_gelus(device: Device, way: MlpWay, rows: i64) -> (usize, i64) {
+    let of = |size: &[i64]| Tensor::randn(size, (Kind::BFloat16, device));
+    let inputs = [of(&[rows, 256]), of(&[1024, 256]), of(&[1024]), of(&[256, 1024]), of(&[256])];
+    let case = Case { options: GeluMlpOptions::default(), biases: [true, true] };
+    let run = || {
+        let leaves = leaves(&inputs);
+        let y = force(way, || case.call(f_gelu_mlp, &leaves))?;
+        let leaves: Vec<&Tensor> = leaves.iter().collect();
+        let vector = y.detach();
+        let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+        grad(&[&y], &leaves, &options).map(|gradients| gradients.into_vec())
+    };
+    // The first call makes cuBLAS' workspace, which cannot be made during a capture.
+    drop(run().expect("gradients"));
+    let before = product_plans().gelus;
+    let (graph, _) = Graph::capture(device, run).expect("a graph");
+    (graph.kernels(), product_plans().gelus - before)
+}
+
+/// A way that does not exist falls back without an error, so kernels and epilogues are counted.
 #[test]
-fn cuda_epilogues_save_kernels() {
-    let Some(device) = cuda_or_skip("cuda_epilogues_save_kernels") else { return };
+fn cuda_each_way_is_used_where_it_is_forced() {
+    let test = "cuda_each_way_is_used_where_it_is_forced";
+    let Some(device) = cuda_or_skip(test) else { return };
     if !is_hopper() {
-        eprintln!("skipped: the epilogues were seen on compute capability 9.0 only");
+        eprintln!("skipped: the epilogue was seen on compute capability 9.0 only");
         return;
     }
-    let of = |size: &[i64]| Tensor::randn(size, (Kind::BFloat16, device));
-    let inputs = [of(&[512, 256]), of(&[1024, 256]), of(&[1024]), of(&[256, 1024]), of(&[256])];
-    let case = Case { options: GeluMlpOptions::default(), biases: [true, true] };
-    let kernels = |way: MlpWay| {
-        let run = || {
-            let leaves = leaves(&inputs);
-            let y = force(way, || case.call(f_gelu_mlp, &leaves))?;
-            let leaves: Vec<&Tensor> = leaves.iter().collect();
-            let vector = y.detach();
-            let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-            grad(&[&y], &leaves, &options).map(|gradients| gradients.into_vec())
-        };
-        // The first call makes cuBLAS' workspace, which cannot be made during a capture.
-        drop(run().expect("gradients"));
-        let (graph, _) = Graph::capture(device, run).expect("a graph");
-        graph.kernels()
-    };
-    let pass = kernels(MlpWay::Pass);
-    let found = WAYS.map(kernels);
-    eprintln!("{WAYS:?}: {found:?} kernels");
-    for (way, found) in
-        [MlpWay::Activation, MlpWay::Derivative, MlpWay::Epilogues].map(|way| (way, kernels(way)))
-    {
-        assert!(found < pass, "{way:?}: {found} kernels, and {pass} without");
-    }
-    // Its sums may take kernels of their own.
-    assert_ne!(kernels(MlpWay::BiasGradient), pass, "kernels of a bias' gradient");
+    let (pass, none) = kernels_and_gelus(device, MlpWay::Pass, 512);
+    let (activation, one) = kernels_and_gelus(device, MlpWay::Activation, 512);
+    assert_eq!((none, one), (0, 1));
+    assert!(activation < pass, "{activation} kernels, and {pass} without");
+    // 512·1024 elements are too few for the plan, and 10240·1024 are enough.
+    assert_eq!(kernels_and_gelus(device, MlpWay::Automatic, 512), (pass, 0));
+    assert_eq!(kernels_and_gelus(device, MlpWay::Automatic, 10_240).1, 1);
+    assert_eq!(kernels_and_gelus(device, MlpWay::Pass, 10_240).1, 0);
 }
 
 /// y and the gradients of x, b₁ and the other tensors, of a layer that passes on the first of eight
@@ -122,7 +123,7 @@ fn through(way: MlpWay, kind: Kind, x: &Tensor, b1: f64) -> [Tensor; 3] {
     [y.detach().select(1, 0), dx.select(1, 0), db1]
 }
 
-/// cuBLASLt computes GELU and its derivative by approximations of its own.
+/// cuBLASLt computes GELU by an approximation of its own.
 #[test]
 fn cuda_half_kinds_activations_are_as_exact_by_each_way() {
     let test = "cuda_half_kinds_activations_are_as_exact_by_each_way";
@@ -141,6 +142,28 @@ fn cuda_half_kinds_activations_are_as_exact_by_each_way() {
                     assert_as_accurate(found, rival, exact);
                 }
             }
+        }
+    }
+}
+
+/// cuBLASLt may compute the tanh by the GPU's instruction, whose relative error is up to 2⁻¹¹, so that a is
+/// off by up to 2⁻¹² z. The derivative is computed from z by our kernel, whatever the way.
+#[test]
+fn cuda_half_kinds_small_activations_by_each_way() {
+    let test = "cuda_half_kinds_small_activations_by_each_way";
+    let Some(device) = cuda_or_skip(test) else { return };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        let z = Tensor::linspace(-8.0, -1.0, 4096, (Kind::Double, device)).to_kind(kind);
+        let x = Tensor::zeros([4096, 8], (kind, device));
+        x.select(1, 0).copy_(&z);
+        let exact = values::exact(Activation::GeluTanh, &z);
+        let (rounded, least) = values::rounding(kind);
+        for (way, by_z) in [(MlpWay::Pass, 0.0), (MlpWay::Activation, 2_f64.powi(-12))] {
+            let [a, dz, _] = through(way, kind, &x, 0.0);
+            eprintln!("{way:?} {kind:?}");
+            let relative = 1.01 * rounded + 2_f64.powi(-16);
+            values::assert_each_within(&a, &exact[0], &z, (relative, by_z, least));
+            values::assert_each_within(&dz, &exact[1], &z, (relative, 0.0, least));
         }
     }
 }

@@ -14,6 +14,11 @@ fn with_and_without_a_graph_the_bits_are_the_same() {
 }
 
 #[test]
+fn results_can_be_changed_in_place() {
+    suite().results_can_be_changed_in_place();
+}
+
+#[test]
 fn gradcheck_of_every_small_sample() {
     suite().gradcheck_of_every_small_sample();
 }

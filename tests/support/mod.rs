@@ -125,6 +125,40 @@ impl Suite<'_> {
         });
     }
 
+    /// An output is no view: libtorch forbids to change in place a view that was made where no graph
+    /// was recorded. Checks it for outputs that require grad, and for others.
+    pub fn results_can_be_changed_in_place(&self) {
+        let fused = self.fused;
+        for device in devices() {
+            for sample in (self.small)(Kind::Double, device) {
+                let leaves = leaves(&sample.inputs);
+                let twice = |inputs: &[Tensor]| {
+                    let outputs = fused(inputs)?;
+                    let twice = |mut output: Tensor| Ok(output.f_mul_(&output.full_like(2.0))?);
+                    outputs.into_iter().map(twice).collect()
+                };
+                let count = (self.fused)(&sample.inputs).expect("outputs").len();
+                let all: Vec<usize> = (0..count).collect();
+                let found = gradients(&twice, &leaves, &all);
+                let once = gradients(self.fused, &leaves, &all);
+                for (found, once) in found.iter().zip(&once) {
+                    let (Some(found), Some(once)) = (found, once) else { continue };
+                    in_context(&sample, "gradients through a changed output", || {
+                        assert_close(found, &(once * 2.0), 1e-12, 1e-12);
+                    });
+                }
+                for mut output in (self.fused)(&sample.inputs).expect("outputs") {
+                    let expected = output.copy() + 1.0;
+                    let one = output.ones_like().set_requires_grad(true);
+                    let changed = output.f_add_(&one).unwrap_or_else(|error| {
+                        panic!("{} cannot be changed in place: {error}", sample.name)
+                    });
+                    assert!(changed.requires_grad() && changed.detach().equal(&expected));
+                }
+            }
+        }
+    }
+
     pub fn gradcheck_of_every_small_sample(&self) {
         for device in devices() {
             for sample in (self.small)(Kind::Double, device) {

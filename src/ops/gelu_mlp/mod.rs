@@ -1,10 +1,13 @@
 //! Two linear layers with an activation between them.
 
-use super::mlp::kernels::{Derivatives, Wanted, activate, activate_in_place, differentiate};
-use super::mlp::{Activation, KINDS, Plan, Way, cast_or_own, layer, product, weight_gradient};
+use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
+use super::mlp::plan::{self, Facts};
+use super::mlp::{
+    Activation, KINDS, Way, cast_or_own, layer, plain_if_any, product, weight_gradient,
+};
 use super::way::forced;
 use super::{gemm, linear, rows};
-use crate::amp::{CastPolicy, autocast_inputs};
+use crate::amp::{Autocast, CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::{Error, Result, check};
 use tch::Tensor;
@@ -51,15 +54,16 @@ impl Default for GeluMlpOptions {
 ///
 /// The products are those of [`linear`](super::linear()). One pass computes a from z. In the backward
 /// pass, another one computes dz in the place of da, with db₁ from values that are not rounded yet, and
-/// a if it was not kept. In the half kinds z, a, da and dz are rounded, as in libtorch's three
+/// a if it was not kept. On CUDA, in half kinds and where M·H is at least 10⁷, cuBLASLt computes the
+/// GELU with tanh as it stores z, by an approximation of its own. In the half kinds z, a, da and dz are rounded, as in libtorch's three
 /// operations, and everything between is computed in `Float`. NaN and infinity give what libtorch's
 /// operations give, except that the exact GELU of infinity is infinity on the CPU, too, where oneDNN's
 /// is NaN.
 ///
-/// A call keeps its tensors, z (M·H elements) and, with
-/// [`save_activations`](GeluMlpOptions::save_activations), a (as many); of these only what the needed
-/// gradients read. Without a graph a takes the place of z. A second derivative takes the memory of the
-/// composite.
+/// A call whose result has a graph keeps all its tensors, which a second derivative may read. It also
+/// keeps z (M·H elements) if x, W₁ or b₁ requires grad, and with
+/// [`save_activations`](GeluMlpOptions::save_activations) a (as many) if W₂ does. Without a graph a takes
+/// the place of z. A second derivative takes the memory of the composite.
 ///
 /// Equivalent to:
 /// ```
@@ -226,6 +230,8 @@ impl Function for GeluMlp {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
+            // Of the kind of the forward pass, also where the backward pass runs in an autocast region.
+            let _autocast = Autocast::disabled(grads.get(0)?.device())?;
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot));
             let inputs = inputs.collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
@@ -239,8 +245,8 @@ impl Function for GeluMlp {
             input: saved(needs[place::W1], place::INPUT)?,
             w1: saved(needs[place::INPUT], place::W1)?,
             w2: saved(needs_dz(needs), place::W2)?,
-            z: ctx.saved_optional(Z)?,
-            a: saved(needs[place::W2], A)?,
+            z: plain_if_any(ctx.saved_optional(Z)?)?,
+            a: plain_if_any(saved(needs[place::W2], A)?)?,
         };
         self.gradients(grads.get(0)?, saved, needs)
     }
@@ -274,12 +280,7 @@ impl GeluMlp {
         let mut size = input.size();
         size.pop();
         size.push(output.size2()?.1);
-        Ok(Forward { output: output.f_view(size.as_slice())?, z, a })
-    }
-
-    fn plan(&self, like: &Tensor) -> Result<Plan> {
-        let is_cuda = like.device().is_cuda();
-        Ok(Plan::new(self.way, self.options.activation, like.f_kind()?, is_cuda))
+        Ok(Forward { output: linear::reshaped(&output, &size)?, z, a })
     }
 
     /// z, if it is to be kept, and a.
@@ -290,54 +291,25 @@ impl GeluMlp {
         b1: Option<&Tensor>,
         keeps_z: bool,
     ) -> Result<(Option<Tensor>, Tensor)> {
-        if self.plan(input)?.activation
+        let activation = self.options.activation;
+        let facts = Facts {
+            activation,
+            kind: input.f_kind()?,
+            is_cuda: input.device().is_cuda(),
+            rows: input.size2()?.0,
+            hidden: w1.size2()?.0,
+        };
+        if plan::takes_epilogue(self.way, &facts)
             && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z)?
         {
-            return Ok((found.extra, found.product));
+            return Ok((found.z, found.output));
         }
         let z = layer(input, w1, b1, self.products)?;
-        let activation = self.options.activation;
         if !keeps_z {
             return Ok((None, activate_in_place(z, activation)?));
         }
         let a = activate(&z, activation)?;
         Ok((Some(z), a))
-    }
-
-    /// dz = dy W₂ act'(z), and what else is wanted.
-    fn derivatives(
-        &self,
-        dy: &Tensor,
-        w2: &Tensor,
-        z: &Tensor,
-        wanted: &Wanted,
-    ) -> Result<Derivatives> {
-        let activation = self.options.activation;
-        if self.plan(dy)?.derivative
-            && let Some(found) = gemm::product_gelu_grad(dy, w2, z, wanted.sums)?
-        {
-            let output = wanted.output.then(|| activate(z, activation)).transpose()?;
-            return Ok(Derivatives { grad_input: found.product, sums: found.extra, output });
-        }
-        differentiate(product(dy, w2, self.products)?, z, activation, wanted)
-    }
-
-    /// dW₂ and db₂, those that are needed.
-    fn of_second_layer(
-        &self,
-        dy: &Tensor,
-        a: Option<&Tensor>,
-        needs_b2: bool,
-    ) -> Result<[Option<Tensor>; 2]> {
-        if let Some(a) = a
-            && needs_b2
-            && self.plan(dy)?.bias_gradient
-            && let Some(found) = gemm::product_and_sums(&dy.f_transpose(0, 1)?, a)?
-        {
-            return Ok([Some(found.product), found.extra]);
-        }
-        let dw2 = a.map(|a| weight_gradient(dy, a, self.products)).transpose()?;
-        Ok([dw2, needs_b2.then(|| linear::bias_grad(dy)).transpose()?])
     }
 
     fn gradients(&self, grad: &Tensor, saved: Saved, needs: Needs) -> Result<Tensors> {
@@ -347,7 +319,8 @@ impl GeluMlp {
         let mut dz = None;
         if let (Some(w2), Some(z)) = (&saved.w2, &saved.z) {
             let wanted = Wanted { sums: needs[place::B1], output: needs[place::W2] && a.is_none() };
-            let found = self.derivatives(dy, w2, z, &wanted)?;
+            let da = product(dy, w2, way)?;
+            let found = differentiate(da, z, self.options.activation, &wanted)?;
             gradients[place::B1] = found.sums;
             a = a.or(found.output);
             dz = Some(found.grad_input);
@@ -357,9 +330,9 @@ impl GeluMlp {
             let z = z.ok_or_else(|| Error::msg("internal error: neither z nor a was saved"))?;
             a = Some(activate(z, self.options.activation)?);
         }
-        let [dw2, db2] = self.of_second_layer(dy, a.as_ref(), needs[place::B2])?;
+        gradients[place::W2] = a.as_ref().map(|a| weight_gradient(dy, a, way)).transpose()?;
         drop(a);
-        (gradients[place::W2], gradients[place::B2]) = (dw2, db2);
+        gradients[place::B2] = needs[place::B2].then(|| linear::bias_grad(dy)).transpose()?;
         if let (Some(dz), Some(input)) = (&dz, &saved.input) {
             gradients[place::W1] = Some(weight_gradient(dz, &rows(input)?, way)?);
         }

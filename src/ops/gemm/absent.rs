@@ -1,6 +1,6 @@
 //! The functions of `kernels.rs` for a build without CUDA, where all products are left to libtorch.
 
-use super::{Counters, Way, WithExtra};
+use super::{Counters, Way, WithZ};
 use crate::Result;
 use tch::Tensor;
 
@@ -31,19 +31,6 @@ pub(crate) fn linear_gelu(
     _: &Tensor,
     _: Option<&Tensor>,
     _: bool,
-) -> Result<Option<WithExtra>> {
-    Ok(None)
-}
-
-pub(crate) fn product_gelu_grad(
-    _: &Tensor,
-    _: &Tensor,
-    _: &Tensor,
-    _: bool,
-) -> Result<Option<WithExtra>> {
-    Ok(None)
-}
-
-pub(crate) fn product_and_sums(_: &Tensor, _: &Tensor) -> Result<Option<WithExtra>> {
+) -> Result<Option<WithZ>> {
     Ok(None)
 }

@@ -1,7 +1,7 @@
 //! Calls of the functions of `csrc/gemm`.
 
-use super::plan::{Epilogue, Facts, Padding, Product, Skinny, choose};
-use super::{Counters, Way, WithExtra};
+use super::plan::{Facts, Padding, Product, Skinny, choose};
+use super::{Counters, Way, WithZ};
 use crate::ffi::take_message;
 use crate::{Error, Result};
 use std::ffi::c_char;
@@ -33,15 +33,13 @@ unsafe extern "C" {
         choose: Choose,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
-    fn tch_extension_gemm_epilogue(
-        lhs: *const C_tensor,
-        rhs: *const C_tensor,
+    fn tch_extension_gemm_linear_gelu(
+        input: *const C_tensor,
+        weight: *const C_tensor,
         bias: *const C_tensor,
-        z: *const C_tensor,
-        epilogue: Epilogue,
-        wants_extra: bool,
+        wants_z: bool,
         result: *mut *mut C_tensor,
-        extra: *mut *mut C_tensor,
+        z: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_counters(result: *mut Counters);
     fn tch_extension_gemm_allows_tf32() -> bool;
@@ -87,7 +85,7 @@ impl Facts for Described<'_> {
 /// The counters of this thread's cache of plans.
 pub fn counters() -> Counters {
     let mut counters = Counters::default();
-    // SAFETY: C++ writes three 64-bit numbers; `counters` has the layout of the C++ struct.
+    // SAFETY: C++ writes four 64-bit numbers; `counters` has the layout of the C++ struct.
     unsafe { tch_extension_gemm_counters(&mut counters) };
     counters
 }
@@ -165,54 +163,27 @@ pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Option<Ten
     owned(message, result)
 }
 
-/// A product with an epilogue, and what the epilogue writes besides it.
-fn with_epilogue(
-    [lhs, rhs]: [&Tensor; 2],
-    bias: Option<&Tensor>,
-    z: Option<&Tensor>,
-    epilogue: Epilogue,
-    wants_extra: bool,
-) -> Result<Option<WithExtra>> {
-    let or_null = |tensor: Option<&Tensor>| tensor.map_or(null(), Tensor::as_ptr);
-    let (mut result, mut extra) = (null_mut(), null_mut());
-    // SAFETY: the handles are borrowed from live tensors, which C++ checks; a missing one is null. C++
-    // writes `result` and `extra` on success.
-    let message = unsafe {
-        tch_extension_gemm_epilogue(
-            lhs.as_ptr(),
-            rhs.as_ptr(),
-            or_null(bias),
-            or_null(z),
-            epilogue,
-            wants_extra,
-            &mut result,
-            &mut extra,
-        )
-    };
-    let result = owned(message, result)?;
-    let extra = owned(null_mut(), extra)?;
-    Ok(result.map(|product| WithExtra { product, extra }))
-}
-
 pub(crate) fn linear_gelu(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     wants_z: bool,
-) -> Result<Option<WithExtra>> {
-    let weight = weight.f_transpose(0, 1)?;
-    with_epilogue([input, &weight], bias, None, Epilogue::Gelu, wants_z)
-}
-
-pub(crate) fn product_gelu_grad(
-    lhs: &Tensor,
-    rhs: &Tensor,
-    z: &Tensor,
-    wants_sums: bool,
-) -> Result<Option<WithExtra>> {
-    with_epilogue([lhs, rhs], None, Some(z), Epilogue::GeluGrad, wants_sums)
-}
-
-pub(crate) fn product_and_sums(lhs: &Tensor, rhs: &Tensor) -> Result<Option<WithExtra>> {
-    with_epilogue([lhs, rhs], None, None, Epilogue::LhsSums, true)
+) -> Result<Option<WithZ>> {
+    let bias = bias.map_or(null(), Tensor::as_ptr);
+    let (mut result, mut z) = (null_mut(), null_mut());
+    // SAFETY: the handles are borrowed from live tensors, which C++ checks; a missing bias is null. C++
+    // writes `result` and `z` on success.
+    let message = unsafe {
+        tch_extension_gemm_linear_gelu(
+            input.as_ptr(),
+            weight.as_ptr(),
+            bias,
+            wants_z,
+            &mut result,
+            &mut z,
+        )
+    };
+    let output = owned(message, result)?;
+    let z = owned(null_mut(), z)?;
+    Ok(output.map(|output| WithZ { output, z }))
 }

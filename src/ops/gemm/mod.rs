@@ -1,7 +1,7 @@
 //! Matrix products and the operations that follow them, fused into one kernel where one exists.
 //! `linear`, `matmul_add_relu` and the cells share this module.
 
-// Epilogues with a GELU are those of the feature `mlp`.
+// The epilogue with a GELU is that of the feature `mlp`.
 #[cfg(not(tch_extension_cuda))]
 #[cfg_attr(not(feature = "mlp"), allow(dead_code))]
 mod absent;
@@ -33,25 +33,17 @@ pub(crate) use calls::linear;
 /// faster.
 pub(crate) use calls::product;
 
-/// A product, and what else its epilogue computed.
-pub(crate) struct WithExtra {
-    pub product: Tensor,
-    pub extra: Option<Tensor>,
+/// gelu(z), and z if it is wanted.
+#[cfg_attr(not(feature = "mlp"), allow(dead_code))]
+pub(crate) struct WithZ {
+    pub output: Tensor,
+    pub z: Option<Tensor>,
 }
 
-/// `gelu(z)` of z = `input weightᵀ + bias`, with tanh, as one call of cuBLASLt, and z as `extra` if it
-/// is wanted; of matrices. `None` if cuBLASLt has no such call, and unless all tensors share one half
-/// kind and one CUDA device.
+/// `gelu(z)` of z = `input weightᵀ + bias`, with tanh, of matrices, as one call of cuBLASLt. `None` if
+/// cuBLASLt has no such call, and unless all tensors share one half kind and one CUDA device.
 #[cfg_attr(not(feature = "mlp"), allow(unused_imports))]
 pub(crate) use calls::linear_gelu;
-
-/// `(lhs rhs) gelu'(z)` and, as `extra` if they are wanted, the sums of its columns. `None` as above.
-#[cfg_attr(not(feature = "mlp"), allow(unused_imports))]
-pub(crate) use calls::product_gelu_grad;
-
-/// `lhs rhs` and, as `extra`, the sums of the rows of `lhs`: of a gradient's transpose and the inputs
-/// of its layer, the gradients of the weight and of the bias. `None` as above.
-pub(crate) use calls::product_and_sums;
 
 #[doc(hidden)]
 pub use calls::counters;

@@ -26,25 +26,8 @@ pub enum Way {
     Padded,
     /// One call of cuBLASLt, followed by a kernel for the ReLU.
     Pass,
-    /// `Plan`; in linear's backward pass, the bias' gradient in the epilogue of the weight's.
-    Epilogue,
     /// libtorch's product, followed by a kernel for the rest.
     Composite,
-}
-
-/// What cuBLASLt computes in a product's epilogue, besides the bias and the ReLU.
-#[repr(i32)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Epilogue {
-    /// Nothing. Only C++ uses it.
-    #[allow(dead_code)]
-    None,
-    /// `gelu(z)` of z = lhs rhs + bias, with tanh; z itself is written, too, if it is wanted.
-    Gelu,
-    /// `(lhs rhs) gelu'(z)` for a given z, and, if they are wanted, the sums of its columns.
-    GeluGrad,
-    /// `lhs rhs`, and the sums of the rows of lhs.
-    LhsSums,
 }
 
 /// Counters of this thread's cache of plans.
@@ -56,6 +39,8 @@ pub struct Counters {
     pub misses: i64,
     /// How many plans the cache holds now.
     pub plans: i64,
+    /// How many products had a GELU in their epilogue.
+    pub gelus: i64,
 }
 
 crate::ops::way::ways!(Way);

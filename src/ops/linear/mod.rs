@@ -189,7 +189,13 @@ pub(super) fn forward(
     let mut size = input.size();
     size.pop();
     size.push(output.size2()?.1);
-    Ok(output.f_view(size.as_slice())?)
+    reshaped(&output, &size)
+}
+
+/// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes
+/// views that cannot be changed in place later.
+pub(super) fn reshaped(tensor: &Tensor, size: &[i64]) -> Result<Tensor> {
+    Ok(tensor.f_internal_unsafe_view(size)?)
 }
 
 /// What the backward pass reads of the arguments. Each is there if the gradient of the other is
@@ -214,22 +220,7 @@ fn backward(
         Some(product) => Ok(product),
         None => Ok(lhs.f_mm(rhs)?),
     };
-    let (sums, input) = (kernels::bias_grad, factors.input.as_ref());
-    if let (Way::Epilogue, true, Some(input)) = (way, needs_bias, input)
-        && let Some([weight, bias]) = weight_and_bias_gradient(grad, input)?
-    {
-        let weight_only =
-            Factors { input: None, weight: factors.weight.as_ref().map(Tensor::shallow_clone) };
-        let [input, ..] = gradients(grad, &weight_only, input_size, false, product, sums)?;
-        return Ok([input, Some(weight), Some(bias)]);
-    }
-    gradients(grad, factors, input_size, needs_bias, product, sums)
-}
-
-/// The gradients of weight and bias by one call of cuBLASLt; `None` where it has no such call.
-fn weight_and_bias_gradient(grad: &Tensor, input: &Tensor) -> Result<Option<[Tensor; 2]>> {
-    let found = gemm::product_and_sums(&rows(grad)?.f_transpose(0, 1)?, &rows(input)?)?;
-    Ok(found.and_then(|found| Some([found.product, found.extra?])))
+    gradients(grad, factors, input_size, needs_bias, product, kernels::bias_grad)
 }
 
 /// [`backward`] by operations that libtorch can differentiate.

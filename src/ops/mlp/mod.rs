@@ -1,7 +1,7 @@
 //! What `gelu_mlp` and `swiglu_mlp` share: the kernels between the products, and the products.
 
 pub(super) mod kernels;
-mod plan;
+pub(super) mod plan;
 
 use super::count_rows;
 use super::gemm::{self, Way as ProductWay};
@@ -11,7 +11,6 @@ use crate::ffi::tensor::plain;
 use tch::{Kind, Tensor};
 
 pub use kernels::Activation;
-pub(super) use plan::Plan;
 #[doc(hidden)]
 pub use plan::Way;
 
@@ -39,6 +38,12 @@ pub(super) fn layer(
     way: ProductWay,
 ) -> Result<Tensor> {
     plain(&super::linear::forward(input, weight, bias, way)?)
+}
+
+/// A saved tensor as the kernels read it. A hook of libtorch's on saved tensors may have changed its
+/// strides.
+pub(super) fn plain_if_any(saved: Option<Tensor>) -> Result<Option<Tensor>> {
+    saved.as_ref().map(plain).transpose()
 }
 
 /// `lhs rhs` of matrices, contiguous and of their kind, also in an autocast region.

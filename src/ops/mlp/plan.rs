@@ -1,84 +1,99 @@
-//! Which parts of `gelu_mlp` cuBLASLt computes in the epilogues of its products. Everything else is
+//! Whether `gelu_mlp` computes its activation in the epilogue of the first product. Everything else is
 //! computed by the kernels of `csrc/mlp` between the products.
 
 use super::Activation;
 use tch::Kind;
 
-/// The ways to compute `gelu_mlp`. Each names the epilogues that are used where they exist: on CUDA for
-/// the half kinds, those with a GELU for the one with tanh.
+/// The ways to compute the activation of `gelu_mlp`.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// The epilogues that were measured to be faster.
+    /// The way that was measured to be fastest.
     #[default]
     Automatic,
-    /// No epilogue: products, and passes between them.
+    /// A product, and a pass that computes a from z.
     Pass,
-    /// z and a in the epilogue of the first product.
+    /// One call of cuBLASLt that computes z, and a in its epilogue: on CUDA for the half kinds, of the
+    /// GELU with tanh.
     Activation,
-    /// dz and db₁ in the epilogue of the product for da.
-    Derivative,
-    /// db₂ in the epilogue of the product for dW₂.
-    BiasGradient,
-    /// All of them.
-    Epilogues,
 }
 
 crate::ops::way::ways!(Way);
 
-/// Which epilogues are used where they exist.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Plan {
-    /// a, and z if it is kept, with the first product.
-    pub activation: bool,
-    /// dz and db₁ with the product for da.
-    pub derivative: bool,
-    /// db₂ with the product for dW₂.
-    pub bias_gradient: bool,
+/// What the plan looks at.
+#[derive(Clone, Copy)]
+pub(crate) struct Facts {
+    pub activation: Activation,
+    pub kind: Kind,
+    pub is_cuda: bool,
+    /// M.
+    pub rows: i64,
+    /// H.
+    pub hidden: i64,
 }
 
-impl Plan {
-    /// The plan for tensors of this kind.
-    pub fn new(way: Way, activation: Activation, kind: Kind, is_cuda: bool) -> Self {
-        let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
-        if !is_cuda || !is_half {
-            return Plan::default();
-        }
-        let has_gelu = activation == Activation::GeluTanh;
-        let of = |ways: &[Way]| ways.contains(&way);
-        // Nothing was measured yet, so that the plan takes no epilogue by itself.
-        Plan {
-            activation: has_gelu && of(&[Way::Activation, Way::Epilogues]),
-            derivative: has_gelu && of(&[Way::Derivative, Way::Epilogues]),
-            bias_gradient: of(&[Way::BiasGradient, Way::Epilogues]),
-        }
-    }
+/// From this many elements of `[M, H]` on, the epilogue was measured to be faster. In a half kind they
+/// are 20 MB, so z and a together no longer fit into the cache that the pass would read z from.
+const FEWEST: i64 = 10_000_000;
+
+/// Whether a comes from the product's epilogue, if cuBLASLt has it for these tensors.
+pub(crate) fn takes_epilogue(way: Way, facts: &Facts) -> bool {
+    let Facts { activation, kind, is_cuda, rows, hidden } = *facts;
+    let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
+    let exists = is_cuda && is_half && activation == Activation::GeluTanh;
+    let is_wanted = match way {
+        Way::Automatic => rows.saturating_mul(hidden) >= FEWEST,
+        Way::Pass => false,
+        Way::Activation => true,
+    };
+    exists && is_wanted
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    const FACTS: Facts = Facts {
+        activation: Activation::GeluTanh,
+        kind: Kind::BFloat16,
+        is_cuda: true,
+        rows: 4096,
+        hidden: 3072,
+    };
+
+    /// The sizes that were measured (docs/lab/mlp.md).
     #[test]
-    fn epilogues_are_used_where_they_exist() {
-        let plan = |way, activation, kind, is_cuda| Plan::new(way, activation, kind, is_cuda);
-        let none = Plan::default();
-        let all = Plan { activation: true, derivative: true, bias_gradient: true };
+    fn large_activations_are_computed_in_the_epilogue() {
         for kind in [Kind::Half, Kind::BFloat16] {
-            let on_cuda = |way| plan(way, Activation::GeluTanh, kind, true);
-            assert_eq!(on_cuda(Way::Epilogues), all);
-            assert_eq!(on_cuda(Way::Pass), none);
-            assert_eq!(on_cuda(Way::Activation), Plan { activation: true, ..none });
-            assert_eq!(on_cuda(Way::Derivative), Plan { derivative: true, ..none });
-            assert_eq!(on_cuda(Way::BiasGradient), Plan { bias_gradient: true, ..none });
-            for activation in [Activation::Gelu, Activation::ReluSquared, Activation::Silu] {
-                let found = plan(Way::Epilogues, activation, kind, true);
-                assert_eq!(found, Plan { bias_gradient: true, ..none });
+            for (rows, hidden, expected) in [
+                (512, 3072, false),
+                (4096, 2048, false),
+                (4096, 3072, true),
+                (16_384, 1536, true),
+                (16_384, 3072, true),
+                (8192, 8192, true),
+                (8192, 16_384, true),
+                (0, 0, false),
+                (i64::MAX, i64::MAX, true),
+            ] {
+                let facts = Facts { kind, rows, hidden, ..FACTS };
+                assert_eq!(takes_epilogue(Way::Automatic, &facts), expected, "{rows} {hidden}");
+                assert!(takes_epilogue(Way::Activation, &facts));
+                assert!(!takes_epilogue(Way::Pass, &facts));
             }
-            assert_eq!(plan(Way::Epilogues, Activation::GeluTanh, kind, false), none);
         }
-        for kind in [Kind::Float, Kind::Double] {
-            assert_eq!(plan(Way::Epilogues, Activation::GeluTanh, kind, true), none);
+    }
+
+    #[test]
+    fn there_is_no_epilogue_for_anything_else() {
+        let others = [Activation::Gelu, Activation::ReluSquared, Activation::Silu];
+        let others = others.map(|activation| Facts { activation, ..FACTS });
+        let kinds = [Kind::Float, Kind::Double].map(|kind| Facts { kind, ..FACTS });
+        let cpu = [Facts { is_cuda: false, ..FACTS }];
+        for facts in others.iter().chain(&kinds).chain(&cpu) {
+            for way in [Way::Automatic, Way::Pass, Way::Activation] {
+                assert!(!takes_epilogue(way, facts));
+            }
         }
     }
 }

@@ -94,9 +94,13 @@ impl Work<'_> {
 /// Whether a kernel can read this tensor `[B, T, heads, D]` or this table `[P, R / 2]`: whether values
 /// of the last dimension are adjacent, if there are several.
 pub(super) fn is_readable(tensor: &Tensor) -> bool {
-    let last = tensor.size().last().copied().zip(tensor.stride().last().copied());
-    let is_adjacent = last.is_none_or(|(size, stride)| size <= 1 || stride == 1);
-    is_in_memory(tensor) && (is_adjacent || tensor.numel() == 0)
+    are_adjacent(&tensor.size(), &tensor.stride()) && is_in_memory(tensor)
+}
+
+/// Whether values of the last dimension are adjacent, if there are several.
+fn are_adjacent(size: &[i64], stride: &[i64]) -> bool {
+    let last = size.last().zip(stride.last());
+    last.is_none_or(|(&size, &stride)| size <= 1 || stride == 1) || size.contains(&0)
 }
 
 /// Rotates the heads of q, of k, or of both.
@@ -135,7 +139,8 @@ pub(super) fn rotate([q, k]: [Option<Work<'_>>; 2], tables: &Tables<'_>) -> Resu
         params.take_sequences_for_tokens();
     }
     // SAFETY: `heads` and `table` have checked kinds, device, sizes and strides. No two elements
-    // that are written share memory. A kernel that works in place reads a value before it writes
+    // that are written share memory: `heads` has checked it where heads are changed in place, and
+    // elsewhere the results are new, dense tensors. A kernel that works in place reads a value before it writes
     // it, in the same thread, and nobody else reads it.
     unsafe { run(like.1, &params) }
 }
@@ -191,31 +196,43 @@ fn heads(
         let (from, to) = (std::ptr::null(), std::ptr::null_mut());
         return Ok(Heads { from, to, heads: 0, from_strides: [0; 3], to_strides: [0; 3] });
     };
-    let (from, to) = (work.from(), work.to());
-    let fits = |tensor: &Tensor| {
-        tensor.f_kind().is_ok_and(|kind| kind == like.0)
-            && tensor.device() == like.1
-            && tensor.dim() == 4
-            && is_readable(tensor)
-    };
-    let size = from.size();
-    if !fits(from) || size[..2] != [batch, tokens] || size[2] > MOST_HEADS || size[3] != head_size {
-        return Err(misfit(name, from));
+    let (size, from_stride) = layout(name, work.from(), like)?;
+    if size[..2] != [batch, tokens] || size[2] > MOST_HEADS || size[3] != head_size {
+        return Err(misfit(name, work.from()));
     }
-    if !fits(to) || to.size() != size || overlaps(&size, &to.stride()) {
-        return Err(misfit(name, to));
-    }
-    let outer = |tensor: &Tensor| {
-        let stride = tensor.stride();
-        [stride[0], stride[1], stride[2]]
+    let to_stride = match work {
+        Work::InPlace(_) if overlaps(&size, &from_stride) => {
+            return Err(misfit(name, work.from()));
+        }
+        Work::InPlace(_) => from_stride,
+        Work::To { to, .. } => {
+            let (to_size, stride) = layout(name, to, like)?;
+            if to_size != size {
+                return Err(misfit(name, to));
+            }
+            stride
+        }
     };
+    let outer = |[batch, token, head, _]: [i64; 4]| [batch, token, head];
     Ok(Heads {
-        from: from.data_ptr(),
-        to: to.data_ptr(),
+        from: work.from().data_ptr(),
+        to: work.to().data_ptr(),
         heads: size[2],
-        from_strides: outer(from),
-        to_strides: outer(to),
+        from_strides: outer(from_stride),
+        to_strides: outer(to_stride),
     })
+}
+
+/// The size and the strides of a tensor that a kernel can take.
+fn layout(name: &str, tensor: &Tensor, like: (Kind, Device)) -> Result<([i64; 4], [i64; 4])> {
+    let (size, stride) = (tensor.size(), tensor.stride());
+    let fits = (tensor.f_kind()?, tensor.device()) == like
+        && are_adjacent(&size, &stride)
+        && is_in_memory(tensor);
+    match (<[i64; 4]>::try_from(size), <[i64; 4]>::try_from(stride)) {
+        (Ok(size), Ok(stride)) if fits => Ok((size, stride)),
+        _ => Err(misfit(name, tensor)),
+    }
 }
 
 fn misfit(name: &str, tensor: &Tensor) -> Error {

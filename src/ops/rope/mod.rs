@@ -47,8 +47,9 @@ pub struct RopeOptions {
 /// stay as they are. Sizes are arbitrary, and tensors may be empty. Half kinds are computed in `Float`
 /// and rounded once. Autocast changes nothing: a product of libtorch's would promote half kinds to the
 /// tables' `Float`, whereas the results here have q's kind. On CUDA the operator is one launch for both
-/// tensors, in each direction. It works on libtorch's current stream and never waits for the GPU. It is
-/// deterministic.
+/// tensors, in each direction, and two if a graph is recorded in place; copies, where the next paragraph
+/// and the one on tables name some, are launches of their own. It works on libtorch's current stream and
+/// never waits for the GPU. It is deterministic.
 ///
 /// Strides are arbitrary. Nothing is copied before it is read if the values of a head are adjacent in
 /// memory. That includes slices of one product, such as `qkv.view([B, T, 3, H, D])`, and transposed
@@ -64,7 +65,9 @@ pub struct RopeOptions {
 ///
 /// The tables of Hugging Face's models have R columns, in which each angle is repeated. Pass
 /// `cos.narrow(-1, 0, R / 2)`, a view that is read without a copy. Interleaved tables repeat neighbours:
-/// pass `cos.slice(-1, 0, None, 2)`. For positions that are not consecutive, pass rows of the tables:
+/// make `cos.slice(-1, 0, None, 2).contiguous()` once and pass it, because every call copies the rows
+/// that it uses of tables whose columns are not adjacent, and of `Float` tables for q of kind `Double`.
+/// For positions that are not consecutive, pass rows of the tables:
 /// `cos.index_select(0, &positions)`.
 ///
 /// Equivalent to:
@@ -180,8 +183,8 @@ pub fn rope_reference(
 ///   device
 ///
 /// Returns `cos` and `sin`, `[P, R / 2]`, contiguous, without gradients. The angles are computed in
-/// `Double` and are exact before the tables are rounded. Where a model computes them in `Float`, as
-/// Hugging Face's do, an angle p has an error of up to p / 2²⁴.
+/// `Double`, with errors of less than p / 2⁴⁸ at position p, which tables of the other kinds do not show.
+/// Where a model computes them in `Float`, as Hugging Face's do, the errors are up to p / 2²⁴.
 ///
 /// ```
 /// # use tch::{Kind, Device};
@@ -439,6 +442,10 @@ impl Rope {
     /// are used.
     fn rotate(&self, work: [Option<Work<'_>>; 2], [cos, sin]: [&Tensor; 2]) -> Result<()> {
         let Some(heads) = work.iter().flatten().map(Work::from).next() else { return Ok(()) };
+        // Without elements, the product of the other sizes may exceed 64 bits.
+        if work.iter().flatten().all(|work| work.from().numel() == 0) {
+            return Ok(());
+        }
         let (kind, tokens) = (heads.f_kind()?, heads.size()[1]);
         let RopeOptions { interleaved: is_interleaved, offset, .. } = self.options;
         let tables = |cos, sin, offset| {
@@ -477,7 +484,8 @@ fn dense_like(tensor: &Tensor) -> Result<Tensor> {
     Ok(Tensor::f_empty_strided(&size, dense_strides(&size, &stride), options)?)
 }
 
-/// Dimensions of one element, and those that are expanded, stay where they are.
+/// Dimensions of one element, and those that are expanded, stay where they are. Without elements, the
+/// strides say nothing, and may be too large for 64 bits.
 fn dense_strides(size: &[i64], stride: &[i64]) -> Vec<i64> {
     let last = size.len().saturating_sub(1);
     let is_ordered = |dim: usize| size[dim] > 1 && stride[dim] > 0 && !size.contains(&0);
@@ -492,7 +500,7 @@ fn dense_strides(size: &[i64], stride: &[i64]) -> Vec<i64> {
     let mut len = 1;
     for dim in order.into_iter().rev() {
         dense[dim] = len;
-        len *= size[dim].max(1);
+        len = i64::saturating_mul(len, size[dim].max(1));
     }
     dense
 }
@@ -517,5 +525,7 @@ mod tests {
         // The stride of a dimension of one element says nothing.
         assert_eq!(dense_strides(&[1, 3, 4, 8], &[0, 32, 8, 1]), [96, 32, 8, 1]);
         assert_eq!(dense_strides(&[2, 0, 4, 8], &[0, 32, 8, 1]), [32, 32, 8, 1]);
+        let huge = [0, 1 << 40, 1 << 20, 8];
+        assert_eq!(dense_strides(&huge, &[0, 0, 0, 1]), [i64::MAX, 1 << 23, 8, 1]);
     }
 }

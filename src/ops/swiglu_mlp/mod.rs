@@ -1,10 +1,10 @@
 //! The feed-forward part of a transformer with a gate.
 
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
-use super::mlp::{KINDS, add_product, cast_or_own, layer, product, weight_gradient};
+use super::mlp::{KINDS, add_product, cast_or_own, layer, plain_if_any, product, weight_gradient};
 use super::way::forced;
-use super::{gemm, rows};
-use crate::amp::{CastPolicy, autocast_inputs};
+use super::{gemm, linear, rows};
+use crate::amp::{Autocast, CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::{Error, Result, check};
 use tch::Tensor;
@@ -54,10 +54,11 @@ impl Default for SwigluMlpOptions {
 /// product is added before it is rounded; libtorch's operations round both products and their sum. NaN
 /// and infinity give what libtorch's operations give.
 ///
-/// A call keeps its tensors, g and u (M·H elements each) and, with
-/// [`save_activations`](SwigluMlpOptions::save_activations), h (as many); of these only what the needed
-/// gradients read. libtorch's operations also keep silu(g). Without a graph h takes the place of g. A
-/// second derivative takes the memory of the composite.
+/// A call whose result has a graph keeps all its tensors, which a second derivative may read. It also
+/// keeps g and u (M·H elements each) if x, Wg or Wu requires grad, and with
+/// [`save_activations`](SwigluMlpOptions::save_activations) h (as many) if Wd does. libtorch's operations
+/// also keep silu(g). Without a graph h takes the place of g. A second derivative takes the memory of
+/// the composite.
 ///
 /// Equivalent to:
 /// ```
@@ -195,6 +196,8 @@ impl Function for SwigluMlp {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
+            // Of the kind of the forward pass, also where the backward pass runs in an autocast region.
+            let _autocast = Autocast::disabled(grads.get(0)?.device())?;
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot));
             let inputs = inputs.collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
@@ -209,8 +212,8 @@ impl Function for SwigluMlp {
             w_gate: saved(needs[place::INPUT], place::GATE)?,
             w_up: saved(needs[place::INPUT], place::UP)?,
             w_down: saved(needs_gates(needs), place::DOWN)?,
-            gates: ctx.saved_optional(G)?.zip(ctx.saved_optional(U)?),
-            h: saved(needs[place::DOWN], H)?,
+            gates: plain_if_any(ctx.saved_optional(G)?)?.zip(plain_if_any(ctx.saved_optional(U)?)?),
+            h: plain_if_any(saved(needs[place::DOWN], H)?)?,
         };
         self.gradients(grads.get(0)?, saved, needs)
     }
@@ -252,7 +255,7 @@ impl SwigluMlp {
         let mut size = input.size();
         size.pop();
         size.push(output.size2()?.1);
-        Ok(Forward { output: output.f_view(size.as_slice())?, gates, h })
+        Ok(Forward { output: linear::reshaped(&output, &size)?, gates, h })
     }
 
     fn gradients(&self, grad: &Tensor, saved: Saved, needs: Needs) -> Result<Tensors> {
