@@ -16,6 +16,9 @@ use tch_extension::testing::{
 /// x, residual, the normalised shape, weight and bias; the probability of dropout.
 pub type Call = fn(&Tensor, &Tensor, &[i64], [Option<&Tensor>; 2], f64) -> Result<(Tensor, Tensor)>;
 
+/// The sum, the normalised shape, weight and bias.
+pub type Norm = fn(&Tensor, &[i64], [Option<&Tensor>; 2]) -> Result<Tensor>;
+
 /// One of the operators.
 #[derive(Clone, Copy)]
 pub struct Op {
@@ -24,7 +27,7 @@ pub struct Op {
     pub fused: Call,
     pub reference: Call,
     /// libtorch's norm, of a sum.
-    pub libtorch: fn(&Tensor, &[i64], [Option<&Tensor>; 2]) -> Result<Tensor>,
+    pub libtorch: Norm,
 }
 
 #[derive(Clone, Copy)]
