@@ -17,6 +17,7 @@ use support::{KINDS, Suite, is_half};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::Autocast;
+use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::nn::{
     AttentionOptions, Causal, SdpaBackend, f_scaled_dot_product_attention,
     scaled_dot_product_attention_reference, sdpa_kernel,
@@ -459,6 +460,37 @@ fn a_mask_may_be_more_precise() {
             };
             let rival = of(&x.to_kind(kind), &mask.to_kind(kind));
             assert_as_accurate(&y, &rival, &of(&x, &mask));
+        }
+    }
+}
+
+/// libtorch's own operator then accesses memory that is not its own on CUDA.
+#[test]
+fn the_mask_alone_may_require_grad() {
+    let _unchanged = unchanged();
+    for device in devices() {
+        for kind in [Kind::Float, Kind::BFloat16] {
+            let make = |size: &[i64]| Tensor::randn(size, (kind, device));
+            let [q, k, v] = [(); 3].map(|()| make(&[1, 1, 64, 16]));
+            let gradient = |mask: &Tensor, [q, k, v]: [&Tensor; 3], op: Op| {
+                let mask = mask.detach().set_requires_grad(true);
+                let options = AttentionOptions { attn_mask: Some(&mask), ..Default::default() };
+                let y = op(q, k, v, &options).expect("output");
+                let loss = (y.to_kind(Kind::Double) * v.detach()).sum(Kind::Double);
+                grad(&[&loss], &[&mask], &GradOptions::default()).expect("gradient").single()
+            };
+            type Op = fn(&Tensor, &Tensor, &Tensor, &AttentionOptions<'_>) -> Result<Tensor>;
+            let mask = make(&[64, 64]);
+            let found = gradient(&mask, [&q, &k, &v], f_scaled_dot_product_attention);
+            let double = |of: &Tensor| of.to_kind(Kind::Double);
+            let exact = gradient(
+                &double(&mask),
+                [&double(&q), &double(&k), &double(&v)],
+                scaled_dot_product_attention_reference,
+            );
+            let (found, exact) = (found.expect("one"), exact.expect("one"));
+            let bound = if kind == Kind::Float { 1e-5 } else { 3e-2 };
+            assert_close(&double(&found), &exact, bound, bound);
         }
     }
 }

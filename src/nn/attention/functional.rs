@@ -33,8 +33,8 @@ pub enum Causal {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct AttentionOptions<'a> {
     /// Broadcasts to `[…, H, L, S]`. A `Bool` mask is true where a query sees a key; any other is
-    /// added to the products of queries and keys, and has the query's kind or `Float`. It may
-    /// require grad.
+    /// added to the products of queries and keys, and has the query's kind or `Float`, which is
+    /// rounded to the query's kind on CUDA. It may require grad.
     pub attn_mask: Option<&'a Tensor>,
     /// The probability that a weight is dropped.
     pub dropout_p: f64,
@@ -182,9 +182,12 @@ fn masks(
             Some(causal) => (false, Some(causal_mask(causal, sizes, query)?)),
         });
     };
-    // libtorch's kernel for the CPU reads a `Float` mask next to `Double` as if it were `Double`.
-    let is_too_narrow = query.f_kind()? == Kind::Double && mask.f_kind()? == Kind::Float;
-    let mask = if is_too_narrow { &mask.f_to_kind(Kind::Double)? } else { mask };
+    // libtorch's kernel for the CPU next to `Double`, and cuDNN next to half kinds, read a `Float` mask
+    // as if it had the query's kind.
+    let kind = query.f_kind()?;
+    let may_be_misread = kind == Kind::Double || query.device().is_cuda();
+    let is_cast = mask.f_kind()? == Kind::Float && kind != Kind::Float && may_be_misread;
+    let mask = if is_cast { &mask.f_to_kind(kind)? } else { mask };
     let Some(causal) = causal else { return Ok((false, Some(mask.shallow_clone()))) };
     let seen = causal_mask(causal, sizes, query)?;
     Ok((
@@ -194,6 +197,11 @@ fn masks(
             _ => mask.f_masked_fill(&seen.f_logical_not()?, f64::NEG_INFINITY)?,
         }),
     ))
+}
+
+/// Whether the mask requires grad and the others do not.
+fn is_alone_with_grad(mask: Option<&Tensor>, others: [&Tensor; 3]) -> bool {
+    mask.is_some_and(Tensor::requires_grad) && !others.into_iter().any(Tensor::requires_grad)
 }
 
 /// Arguments that were checked and cast, in the form that libtorch takes.
@@ -248,8 +256,14 @@ impl Prepared {
             check_mask(check!(OP, "attn_mask", mask), &query_checked, &size, keys)?;
         }
         let (is_causal, mask) = masks(options, [queries, keys], query)?;
+        let query = match is_alone_with_grad(mask.as_ref(), [query, key, value]) {
+            // EfficientAttention's backward pass reads memory that is not its own if nothing but the
+            // mask requires grad (libtorch 2.11, CUDA).
+            true => query.f_detach()?.f_set_requires_grad(true)?,
+            false => query.shallow_clone(),
+        };
         Ok(Prepared {
-            query: query.shallow_clone(),
+            query,
             key: key.shallow_clone(),
             value: value.shallow_clone(),
             mask,
