@@ -7,6 +7,9 @@ mod support;
 #[path = "../support/add_norm.rs"]
 mod add_norm;
 
+#[path = "../support/add_norm_dropout.rs"]
+mod add_norm_dropout;
+
 use add_norm::Op;
 use tch_extension::ops::{add_layer_norm_reference, f_add_layer_norm};
 

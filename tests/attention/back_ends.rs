@@ -62,6 +62,8 @@ fn the_switch_selects_and_restores() {
     let x = leaf(Kind::Float);
     let choice = || f_sdpa_backend(&x, &x, &x, &Default::default()).expect("a back end");
     let enabled = || enabled_sdpa_backends().expect("back ends");
+    // On CUDA the first order is libtorch's to choose.
+    sdpa_kernel_by_priority(&[Math], || ()).expect("an order");
     let before = enabled();
     assert_eq!(before.len(), 4, "{before:?}");
     let inside = sdpa_kernel(&[Math], || {
@@ -98,6 +100,8 @@ fn the_switch_selects_and_restores() {
 fn regions_of_two_threads_may_overlap() {
     let _alone = alone();
     let enabled = || enabled_sdpa_backends().expect("back ends");
+    // On CUDA the first order is libtorch's to choose.
+    sdpa_kernel_by_priority(&[Math], || ()).expect("an order");
     let before = enabled();
     for by_priority in [false, true] {
         let (opened, is_opened) = std::sync::mpsc::channel();

@@ -5,7 +5,9 @@ use super::*;
 use crate::support::gpu::is_hopper;
 use tch_extension::cuda::Graph;
 use tch_extension::ops::{MlpWay, force, product_plans};
-use tch_extension::testing::{assert_as_accurate, cuda_or_skip};
+use tch_extension::testing::{
+    ConformanceOptions, assert_as_accurate, conformance, cuda_or_skip, tolerance,
+};
 
 const WAYS: [MlpWay; 2] = [MlpWay::Pass, MlpWay::Activation];
 
@@ -188,24 +190,42 @@ fn cuda_half_kinds_what_is_not_finite_comes_through_by_each_way() {
     }
 }
 
+const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
+
+/// By how much y and dx may differ in units of the relative tolerance r, if z may be the next number:
+/// Σ |a| |W₂|, and Σ |da| (1 + 1.2 |z|) |W₁|, because act' changes by at most 1.2 times as much as z.
+fn largest_change(sample: &Sample) -> f64 {
+    let double: Vec<Tensor> =
+        sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+    let [x, w1, b1, w2, _] = &double[..] else { panic!("five inputs") };
+    let z = x.linear(w1, Some(b1));
+    let of_y = z.gelu("tanh").abs().linear(&w2.abs(), None::<&Tensor>);
+    // The incoming gradients are normal numbers: three of them are nearly never exceeded.
+    let of_dz = (w2.abs() * 3.0).sum_dim_intlist([0_i64].as_slice(), false, Kind::Double);
+    let of_dx = (of_dz * (z.abs() * 1.2 + 1.0)).matmul(&w1.abs());
+    of_y.max().maximum(&of_dx.max()).double_value(&[])
+}
+
+/// In another layout the epilogue cannot be used, so that z and a may be rounded to the next number,
+/// and the epilogue's hyperbolic tangent is the hardware's.
 #[test]
 fn cuda_half_kinds_conformance_by_each_way() {
     if cuda_or_skip("cuda_half_kinds_conformance_by_each_way").is_none() {
         return;
     }
     let case = cases()[0];
-    for way in WAYS {
-        let fused = move |inputs: &[Tensor]| force(way, || case.fused(inputs));
-        case.suite(|suite| {
-            let samples = move |kind, device| case.samples(&[[6, 8, 16, 8]], kind, device);
-            let suite = Suite {
-                fused: &fused,
-                reference: suite.reference,
-                small: &samples,
-                large: &samples,
-                terms: suite.terms,
-            };
-            suite.conformance_of(samples);
-        });
+    for (device, kind) in devices().into_iter().flat_map(|d| HALVES.map(|kind| (d, kind))) {
+        for sample in case.samples(&[[6, 8, 16, 8]], kind, device) {
+            let (rtol, atol) = tolerance(kind);
+            let tolerance = Some((rtol, atol + 2.0 * rtol * largest_change(&sample)));
+            let options = ConformanceOptions { tolerance, ..Default::default() };
+            let leaves = sample.leaves().expect("leaves");
+            let leaves: Vec<&Tensor> = leaves.iter().collect();
+            for way in WAYS {
+                let fused = |inputs: &[Tensor]| force(way, || case.fused(inputs));
+                conformance(fused, &leaves, &options)
+                    .unwrap_or_else(|error| panic!("{way:?} {} {kind:?}:\n{error}", sample.name));
+            }
+        }
     }
 }

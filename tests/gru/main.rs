@@ -10,6 +10,9 @@ mod packed;
 #[path = "../support/rnn.rs"]
 mod rnn;
 
+#[path = "../support/rnn_padded.rs"]
+mod rnn_padded;
+
 #[path = "../support/rnn_random.rs"]
 mod rnn_random;
 
@@ -17,7 +20,8 @@ mod rnn_random;
 mod rnn_tf32;
 
 use packed::Packed;
-use rnn::{Rnn, some_lengths};
+use rnn::Rnn;
+use rnn_padded::some_lengths;
 use tch::{Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{
@@ -94,4 +98,4 @@ const PADDED: Rnn = Rnn {
     ..RNN
 };
 
-rnn::padded_tests!(PADDED, padded);
+rnn_padded::padded_tests!(PADDED, padded);

@@ -4,14 +4,14 @@
 #[path = "../support/mod.rs"]
 mod support;
 
-use proptest::prelude::*;
-use support::property::{Case as RandomCase, Property, size, style};
-use support::refusal::assert_refused;
+mod arguments;
+mod kinds;
+mod values;
+
 use support::{KINDS, Suite, leaves};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::amp::Autocast;
 use tch_extension::autograd::{GradOptions, grad, saved_tensors_hooks};
 use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
 use tch_extension::nn::{MlpOp, SwiGluConfig, swiglu};
@@ -216,171 +216,6 @@ fn conformance_in_every_kind() {
     }
 }
 
-/// Whether the docs say that the operator accepts this case.
-fn is_documented(RandomCase(arguments): &RandomCase) -> bool {
-    let [Some(x), Some(gate), Some(up), Some(down)] = &arguments[..] else { return false };
-    let one_kind = arguments.iter().flatten().all(|argument| argument.kind == x.kind);
-    let (Some(&d), &[h, features], &[_, hidden]) = (x.size.last(), &gate.size[..], &down.size[..])
-    else {
-        return false;
-    };
-    one_kind && KINDS.contains(&x.kind) && features == d && hidden == h && up.size == gate.size
-}
-
-#[test]
-fn random_cases() {
-    fn take(inputs: &[Option<Tensor>]) -> [&Tensor; 4] {
-        let [Some(x), Some(gate), Some(up), Some(down)] = inputs else { unreachable!("four") };
-        [x, gate, up, down]
-    }
-    let lead = proptest::collection::vec(size(), 0..3);
-    let cases = (lead, size(), size(), size(), style(4)).prop_map(|(mut x, d, h, e, style)| {
-        x.push(d);
-        style.case(vec![Some(x), Some(vec![h, d]), Some(vec![h, d]), Some(vec![e, h])])
-    });
-    for device in devices() {
-        for options in BOTH {
-            let property = Property {
-                name: "swiglu_mlp",
-                fused: &|inputs| {
-                    let [x, gate, up, down] = take(inputs);
-                    Ok(vec![f_swiglu_mlp(x, gate, up, down, &options)?])
-                },
-                reference: &|inputs| {
-                    let [x, gate, up, down] = take(inputs);
-                    Ok(vec![swiglu_mlp_reference(x, gate, up, down)?])
-                },
-                excluded: &|case| !is_documented(case),
-            };
-            property.holds_for(&cases, if device.is_cuda() { 600 } else { 1500 }, device);
-        }
-    }
-}
-
-/// The reference could be wrong in the same way, so these numbers come from the formula.
-#[test]
-fn the_formula_by_hand() {
-    let (x, gate, up) = ([0.5, -1.0], [[1.0, 0.5], [-2.0, 3.0]], [[0.25, 1.0], [-1.0, 0.5]]);
-    let down = [0.5, -3.0];
-    let h = |k: usize| {
-        let dot = |w: &[f64; 2]| w[0] * x[0] + w[1] * x[1];
-        let g = dot(&gate[k]);
-        g / (1.0 + (-g).exp()) * dot(&up[k])
-    };
-    let expected = down[0] * h(0) + down[1] * h(1);
-    for device in devices() {
-        let of =
-            |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
-        let inputs = [
-            of(&x, &[2]),
-            of(gate.as_flattened(), &[2, 2]),
-            of(up.as_flattened(), &[2, 2]),
-            of(&down, &[1, 2]),
-        ];
-        for op in [&fused(BOTH[0]) as Op<'_>, &swiglu_mlp_reference] {
-            let found = call(op, &inputs).expect("y");
-            assert_eq!(found.size(), [1]);
-            let found = found.double_value(&[0]);
-            assert!((found - expected).abs() < 1e-14, "{found} {expected} on {device:?}");
-        }
-    }
-}
-
-/// One feature, so that g = x and u = x · 2.
-fn through(op: Op<'_>, x: &Tensor, vector: &Tensor) -> [Tensor; 2] {
-    let of = |value: f64| Tensor::full([1, 1], value, (x.kind(), x.device()));
-    let x = x.view([-1, 1]).detach().set_requires_grad(true);
-    let y = op(&x, &of(1.0), &of(2.0), &of(1.0)).expect("y");
-    let vector = vector.view([-1, 1]);
-    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-    let dx = grad(&[&y], &[&x], &options).expect("dx").into_vec().remove(0);
-    [y.detach(), dx.expect("dx")]
-}
-
-#[test]
-fn values_are_as_exact_as_libtorchs() {
-    for device in devices() {
-        for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
-            for reach in [12.0, 3.0, 0.05] {
-                let x = Tensor::linspace(-reach, reach, 20_011, (Kind::Double, device));
-                let x = x.to_kind(kind);
-                let ones = x.ones_like();
-                let wide = [&x, &ones].map(|tensor| tensor.to_kind(Kind::Double));
-                let exact = through(&swiglu_mlp_reference, &wide[0], &wide[1]);
-                let rival = through(&swiglu_mlp_reference, &x, &ones);
-                for options in BOTH {
-                    let found = through(&fused(options), &x, &ones);
-                    for ((found, rival), exact) in found.iter().zip(&rival).zip(&exact) {
-                        eprintln!("{kind:?} {reach} {device:?}");
-                        assert_as_accurate(found, rival, exact);
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Negative g whose SiLU is small, which a norm over all values would not see: y = silu(g) 2 g. The bounds
-/// are of each number: exponents of at most 8, the roundings of products, and in the derivative a sum of
-/// two numbers. In half kinds g, u, dg, du and dx are rounded, and dg Wg before du Wu is added to it.
-#[test]
-fn small_values_have_their_digits() {
-    for (device, kind) in devices().into_iter().flat_map(|d| KINDS.map(|kind| (d, kind))) {
-        let (unit, rounded, least) = match kind {
-            Kind::Half => (2_f64.powi(-24), 2_f64.powi(-11), 2_f64.powi(-25)),
-            Kind::BFloat16 => (2_f64.powi(-24), 2_f64.powi(-8), 0.0),
-            Kind::Float => (2_f64.powi(-24), 2_f64.powi(-24), 0.0),
-            _ => (2_f64.powi(-53), 2_f64.powi(-53), 0.0),
-        };
-        let x = Tensor::linspace(-8.0, -2.5, 4001, (Kind::Double, device)).to_kind(kind);
-        let wide = x.to_kind(Kind::Double);
-        let s = wide.sigmoid();
-        let y = &wide * &wide * &s * 2.0;
-        // dg Wg and du Wu have opposite signs, so that the bound is of their sizes.
-        let of_gate = &wide * (&s + &wide * &s * (1.0 - &s)) * 2.0;
-        let of_up = &wide * &s * 2.0;
-        let (dx, sizes) = (&of_gate + &of_up, of_gate.abs() + of_up.abs());
-        for options in BOTH {
-            let [found_y, found_dx] = through(&fused(options), &x, &x.ones_like());
-            for (found, exact, sizes, times) in
-                [(&found_y, &y, &y.abs(), 1.0), (&found_dx, &dx, &sizes, 3.0)]
-            {
-                let allowed = sizes * (64.0 * unit + 1.01 * times * rounded) + 4.0 * least;
-                let error = (found.to_kind(Kind::Double).view([-1]) - exact).abs();
-                let worst = (error / allowed).max().double_value(&[]);
-                eprintln!("{kind:?} {device:?}: the worst is {worst:.3} of its bound");
-                assert!(worst <= 1.0, "{kind:?} {options:?} {device:?}");
-            }
-        }
-    }
-}
-
-#[test]
-fn what_is_not_finite_comes_through() {
-    let (infinity, nan) = (f64::INFINITY, f64::NAN);
-    for device in devices() {
-        for kind in KINDS {
-            let of = |values: &[f64]| Tensor::from_slice(values).to_kind(kind).to_device(device);
-            let odd = of(&[infinity, -infinity, nan, 0.0, -0.0, 100.0, -100.0]);
-            let plain = of(&[-2.0, -0.5, 0.0, 0.5, 2.0]);
-            let bad = [infinity, -infinity, nan].map(|bad| plain.full_like(bad));
-            let calls = std::iter::once((odd.copy(), odd.ones_like()))
-                .chain(bad.into_iter().map(|bad| (plain.copy(), bad)));
-            for (x, vector) in calls {
-                let expected = through(&swiglu_mlp_reference, &x, &vector);
-                for options in BOTH {
-                    let found = through(&fused(options), &x, &vector);
-                    for (found, expected) in found.iter().zip(&expected) {
-                        eprintln!("{kind:?} {device:?} {vector}");
-                        let bound = if support::is_half(kind) { 1e-2 } else { 1e-6 };
-                        assert_close(found, expected, bound, 1e-30);
-                    }
-                }
-            }
-        }
-    }
-}
-
 /// Each subset of the gradients, in the forward pass and in the backward pass.
 #[test]
 fn each_subset_of_the_gradients() {
@@ -410,117 +245,6 @@ fn each_subset_of_the_gradients() {
                         assert_close(&found, &expected, 1e-12, 1e-12);
                     }
                 }
-            }
-        }
-    }
-}
-
-/// The gradient of the input is a sum of two products. Its error is about that of libtorch's, or less.
-#[test]
-fn the_inputs_gradient_is_as_exact_as_libtorchs() {
-    for device in devices() {
-        for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
-            let inputs: Vec<Tensor> =
-                [([256, 64], 1.4), ([128, 64], 0.2), ([128, 64], 0.2), ([64, 128], 0.2)]
-                    .into_iter()
-                    .zip([1.0, 1.3, 1.7, 2.1])
-                    .map(|((size, scale), step): (([i64; 2], f64), f64)| {
-                        let numbers = Tensor::arange(size[0] * size[1], (Kind::Double, device));
-                        ((numbers * step).sin() * scale).view(size).to_kind(kind)
-                    })
-                    .collect();
-            let gradient = |op: Op<'_>, inputs: &[Tensor]| {
-                let leaves = leaves(inputs);
-                let y = call(op, &leaves).expect("y");
-                let sum = (&y * &y).sum(y.kind());
-                let found = grad(&[&sum], &[&leaves[0]], &GradOptions::default());
-                let found = found.expect("dx").into_vec().remove(0).expect("dx");
-                found.to_kind(Kind::Double)
-            };
-            let wide: Vec<Tensor> =
-                inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
-            let exact = gradient(&swiglu_mlp_reference, &wide);
-            let error = |op: Op<'_>| (gradient(op, &inputs) - &exact).norm().double_value(&[]);
-            let rival = error(&swiglu_mlp_reference);
-            for options in BOTH {
-                let ours = error(&fused(options));
-                eprintln!("{kind:?} on {device:?}: {ours:e}, libtorch's {rival:e}");
-                assert!(ours <= 1.1 * rival, "{kind:?} {options:?} on {device:?}: {ours} {rival}");
-            }
-        }
-    }
-}
-
-/// Calls both with every combination of these kinds, and returns how many are taken.
-fn count_taken(kinds: &[Kind], device: Device) -> usize {
-    let sizes: [&[i64]; 4] = [&[2, 3], &[4, 3], &[4, 3], &[5, 4]];
-    let mut taken = 0;
-    for combination in 0..kinds.len().pow(4) {
-        let of = |place: usize| kinds[combination / kinds.len().pow(place as u32) % kinds.len()];
-        let arguments: Vec<Tensor> =
-            (0..4).map(|place| Tensor::ones(sizes[place], (of(place), device))).collect();
-        let kind = |op: Op<'_>| call(op, &arguments).ok().map(|output| output.kind());
-        let names: Vec<Kind> = (0..4).map(of).collect();
-        let found = kind(&fused(BOTH[0]));
-        // libtorch multiplies silu(g) and u of different kinds.
-        let is_mixed = names[2] != names[0];
-        let expected = kind(&swiglu_mlp_reference).filter(|_| !is_mixed || found.is_some());
-        assert_eq!(found, expected, "{names:?} on {device:?}");
-        taken += usize::from(found.is_some());
-    }
-    taken
-}
-
-#[test]
-fn kinds_with_and_without_autocast_are_as_libtorch_has_them() {
-    for device in devices() {
-        assert_eq!(count_taken(&KINDS, device), 4);
-        for kind in [Kind::BFloat16, Kind::Half] {
-            let _autocast = Autocast::new(device, kind).expect("autocast");
-            // Any combination of the three kinds that are cast, and all in Double.
-            assert_eq!(count_taken(&KINDS, device), 3_usize.pow(4) + 1);
-        }
-    }
-}
-
-/// Under autocast in both passes, in the forward pass only, and in the backward pass only.
-#[test]
-fn under_autocast_values_and_gradients_are_libtorchs() {
-    for device in devices() {
-        let inputs = samples(&[[33, 20, 40, 24]], Kind::Float, device).remove(0).inputs;
-        for (forward, backward, create_graph) in [
-            (true, true, false),
-            (true, false, false),
-            (false, true, false),
-            (true, true, true),
-            (false, true, true),
-        ] {
-            let run = |op: Op<'_>, forward: bool, backward: bool| {
-                let region = |within: bool| {
-                    within.then(|| Autocast::new(device, Kind::BFloat16).expect("autocast"))
-                };
-                let leaves = leaves(&inputs);
-                let autocast = region(forward);
-                let y = call(op, &leaves).expect("y");
-                drop(autocast);
-                let _autocast = region(backward);
-                let vector = support::incoming(&y);
-                let vectors = [Some(&vector)];
-                let options =
-                    GradOptions { grad_outputs: &vectors, create_graph, ..Default::default() };
-                let leaves: Vec<&Tensor> = leaves.iter().collect();
-                let gradients = grad(&[&y], &leaves, &options).expect("gradients").into_vec();
-                let gradients = gradients.into_iter().flatten().map(|gradient| gradient.detach());
-                std::iter::once(y.detach()).chain(gradients).collect::<Vec<_>>()
-            };
-            let found = run(&fused(BOTH[0]), forward, backward);
-            // Ours does not lose digits if only the backward pass runs in a region.
-            let expected = run(&swiglu_mlp_reference, forward, forward && backward);
-            assert_eq!(found.len(), 5);
-            for (found, expected) in found.iter().zip(&expected) {
-                let largest = expected.abs().max().double_value(&[]).max(1.0);
-                let bound = if forward { 1.6e-2 } else { 1e-5 };
-                assert_close(found, expected, bound, bound * largest);
             }
         }
     }
@@ -579,42 +303,6 @@ fn cuda_memory_is_as_documented() {
         eprintln!("{options:?}: {found:?}");
         assert!((kept..kept + 0.3).contains(&found[0]), "kept {found:?}");
         assert!(found[1] <= peak + 0.5, "peak {found:?}");
-    }
-}
-
-#[test]
-fn bad_arguments_are_named() {
-    let names = ["input", "w_gate", "w_up", "w_down"];
-    for device in devices() {
-        let of = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
-        let float = |size: &[i64]| of(size, Kind::Float);
-        let good = || [float(&[2, 4]), float(&[6, 4]), float(&[6, 4]), float(&[3, 6])];
-        let cases: Vec<(usize, Tensor, &[&str])> = vec![
-            (0, float(&[]), &["shape [..., D]", "view it as [1]"]),
-            (0, of(&[2, 4], Kind::Int64), &["kind Float or Double or Half or BFloat16", "Int64"]),
-            (0, Tensor::new(), &["a tensor", "undefined"]),
-            (1, float(&[6, 5]), &["[H, D] = [6, 4]", "[6, 5]"]),
-            (1, float(&[6]), &["2 dimensions [H, D]", "[6]"]),
-            (1, of(&[6, 4], Kind::Half), &["kind Float, as input", "Half"]),
-            (2, float(&[5, 4]), &["[H, D] = [6, 4]", "[5, 4]"]),
-            (2, of(&[6, 4], Kind::Double), &["kind Float, as input", "Double"]),
-            (2, Tensor::new(), &["a tensor", "undefined"]),
-            (3, float(&[3, 5]), &["[D2, H] = [3, 6]", "[3, 5]"]),
-            (3, float(&[6]), &["2 dimensions [D2, H]", "[6]"]),
-            (3, of(&[3, 6], Kind::BFloat16), &["kind Float, as input", "BFloat16"]),
-        ];
-        for (index, bad, texts) in cases {
-            let mut arguments = good();
-            arguments[index] = bad;
-            let place = format!("swiglu_mlp: {}", names[index]);
-            let result = call(&fused(BOTH[0]), &arguments);
-            let panicking = std::panic::AssertUnwindSafe(|| {
-                let [x, gate, up, down] = &arguments;
-                swiglu_mlp(x, gate, up, down, &BOTH[0])
-            });
-            assert_refused(&place, texts, result, panicking);
-        }
-        assert_eq!(call(&fused(BOTH[0]), &good()).expect("good arguments").size(), [2, 3]);
     }
 }
 

@@ -199,6 +199,23 @@ fn masks(
     ))
 }
 
+/// A tensor that fused kernels for CUDA can read 16 bytes at a time, if its rows are long enough: they
+/// look at the stride of a row alone, and take for granted that memory and the other strides fit it.
+fn in_16_bytes(tensor: &Tensor) -> Result<Tensor> {
+    if !tensor.device().is_cuda() {
+        return Ok(tensor.shallow_clone());
+    }
+    let bytes = tensor.f_kind()?.elt_size_in_bytes() as i64;
+    let sizes = tensor.size();
+    let strides = tensor.stride();
+    let mut leading = sizes.iter().zip(&strides).take(sizes.len().saturating_sub(1));
+    let has_odd_stride = leading.any(|(&size, stride)| size > 1 && stride * bytes % 16 != 0);
+    let is_at_16_bytes = tensor.data_ptr().addr().is_multiple_of(16);
+    let is_odd = !is_at_16_bytes || has_odd_stride && !tensor.is_contiguous();
+    // tch has no other copy of a contiguous tensor that is differentiated.
+    if is_odd { Ok(Tensor::f_cat(&[tensor], 0)?) } else { Ok(tensor.shallow_clone()) }
+}
+
 /// Whether the mask requires grad and the others do not.
 fn is_alone_with_grad(mask: Option<&Tensor>, others: [&Tensor; 3]) -> bool {
     mask.is_some_and(Tensor::requires_grad) && !others.into_iter().any(Tensor::requires_grad)
@@ -256,28 +273,34 @@ impl Prepared {
             check_mask(check!(OP, "attn_mask", mask), &query_checked, &size, keys)?;
         }
         let (is_causal, mask) = masks(options, [queries, keys], query)?;
-        let query = match is_alone_with_grad(mask.as_ref(), [query, key, value]) {
+        let mut query = match is_alone_with_grad(mask.as_ref(), [query, key, value]) {
             // EfficientAttention's backward pass reads memory that is not its own if nothing but the
             // mask requires grad (libtorch 2.11, CUDA).
             true => query.f_detach()?.f_set_requires_grad(true)?,
             false => query.shallow_clone(),
         };
+        let mut scale = options.scale;
+        if let Some(negative) = scale.filter(|&scale| scale < 0.0) {
+            // Fused kernels look for the largest product before they scale.
+            (query, scale) = (query.f_neg()?, Some(-negative));
+        }
         Ok(Prepared {
-            query,
-            key: key.shallow_clone(),
-            value: value.shallow_clone(),
-            mask,
+            query: in_16_bytes(&query)?,
+            key: in_16_bytes(key)?,
+            value: in_16_bytes(value)?,
+            mask: mask.as_ref().map(in_16_bytes).transpose()?,
             is_causal,
             dropout_p: options.dropout_p,
-            scale: options.scale,
+            scale,
             enable_gqa: options.enable_gqa,
             size,
         })
     }
 
     pub(super) fn run(&self) -> Result<Tensor> {
-        if self.is_empty() {
-            return self.empty();
+        // If all weights are dropped, fused kernels for CUDA multiply zeros by infinity.
+        if self.is_empty() || self.dropout_p == 1.0 {
+            return self.zeros();
         }
         Tensor::f_scaled_dot_product_attention(
             &self.query,
@@ -294,7 +317,7 @@ impl Prepared {
 
     /// The number of the back end, in `at::SDPBackend`. `None` if nothing has to be computed.
     pub(super) fn choice(&self) -> Result<Option<i64>> {
-        if self.is_empty() {
+        if self.is_empty() || self.dropout_p == 1.0 {
             return Ok(None);
         }
         Tensor::f_internal_fused_sdp_choice(
@@ -315,15 +338,17 @@ impl Prepared {
         self.size.contains(&0)
     }
 
-    /// A result without elements, whose gradients are zeros. libtorch's kernel for the CPU divides
-    /// by the number of heads, which ends the process if there are none.
-    fn empty(&self) -> Result<Tensor> {
-        let mut factor = self.query.f_sum(None)?;
-        for tensor in [&self.key, &self.value].into_iter().chain(&self.mask) {
-            factor = factor.f_add(&tensor.f_sum(None)?)?;
+    /// A result of zeros or without elements, whose gradients are zeros. libtorch's kernel for the CPU
+    /// divides by the number of heads, which ends the process if there are none.
+    fn zeros(&self) -> Result<Tensor> {
+        let kind = self.query.f_kind()?;
+        let mut result = Tensor::f_zeros(&self.size, (kind, self.query.device()))?;
+        for tensor in [&self.query, &self.key, &self.value].into_iter().chain(&self.mask) {
+            // The sum of none of its elements is a zero that depends on it.
+            let none = tensor.f_reshape([-1])?.f_narrow(0, 0, 0)?;
+            result = result.f_add(&none.f_sum(kind)?)?;
         }
-        let empty = Tensor::f_zeros(&self.size, (self.query.f_kind()?, self.query.device()))?;
-        Ok(empty.f_mul(&factor.f_to_kind(self.query.f_kind()?)?)?)
+        Ok(result)
     }
 }
 

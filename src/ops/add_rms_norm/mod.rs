@@ -38,13 +38,15 @@ impl Added for AddRmsNorm {
 /// * `dropout`: the probability that a value of x becomes zero, from 0 to 1; the others are divided by
 ///   1 less that probability. Pass 0 in evaluation.
 ///
-/// Returns (h, y), contiguous, both of the input's shape; h has the kind of `residual` and y that of
-/// `input`. h is rounded to its kind before it is normalised, as [`rms_norm`](super::rms_norm()) of
-/// the stored sum would be, and y is rounded once. The weight has the input's kind or, with an input of a half kind, `Float`.
-/// Strides and sizes are arbitrary, and tensors may be empty. Autocast changes nothing, because y
-/// already has the kind in which the next product reads it. There are first and second derivatives
-/// with respect to each tensor. As those of libtorch's addition, the gradients of `input` and
-/// `residual` may be one tensor and, if only h has one, that incoming gradient itself.
+/// Returns (h, y), contiguous, both of the input's shape; h has the kind of `residual` and y that
+/// of `input`. h is rounded to its kind before it is normalised, as
+/// [`rms_norm`](super::rms_norm()) of the stored sum would be, and y is rounded once. The weight
+/// has the input's kind or, with an input of a half kind, `Float`. On CUDA it is rounded to the
+/// kind of `residual`. Strides and sizes are arbitrary, and tensors may be empty. Autocast
+/// changes nothing, because y already has the kind in which the next product reads it. There are
+/// first and second derivatives with respect to each tensor. As those of libtorch's addition, the
+/// gradients of `input` and `residual` may be one tensor and, if only h has one, that incoming
+/// gradient itself.
 ///
 /// On CUDA the operator works on libtorch's current stream and never waits for the GPU. If rows begin
 /// at multiples of 16 bytes and have up to 8192 values (`Double` 4096), the forward pass reads x and

@@ -8,6 +8,7 @@ mod libtorch;
 mod over_steps;
 mod padded;
 mod plan;
+mod products;
 
 pub(in crate::ops) use cell::{Cell, State, reference};
 pub(in crate::ops) use costs::Costs;

@@ -1,9 +1,10 @@
 //! Which way computes a layer.
 
+use super::products::{Call, HOST, Host, Products, STEP_OF_OURS};
 use super::{Cell, Costs};
 use crate::Result;
 use crate::ffi::precision::rnn_allow_tf32;
-use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
+use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
 use crate::ops::recurrent::kernels::{cudnn, onednn};
 use crate::ops::recurrent::plan::{
@@ -177,186 +178,11 @@ pub(super) fn is_tf32(kind: Kind) -> Result<bool> {
     Ok(kind == Kind::Float && rnn_allow_tf32()?)
 }
 
-/// A cost in microseconds, forward and backward.
-#[derive(Clone, Copy, Debug)]
-struct Both([f64; 2]);
-
-impl Both {
-    fn of(self, direction: Direction) -> f64 {
-        self.0[if direction == Direction::Forward { 0 } else { 1 }]
-    }
-}
-
-/// What all steps of a call cost in microseconds: the GPU, and the host for its launches of single
-/// steps.
-#[derive(Clone, Copy, Debug)]
-struct Call {
-    gpu: f64,
-    launches: f64,
-}
-
-impl Call {
-    /// `of` says what a step costs both.
-    fn of_all(directions: &[Direction], steps: i64, of: impl Fn(Direction) -> (f64, f64)) -> Call {
-        let none = Call { gpu: 0.0, launches: 0.0 };
-        directions.iter().fold(none, |sum, &direction| {
-            let (gpu, host) = of(direction);
-            let all = |of_step: f64| steps as f64 * of_step;
-            Call { gpu: sum.gpu + all(gpu), launches: sum.launches + all(host) }
-        })
-    }
-
-    /// The GPU waits for the host, or the host for the GPU.
-    fn time(self, host: f64) -> f64 {
-        self.gpu.max(host + self.launches)
-    }
-}
-
 /// The faster one for a call.
 fn faster([ours, cudnn]: [Call; 2], host: &Host, is_flat: bool) -> Library {
     let flattening = if is_flat { 0.0 } else { host.flattening };
     let is_ours = ours.time(host.of_ours) <= cudnn.time(host.of_cudnn + flattening);
     if is_ours { Library::Ours } else { Library::Cudnn }
-}
-
-/// What a call takes the host, in microseconds, apart from launches of single steps.
-struct Host {
-    of_ours: f64,
-    of_cudnn: f64,
-    /// What cuDNN takes in addition if the parameters have to be moved to one piece of memory.
-    flattening: f64,
-}
-
-// The host's times were measured next to an H200 and an H100 (docs/lab/lstm.md).
-
-/// The forward alone, and both directions.
-const HOST: [Host; 2] = [
-    Host { of_ours: 50.0, of_cudnn: 70.0, flattening: 350.0 },
-    Host { of_ours: 480.0, of_cudnn: 630.0, flattening: 850.0 },
-];
-
-/// Its launches for a step: by our kernels, a product and a kernel; by cuDNN.
-const STEP_OF_OURS: Both = Both([22.0, 30.0]);
-const STEP_OF_CUDNN: Both = Both([14.0, 22.0]);
-
-/// What products cost, and what those ways cost that have no tables, all per step in microseconds.
-/// These are lines through measurements on an H200 (docs/lab/lstm.md).
-#[derive(Clone, Copy, Debug)]
-struct Products {
-    kind: Kind,
-    is_tf32: bool,
-    gates: i64,
-    batch: f64,
-    hidden: i64,
-    /// The product with h in half kinds, forward. The one with the input takes as long if there are
-    /// as many features; there are two of each, backward.
-    one: f64,
-    of_input: f64,
-}
-
-impl Products {
-    fn new(gates: i64, sizes: Sizes, kind: Kind, is_tf32: bool) -> Products {
-        const OPERATIONS: f64 = 550e6;
-        let Sizes { batch, features, hidden, .. } = sizes;
-        let column = 2.0 * batch as f64 * (gates * hidden) as f64 / OPERATIONS;
-        Products {
-            kind,
-            is_tf32,
-            gates,
-            batch: batch as f64,
-            hidden,
-            one: column * hidden as f64,
-            of_input: column * features as f64,
-        }
-    }
-
-    /// What the kernels that keep W_h on the chip multiply.
-    fn resident(self) -> Product {
-        if self.is_tf32 { Product::Scaled } else { Product::Plain }
-    }
-
-    /// How many times as long libtorch's products take in this kind as in half kinds.
-    fn slowdown(self) -> f64 {
-        if matches!(self.kind, Kind::Half | Kind::BFloat16) { 1.0 } else { 13.0 }
-    }
-
-    /// How many times as long a product of a step takes as its share of a large one: in strict `Float`
-    /// tiles have more rows than there are.
-    fn share_of_tiles(self) -> f64 {
-        const OTHER_ROWS: f64 = 32.0;
-        const MOST: f64 = 2.0;
-        let is_strict = self.kind == Kind::Float && !self.is_tf32;
-        if is_strict { 1.0 + (OTHER_ROWS / self.batch.max(1.0)).min(MOST) } else { 1.0 }
-    }
-
-    /// Those over all steps at once.
-    fn at_once(self, direction: Direction) -> f64 {
-        let slowdown = if self.is_tf32 { 2.0 } else { self.slowdown() };
-        match direction {
-            Direction::Forward => slowdown * self.of_input,
-            Direction::Backward => slowdown * (2.0 * self.of_input + self.one),
-        }
-    }
-
-    /// A product and a kernel for each step, without what is done at once.
-    fn step_by_step(self, direction: Direction) -> f64 {
-        let product = self.slowdown() * self.one * self.share_of_tiles();
-        match direction {
-            Direction::Forward => 11.0 + product,
-            Direction::Backward => 12.0 + product,
-        }
-    }
-
-    /// cuDNN's whole step, and what its launches take the host.
-    fn of_cudnn(self) -> [Both; 2] {
-        match self.of_cudnns_persistent() {
-            Some(costs) => [Both(costs), Both([0.0; 2])],
-            None => [Both(self.of_cudnns()), STEP_OF_CUDNN],
-        }
-    }
-
-    /// Its kernels that keep small weights on the chip, if it has any, forward and backward.
-    fn of_cudnns_persistent(self) -> Option<[f64; 2]> {
-        const NARROWEST: i64 = 64;
-        const NARROW: i64 = 128;
-        const WIDE: i64 = 1024;
-        const FEW_ROWS: f64 = 32.0;
-        let (rows, is_lstm) = (self.batch, self.gates == 4);
-        let line = |fixed: f64, rows_per_microsecond: f64| fixed + rows / rows_per_microsecond;
-        // Wide ones have whole tiles.
-        let is_tiled = self.hidden % 128 == 0 && rows % 8.0 == 0.0;
-        match (self.kind, self.hidden) {
-            (Kind::Half, ..=NARROWEST) if is_lstm => Some([line(1.0, 2500.0), line(1.4, 95.0)]),
-            (Kind::Half, ..=NARROWEST) => Some([line(1.0, 2000.0), line(1.0, 39.0)]),
-            (Kind::Half, ..=NARROW) if is_lstm => Some([line(1.4, 88.0), line(2.3, 36.0)]),
-            (Kind::Half, ..=NARROW) => Some([line(0.6, 165.0), line(1.0, 34.0)]),
-            (Kind::Half, ..=WIDE) if is_lstm && is_tiled && rows <= FEW_ROWS => {
-                let columns = self.hidden as f64;
-                Some([1.1 + columns / 1000.0, 2.2 + columns / 300.0])
-            }
-            (Kind::Float, ..=NARROWEST) if is_lstm => Some([line(0.4, 400.0), line(1.5, 110.0)]),
-            (Kind::Float, ..=NARROWEST) => Some([line(0.45, 400.0), line(1.0, 22.0)]),
-            (Kind::Float, ..=NARROW) if is_lstm => Some([line(1.6, 78.0), line(2.2, 36.0)]),
-            (Kind::Float, ..=NARROW) => Some([line(0.6, 150.0), line(1.6, 20.0)]),
-            _ => None,
-        }
-    }
-
-    /// Its kernels for each step, forward and backward.
-    fn of_cudnns(self) -> [f64; 2] {
-        const SOME_ROWS: f64 = 128.0;
-        const WIDE: i64 = 1024;
-        let (rows, once) = (self.batch, (self.one + self.of_input) * self.share_of_tiles());
-        let is_tiled = self.hidden % 128 == 0 && self.hidden <= WIDE && rows % 8.0 == 0.0;
-        match self.kind {
-            Kind::Half if self.gates == 4 && is_tiled && rows < SOME_ROWS => {
-                [4.8 + 1.5 * once, 8.5 + 2.5 * once]
-            }
-            Kind::Half | Kind::BFloat16 => [8.0 + once, 10.0 + 2.0 * once + rows / 100.0],
-            Kind::Float if self.is_tf32 => [8.0 + 2.2 * once, 18.0 + 5.0 * once],
-            _ => [13.0 + 11.5 * once, 25.0 + 23.5 * once],
-        }
-    }
 }
 
 /// How many clusters and blocks a GPU runs at a time.
@@ -507,6 +333,7 @@ fn counts_of(share: grid::Share) -> (i32, i32) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::recurrent::kernels::cuda::Product;
     use crate::ops::recurrent::plan::Product as Multiplied;
 
     const H200: Gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200 };
