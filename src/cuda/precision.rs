@@ -33,8 +33,7 @@ pub fn set_matmul_allow_tf32(allow: bool) -> Result<()> {
 }
 
 /// Whether recurrent layers of `Float` on CUDA may be computed in TF32: cuDNN's, and those of
-/// [`ops::lstm`](crate::ops::lstm) and [`ops::gru`](crate::ops::gru). It is
-/// `torch.backends.cudnn.rnn.fp32_precision == "tf32"` in Python.
+/// `ops::lstm` and `ops::gru`. It is `torch.backends.cudnn.rnn.fp32_precision == "tf32"` in Python.
 ///
 /// # Errors
 /// An error of libtorch.

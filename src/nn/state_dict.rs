@@ -203,6 +203,11 @@ pub fn load<P: AsRef<Path>>(
 }
 
 fn read(file: &Path) -> Result<Vec<u8>> {
+    // A pipe has no end until its writer closes it, so reading one could wait for ever.
+    let is_file = std::fs::metadata(file).map_err(|error| failed(LOAD, file, &error))?.is_file();
+    if !is_file {
+        return Err(failed(LOAD, file, &"expected a regular file, got a folder, pipe or device"));
+    }
     std::fs::read(file).map_err(|error| failed(LOAD, file, &error))
 }
 

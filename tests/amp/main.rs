@@ -6,6 +6,9 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::amp::*;
 use tch_extension::{Error, Result};
 
+#[path = "../support/python.rs"]
+mod python;
+
 mod autocast;
 mod checkpoint;
 mod grad_scaler;

@@ -2,8 +2,6 @@
 //! `grad_scaler.py`.
 
 use super::*;
-use std::path::PathBuf;
-use std::process::Command;
 use tch::nn::{self, OptimizerConfig};
 
 const TRACE: &str = include_str!("grad_scaler.txt");
@@ -128,23 +126,10 @@ fn each_step_is_that_of_torchs_own() {
 /// Compares the trace with a fresh one if there is a Python with this version of torch.
 #[test]
 fn the_trace_is_what_torch_does() {
-    let skipped = |why| skip("the_trace_is_what_torch_does", why);
-    let root = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    let script = root.join("tests/amp/grad_scaler.py");
-    if !script.exists() {
-        return skipped("no script here");
-    }
-    let python =
-        |arguments: &[&std::ffi::OsStr]| Command::new("python3").args(arguments).output().ok();
-    let version = "import torch; print(torch.__version__)";
-    let version =
-        python(&["-c".as_ref(), version.as_ref()]).map(|output| output.stdout).unwrap_or_default();
-    if !version.starts_with(b"2.11.0") {
-        return skipped("no python3 with torch 2.11.0");
-    }
-    let output = python(&[script.as_os_str()]).expect("python3 was there a moment ago");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let output = match python::run("tests/amp/grad_scaler.py", &[]) {
+        Ok(output) => output,
+        Err(why) => return skip("the_trace_is_what_torch_does", why),
+    };
     let fresh = String::from_utf8_lossy(&output.stdout);
     assert_eq!(fresh.lines().count(), TRACE.lines().count());
     for (fresh, kept) in fresh.lines().zip(TRACE.lines()) {

@@ -128,6 +128,45 @@ fn cuda_each_back_end_agrees_with_the_reference() {
     assert!(taken >= 30, "{taken} of 72 combinations");
 }
 
+/// Queries that see no key get zeros from each back end, and nothing gets a gradient through them.
+#[test]
+fn cuda_queries_that_see_no_key_give_zeros() {
+    let Some(device) = cuda_or_skip("cuda_queries_that_see_no_key_give_zeros") else { return };
+    let _alone = alone();
+    let mut taken = 0;
+    for backend in [EfficientAttention, CudnnAttention, Math] {
+        for kind in [Kind::Half, Kind::BFloat16] {
+            let [q, k, v] = [(); 3].map(|()| leaf(&[2, 3, 40, 64], kind, device));
+            let sees = Tensor::arange(40, (Kind::Int64, device)).remainder(4).ne(1).view([40, 1]);
+            let added = Tensor::zeros([40, 40], (kind, device))
+                .masked_fill(&sees.logical_not(), f64::NEG_INFINITY);
+            for mask in [sees.expand([40, 40], false), added] {
+                let options = AttentionOptions { attn_mask: Some(&mask), ..Default::default() };
+                let call = || f_scaled_dot_product_attention(&q, &k, &v, &options);
+                let Ok(y) = sdpa_kernel(&[backend], call).expect("the switch") else { continue };
+                taken += 1;
+                let hidden = |tensor: &Tensor| {
+                    let rows = tensor.detach().masked_select(&sees.logical_not());
+                    rows.to_kind(Kind::Double).abs().max().double_value(&[])
+                };
+                assert_eq!(hidden(&y), 0.0, "{backend:?} {kind:?}");
+                // Only rows that see nothing get a gradient.
+                let incoming = sees.logical_not().to_kind(kind).expand_as(&y);
+                for gradient in Tensor::run_backward(
+                    &[(y * incoming).sum(Kind::Float)],
+                    &[&q, &k, &v],
+                    false,
+                    false,
+                ) {
+                    let largest = gradient.abs().max().double_value(&[]);
+                    assert_eq!(largest, 0.0, "{backend:?} {kind:?}");
+                }
+            }
+        }
+    }
+    assert!(taken >= 10, "{taken} of 12 combinations");
+}
+
 /// libtorch sets its own order when it first chooses a back end on CUDA, which must not overwrite
 /// ours.
 #[test]

@@ -1,5 +1,6 @@
 //! Tests of mixed kinds and of autocast, compared with libtorch at run time.
 
+use super::support::kinds::gradients_keep_their_kind_inside_a_region;
 use super::*;
 use tch_extension::amp::Autocast;
 
@@ -72,33 +73,14 @@ fn under_autocast_values_and_gradients_are_libtorchs() {
     }
 }
 
-/// The forward pass runs outside a region and the backward pass inside. Its intermediate results must
-/// keep their kind, as the gradients do.
 #[test]
 fn a_backward_inside_a_region_gives_gradients_of_the_inputs_kind() {
     for device in devices() {
         for case in cases() {
             let inputs = case.samples(&[[33, 20, 40, 24]], Kind::Float, device).remove(0).inputs;
-            let of = |within: bool, create_graph: bool| {
-                let leaves = leaves(&inputs);
-                let output = case.call(f_gelu_mlp, &leaves).expect("output");
-                let region =
-                    within.then(|| Autocast::new(device, Kind::BFloat16).expect("autocast"));
-                let leaves: Vec<&Tensor> = leaves.iter().collect();
-                let sum = output.sum(Kind::Float);
-                let options = GradOptions { create_graph, ..Default::default() };
-                let gradients = grad(&[&sum], &leaves, &options);
-                drop(region);
-                let gradients = gradients.expect("gradients").into_vec().into_iter().flatten();
-                gradients.map(|gradient| gradient.detach()).collect::<Vec<_>>()
-            };
-            let outside = of(false, false);
-            for create_graph in [false, true] {
-                for (inside, outside) in of(true, create_graph).iter().zip(&outside) {
-                    let largest = outside.abs().max().double_value(&[]);
-                    assert_close(inside, outside, 1e-5, 1e-5 * largest.max(1.0));
-                }
-            }
+            gradients_keep_their_kind_inside_a_region(&inputs, &|inputs| {
+                case.call(f_gelu_mlp, inputs).map(|output| vec![output])
+            });
         }
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of the kinds that can be combined, with and without autocast, compared with libtorch at
 //! run time.
 
+use super::support::kinds::gradients_keep_their_kind_inside_a_region;
 use super::*;
 use tch_extension::amp::Autocast;
 
@@ -90,18 +91,7 @@ fn under_autocast_values_and_gradients_are_libtorchs() {
 #[test]
 fn a_backward_inside_a_region_gives_gradients_of_the_inputs_kind() {
     for device in devices() {
-        let leaves = leaves(&one([33, 20, 40], Kind::Float, device).inputs);
-        let output = call(f_linear, &leaves).expect("output").remove(0);
-        let _autocast = Autocast::new(device, Kind::BFloat16).expect("autocast");
-        let inputs: Vec<&Tensor> = leaves.iter().collect();
-        let gradients =
-            grad(&[&output.sum(Kind::Float)], &inputs, &GradOptions::default()).expect("gradients");
-        assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
-        assert_close(
-            gradients.get(2).expect("the bias'"),
-            &Tensor::full([40], 33.0, (Kind::Float, device)),
-            0.0,
-            0.0,
-        );
+        let inputs = one([33, 20, 40], Kind::Float, device).inputs;
+        gradients_keep_their_kind_inside_a_region(&inputs, &|inputs| call(f_linear, inputs));
     }
 }

@@ -1,6 +1,7 @@
 //! Tests of the kinds that can be combined, with and without autocast, compared with libtorch at
 //! run time.
 
+use super::support::kinds::gradients_keep_their_kind_inside_a_region;
 use super::*;
 use tch_extension::amp::Autocast;
 
@@ -143,6 +144,17 @@ fn under_autocast_values_and_gradients_are_libtorchs() {
             }
             let exact = call(f_matmul_add_relu, &inputs).expect("output");
             assert!(!found[0].equal(&exact), "the product ran in half precision");
+        }
+    }
+}
+
+#[test]
+fn a_backward_inside_a_region_gives_gradients_of_the_inputs_kind() {
+    for device in devices() {
+        for sample in samples(LARGE, Kind::Float, device) {
+            gradients_keep_their_kind_inside_a_region(&sample.inputs, &|inputs| {
+                Ok(vec![call(f_matmul_add_relu, inputs)?])
+            });
         }
     }
 }

@@ -1,6 +1,9 @@
 //! Tests of `nn::state_dict`: what is loaded, what is refused without changing anything, and what a
 //! file holds after its writer was killed.
 
+#[path = "../support/python.rs"]
+mod python;
+
 mod bad_files;
 mod killed;
 mod pytorch;
@@ -405,4 +408,17 @@ fn what_is_no_regular_file_is_refused_and_stays() {
     let error = save(&model(), folder.path(), &Default::default()).expect_err("a folder");
     assert_names(&error, folder.path(), &["expected a regular file or a new one, got a folder"]);
     assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 3);
+}
+
+/// Reading a pipe without a writer would wait for ever.
+#[test]
+fn what_is_no_regular_file_is_not_read() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let pipe = folder.path().join("pipe");
+    let made = std::process::Command::new("mkfifo").arg(&pipe).status().expect("mkfifo");
+    assert!(made.success());
+    for path in [pipe.as_path(), folder.path()] {
+        let error = load(&model(), &[path], &Default::default()).expect_err("no regular file");
+        assert_names(&error, path, &["expected a regular file, got a folder, pipe or device"]);
+    }
 }

@@ -1,10 +1,10 @@
 //! Files of PyTorch's, and ours in PyTorch.
 
-use super::{place, store};
+use super::{place, python, store};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io::Write;
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 use tch::nn::{ModuleT, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::nn::state_dict::{StateDictOptions, load, save};
@@ -34,44 +34,23 @@ fn gpt2_s_attention_computes_what_pytorch_computed() {
     assert_close(&layer.forward_t(&input, false).detach(), &output, 1e-12, 1e-12);
 }
 
-/// python3, which also finds the packages that `cargo xtask setup` fetched.
-fn python3(root: &Path) -> Command {
-    let mut command = Command::new("python3");
-    let packages = root.join(".venv/site");
-    if packages.exists() {
-        command.env("PYTHONPATH", packages);
+/// What `pytorch.py` prints, if there is a python3 with this version of torch.
+fn pytorch(test: &str, arguments: &[&str]) -> Option<Output> {
+    let arguments: Vec<&OsStr> = arguments.iter().map(OsStr::new).collect();
+    match python::run("tests/state_dict/pytorch.py", &arguments) {
+        Ok(output) => Some(output),
+        Err(why) => {
+            let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());
+            None
+        }
     }
-    command
-}
-
-/// The script with these arguments, if there is a python3 with this version of torch.
-fn python(test: &str, arguments: &[&str]) -> Option<Output> {
-    let skipped = |why: &str| {
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());
-        None
-    };
-    let root = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    let script = root.join("tests/state_dict/pytorch.py");
-    if !script.exists() {
-        return skipped("no script here");
-    }
-    let run = |arguments: &[&str]| python3(&root).args(arguments).output().ok();
-    let version = run(&["-c", "import torch; print(torch.__version__)"]);
-    if !version.is_some_and(|output| output.stdout.starts_with(b"2.11.0")) {
-        return skipped("no python3 with torch 2.11.0");
-    }
-    let script = script.to_string_lossy();
-    let output = run(&[&["-W", "ignore", &script], arguments].concat()).expect("python3");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    Some(output)
 }
 
 #[test]
 fn the_file_is_what_pytorch_writes() {
     let (_folder, file) = place();
     let path = file.display().to_string();
-    let Some(_) = python("the_file_is_what_pytorch_writes", &["write", &path]) else { return };
+    let Some(_) = pytorch("the_file_is_what_pytorch_writes", &["write", &path]) else { return };
     let read = |bytes: &[u8]| -> BTreeMap<String, Tensor> {
         std::fs::write(&file, bytes).expect("written");
         Tensor::read_safetensors(&file).expect("a file").into_iter().collect()
@@ -114,7 +93,7 @@ fn pytorch_reads_what_we_write() {
     tensors.push(("é \"quoted\"", whole.get(0)));
     save(&store(Device::Cpu, &tensors), &file, &Default::default()).expect("saved");
     let path = file.display().to_string();
-    let Some(output) = python("pytorch_reads_what_we_write", &["read", &path]) else { return };
+    let Some(output) = pytorch("pytorch_reads_what_we_write", &["read", &path]) else { return };
     let mut expected: Vec<String> = tensors
         .iter()
         .map(|(name, tensor)| {

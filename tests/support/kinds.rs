@@ -1,7 +1,8 @@
 //! Checks mixed kinds against the composite.
 
-use super::{Operator, is_half};
+use super::{Operator, is_half, leaves};
 use tch::{Kind, Tensor};
+use tch_extension::amp::Autocast;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::assert_close;
 
@@ -46,4 +47,30 @@ pub fn agree_with_the_composite(
         }
     }
     taken
+}
+
+/// Runs the forward pass outside a region of autocast and the backward pass inside, with and without
+/// `create_graph`. Its intermediate results must keep their kind, `Float`, as the gradients do.
+pub fn gradients_keep_their_kind_inside_a_region(inputs: &[Tensor], fused: Operator<'_>) {
+    let of = |within: bool, create_graph: bool| {
+        let leaves = leaves(inputs);
+        let output = fused(&leaves).expect("output").remove(0);
+        let device = output.device();
+        let region = within.then(|| Autocast::new(device, Kind::BFloat16).expect("autocast"));
+        let leaves: Vec<&Tensor> = leaves.iter().collect();
+        let sum = output.square().sum(Kind::Float);
+        let options = GradOptions { create_graph, ..Default::default() };
+        let gradients = grad(&[&sum], &leaves, &options);
+        drop(region);
+        let gradients = gradients.expect("gradients").into_vec().into_iter().flatten();
+        gradients.map(|gradient| gradient.detach()).collect::<Vec<_>>()
+    };
+    let outside = of(false, false);
+    assert_eq!(outside.len(), inputs.len());
+    for create_graph in [false, true] {
+        for (inside, outside) in of(true, create_graph).iter().zip(&outside) {
+            let largest = outside.abs().max().double_value(&[]);
+            assert_close(inside, outside, 1e-5, 1e-5 * largest.max(1.0));
+        }
+    }
 }

@@ -32,7 +32,7 @@ impl SdpaBackend {
     ];
 
     /// The number in `at::SDPBackend`.
-    fn number(self) -> usize {
+    pub(super) fn number(self) -> usize {
         match self {
             SdpaBackend::Math => 0,
             SdpaBackend::FlashAttention => 1,

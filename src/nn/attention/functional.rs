@@ -1,7 +1,8 @@
 //! libtorch's attention as a function.
 
-use super::backend::refusal;
+use super::backend::{SdpaBackend, refusal};
 use crate::amp::{CastPolicy, autocast_inputs};
+use crate::autograd::register_hook;
 use crate::check::Check;
 use crate::{Error, Result, check};
 use tch::{Kind, Tensor};
@@ -216,6 +217,15 @@ fn in_16_bytes(tensor: &Tensor) -> Result<Tensor> {
     if is_odd { Ok(Tensor::f_cat(&[tensor], 0)?) } else { Ok(tensor.shallow_clone()) }
 }
 
+/// True for a query that sees no key, `[…, L, 1]`.
+fn hidden(mask: &Tensor) -> Result<Tensor> {
+    let seen = match mask.f_kind()? {
+        Kind::Bool => mask.shallow_clone(),
+        _ => mask.f_detach()?.f_ne(f64::NEG_INFINITY)?,
+    };
+    Ok(seen.f_any_dim(-1, true)?.f_logical_not()?)
+}
+
 /// Whether the mask requires grad and the others do not.
 fn is_alone_with_grad(mask: Option<&Tensor>, others: [&Tensor; 3]) -> bool {
     mask.is_some_and(Tensor::requires_grad) && !others.into_iter().any(Tensor::requires_grad)
@@ -302,7 +312,7 @@ impl Prepared {
         if self.is_empty() || self.dropout_p == 1.0 {
             return self.zeros();
         }
-        Tensor::f_scaled_dot_product_attention(
+        let output = Tensor::f_scaled_dot_product_attention(
             &self.query,
             &self.key,
             &self.value,
@@ -312,7 +322,24 @@ impl Prepared {
             self.scale,
             self.enable_gqa,
         )
-        .map_err(refusal)
+        .map_err(refusal)?;
+        if output.device().is_cuda() && output.requires_grad() {
+            // A fused backward pass reads the incoming gradient as it reads the inputs.
+            register_hook(&output, |grad| in_16_bytes(grad).map(Some))?.forget();
+        }
+        self.without_hidden_rows(output)
+    }
+
+    /// The output with zeros for queries that see no key. cuDNN (libtorch 2.11) gives them the mean of
+    /// some values, which also gets gradients; zeros in their place stop these gradients, too.
+    fn without_hidden_rows(&self, output: Tensor) -> Result<Tensor> {
+        let Some(mask) = self.mask.as_ref().filter(|_| output.device().is_cuda()) else {
+            return Ok(output);
+        };
+        if self.choice()? != Some(SdpaBackend::CudnnAttention.number() as i64) {
+            return Ok(output);
+        }
+        Ok(output.f_masked_fill(&hidden(mask)?, 0.0)?)
     }
 
     /// The number of the back end, in `at::SDPBackend`. `None` if nothing has to be computed.
