@@ -217,6 +217,13 @@ fn in_16_bytes(tensor: &Tensor) -> Result<Tensor> {
     if is_odd { Ok(Tensor::f_cat(&[tensor], 0)?) } else { Ok(tensor.shallow_clone()) }
 }
 
+/// An incoming gradient that fused kernels for CUDA can read, as [`in_16_bytes`]. cuDNN (libtorch 2.11)
+/// also gives wrong gradients if it is expanded.
+fn readable_gradient(grad: &Tensor) -> Result<Tensor> {
+    let is_expanded = grad.size().iter().zip(grad.stride()).any(|(&size, by)| size > 1 && by == 0);
+    if is_expanded { Ok(grad.f_contiguous()?) } else { in_16_bytes(grad) }
+}
+
 /// True for a query that sees no key, `[…, L, 1]`.
 fn hidden(mask: &Tensor) -> Result<Tensor> {
     let seen = match mask.f_kind()? {
@@ -325,7 +332,7 @@ impl Prepared {
         .map_err(refusal)?;
         if output.device().is_cuda() && output.requires_grad() {
             // A fused backward pass reads the incoming gradient as it reads the inputs.
-            register_hook(&output, |grad| in_16_bytes(grad).map(Some))?.forget();
+            register_hook(&output, |grad| readable_gradient(grad).map(Some))?.forget();
         }
         self.without_hidden_rows(output)
     }
