@@ -12,7 +12,7 @@ use tch::{Device, Kind, Tensor};
 pub(super) type Key = Vec<(Vec<i64>, Kind)>;
 
 pub(super) fn key_of(batch: &[Tensor]) -> Result<Key> {
-    batch.iter().map(|tensor| Ok((tensor.f_size()?, tensor.f_kind()?))).collect()
+    batch.iter().map(|tensor| Ok((tensor.size(), tensor.f_kind()?))).collect()
 }
 
 /// A graph and the tensors in its memory.

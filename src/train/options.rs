@@ -75,7 +75,7 @@ impl From<(Tensor, Vec<Tensor>)> for StepOutput {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepStats {
-    /// Steps of the optimizer.
+    /// Steps of the optimizer, with those that a scaler skipped.
     pub steps: u64,
     /// Calls that ran without a graph, the warm-up included.
     pub eager_calls: u64,

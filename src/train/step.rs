@@ -235,13 +235,13 @@ where
 
     /// Drops the graphs if parameters were added, or moved to other memory.
     fn follow_parameters(&mut self) -> Result<()> {
-        let others = std::mem::take(&mut self.is_touched)
-            && !self.work.parameters.are_of(&self.work.optimizer);
+        let others = self.is_touched && !self.work.parameters.are_of(&self.work.optimizer);
         if others || self.work.parameters.have_moved() {
             self.graphs.clear();
             self.position = 0;
             self.work.renew_parameters(STEP)?;
         }
+        self.is_touched = false;
         Ok(())
     }
 

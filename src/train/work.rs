@@ -118,6 +118,9 @@ where
         clear_autocast_cache()?;
         let output: StepOutput = (self.closure)(batch)?.into();
         check_loss(op, &output.loss)?;
+        for (place, extra) in output.extra.iter().enumerate() {
+            check!(op, &format!("extra tensor {place}"), extra).defined()?;
+        }
         self.differentiate(&output.loss)?;
         if part == Part::Step {
             self.update()?;

@@ -65,7 +65,7 @@ fn cuda_accumulation_is_captured_in_two_graphs() {
     let _serial = serially();
     // Two shapes meet in one step.
     let rows = |call: i64| 8 + 8 * (call % 2);
-    for (rows, graphs) in [(&(|_| 16) as &dyn Fn(i64) -> i64, 2), (&rows, 4)] {
+    for (rows, graphs) in [(&(|_| 16_i64) as &dyn Fn(i64) -> i64, 2), (&rows, 4)] {
         for accumulate in [2, 3] {
             let with =
                 |capture| StepOptions { accumulate, capture, warm_up: 2, ..Default::default() };
@@ -115,7 +115,7 @@ fn cuda_batches_come_from_anywhere() {
         for call in 0..10 {
             let (x, y) = batch(call, 16);
             let (x, y) = (place(&x, device), place(&y, device));
-            step.step(&[&x, &y]).expect("a loss");
+            let _ = step.step(&[&x, &y]).expect("a loss");
         }
         all_kept(&step.into_optimizer().weights)
     };
@@ -169,7 +169,7 @@ fn cuda_gradients_stay_where_they_are() {
         let mut addresses = |rows: i64| {
             for _ in 0..accumulate {
                 let (x, y) = batch(1, rows);
-                step.step(&[&x, &y]).expect("a loss");
+                let _ = step.step(&[&x, &y]).expect("a loss");
             }
             weights.iter().map(|weight| weight.grad().data_ptr().addr()).collect::<Vec<_>>()
         };
@@ -195,11 +195,11 @@ fn cuda_a_replay_is_a_change_in_place() {
         Step::new(options(true), optimizer, |batch: &[Tensor]| model.loss(batch)).expect("a step");
     let (input, target) = batch(1, 8);
     for _ in 0..5 {
-        step.step(&[&input, &target]).expect("a loss");
+        let _ = step.step(&[&input, &target]).expect("a loss");
     }
     assert!(step.stats().captured);
     let product = x.matmul(&narrow.tr()).sum(Kind::Float);
-    step.step(&[&input, &target]).expect("a loss");
+    let _ = step.step(&[&input, &target]).expect("a loss");
     let error = tch_extension::autograd::backward(&[&product], &Default::default());
     assert!(error.expect_err("changed").to_string().contains("modified by an inplace operation"));
 }

@@ -125,7 +125,7 @@ fn gradients_set_by_hand_are_discarded() {
             let x = Tensor::from_slice(&[1.0_f32, 2.0]);
             for round in 1..5 {
                 for _ in 0..accumulate {
-                    step.step(&[&x]).expect("a loss");
+                    let _ = step.step(&[&x]).expect("a loss");
                 }
                 assert_eq!(values(&weight), [-round as f32, -2.0 * round as f32]);
                 assert_eq!(values(&weight.grad()), [1.0, 2.0]);
@@ -151,8 +151,8 @@ fn the_stage_after_the_backward_pass_changes_gradients() {
             });
         let x = Tensor::from_slice(&[0.5_f32, 2.0]);
         for round in 1..5 {
-            step.step(&[&x]).expect("a loss");
-            step.step(&[&x]).expect("a loss");
+            let _ = step.step(&[&x]).expect("a loss");
+            let _ = step.step(&[&x]).expect("a loss");
             assert_eq!(values(&weight), [-0.5 * round as f32, -round as f32]);
         }
     }
@@ -202,14 +202,14 @@ fn a_scaler_skips_the_steps_that_overflow() {
     let x = Tensor::from_slice(&[1.0_f32, 2.0]);
     let loss = step.step(&[&x]).expect("a loss");
     assert_eq!((loss.double_value(&[]), values(&weight)), (0.0, [-1.0, -2.0]));
-    step.step(&[&(&x * f64::INFINITY)]).expect("a loss");
+    let _ = step.step(&[&(&x * f64::INFINITY)]).expect("a loss");
     assert_eq!(values(&weight), [-1.0, -2.0]);
     assert_eq!(step.scaler().expect("a scaler").scale_factor().expect("a scale"), 2.0);
-    step.step(&[&x]).expect("a loss");
+    let _ = step.step(&[&x]).expect("a loss");
     assert_eq!(values(&weight), [-2.0, -4.0]);
     let state = step.scaler().expect("a scaler").state().expect("a state").expect("enabled");
     step.scaler_mut().expect("a scaler").load_state(&state).expect("loaded");
-    step.step(&[&x]).expect("a loss");
+    let _ = step.step(&[&x]).expect("a loss");
     assert_eq!(values(&weight), [-3.0, -6.0]);
 }
 
@@ -247,14 +247,14 @@ fn parameters_may_be_added() {
             Step::new(options, optimizer, |batch: &[Tensor]| model.loss(batch)).expect("a step");
         let (x, y) = batch(0, 4);
         for _ in 0..3 {
-            step.step(&[&x, &y]).expect("a loss");
+            let _ = step.step(&[&x, &y]).expect("a loss");
         }
         let before = kept(&added);
         let mut weights = step.optimizer().parameters();
         weights.push(added.shallow_clone());
         *step.optimizer_mut() = AdamW::new(weights);
         for _ in 0..3 {
-            step.step(&[&x, &y]).expect("a loss");
+            let _ = step.step(&[&x, &y]).expect("a loss");
         }
         assert!(!kept(&added).equal(&before), "the new parameter is trained");
         let graphs = usize::from(device != Device::Cpu);
@@ -288,9 +288,9 @@ fn a_boxed_closure_has_a_name() {
     let mut step: Boxed = Step::new(
         options(true),
         optimizer,
-        Box::new(move |batch| loss(batch).map(Into::into)) as _,
+        Box::new(move |batch: &[Tensor]| loss(batch).map(Into::into)) as _,
     )
     .expect("a step");
-    step.step(&[&Tensor::from_slice(&[1.0_f32, 2.0])]).expect("a loss");
+    let _ = step.step(&[&Tensor::from_slice(&[1.0_f32, 2.0])]).expect("a loss");
     assert!(format!("{step:?}").contains("steps: 1"));
 }
