@@ -21,6 +21,8 @@ pub mod nn;
 pub mod ops;
 pub mod strided;
 pub mod testing;
+#[cfg(feature = "train")]
+pub mod train;
 pub mod view;
 
 pub use dispatch::kind_of;

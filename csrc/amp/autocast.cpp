@@ -48,6 +48,11 @@ TCH_EXTENSION_API Message tch_extension_autocast_leave() {
   });
 }
 
+// Frees the cached casts of weights.
+TCH_EXTENSION_API Message tch_extension_autocast_clear() {
+  return guard([] { at::autocast::clear_cache(); });
+}
+
 // Casts the tensor to another kind if autocast would cast it. The cast of a leaf that requires grad
 // is kept in the cache.
 TCH_EXTENSION_API Message tch_extension_cached_cast(const at::Tensor* tensor, int32_t kind,

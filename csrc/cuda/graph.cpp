@@ -10,12 +10,15 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <vector>
 
 #include "../libtorch_versions.h"
+#include "capture_watch.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
@@ -64,6 +67,7 @@ class Graph final : public at::cuda::CUDAGraph {
     try {
       forget_workspaces(c10::cuda::getCurrentCUDAStream());
       capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+      watch_.start(capture_stream_);
     } catch (...) {
       abandon();
       throw;
@@ -71,6 +75,7 @@ class Graph final : public at::cuda::CUDAGraph {
   }
 
   void end() {
+    watch_.stop();
     try {
       capture_end();
       count_nodes();
@@ -88,6 +93,7 @@ class Graph final : public at::cuda::CUDAGraph {
   // capturing, the allocator asking a destroyed object whether a stream is being captured, and the
   // random number generator refusing to draw.
   void abandon() noexcept {
+    watch_.stop();
     if (capture_ended_) return;  // reset() then releases everything
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(capture_stream_, &status) == cudaSuccess &&
@@ -113,6 +119,8 @@ class Graph final : public at::cuda::CUDAGraph {
   }
 
  private:
+  CaptureWatch watch_;
+
   void count_nodes() {
     size_t len = 0;
     C10_CUDA_CHECK(cudaGraphGetNodes(graph_, nullptr, &len));
@@ -175,6 +183,17 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_end(Graph* graph) {
     std::lock_guard<std::mutex> lock(bookkeeping());
     graph->end();
   });
+}
+
+// After a capture that failed: the operation that made it invalid, and the one that started last.
+// Either may be null. The caller frees both as messages.
+TCH_EXTENSION_API void tch_extension_cuda_capture_report(Message* culprit, Message* last) {
+  *culprit = *last = nullptr;
+  free(guard([&] {
+    const CaptureReport report = capture_report();
+    if (!report.culprit.empty()) *culprit = strdup(report.culprit.c_str());
+    if (!report.last.empty()) *last = strdup(report.last.c_str());
+  }));
 }
 
 // Valid after the capture has ended.

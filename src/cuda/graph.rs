@@ -1,8 +1,10 @@
 //! CUDA graphs.
 
 use super::{DeviceGuard, Stream, StreamGuard, device_index, ffi, refused};
-use crate::Result;
+use crate::error::panic_text;
+use crate::{Error, Result};
 use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::Device;
 
@@ -16,7 +18,8 @@ use tch::Device;
 ///   is given back to CUDA on all devices, as Python's `torch.cuda.graph` does. Later allocations
 ///   must get memory from CUDA again, so capture before a loop, not in it.
 /// - **No waiting for the GPU** in the closure: do not read values on the CPU, do not call
-///   `synchronize`, and let no shape depend on values. Otherwise the capture fails with an `Err`.
+///   `synchronize`, and let no shape depend on values. Otherwise the capture fails with an `Err`
+///   that names the operation, even if the operation panics, as `double_value` does.
 ///   During the capture, no other thread may synchronise the whole device, empty libtorch's cache,
 ///   replay a graph or draw CUDA random numbers either; allocating is fine.
 /// - **The same memory**: a replay reads the tensors that the closure read, at the same addresses.
@@ -124,6 +127,18 @@ impl Graph {
         capture("Graph::capture_in_pool_of", Place::OwnStream(other.device), Some(other), body)
     }
 
+    /// Like [`Graph::capture_on`] for a function `op`, in the memory pool of `sharing` if there is
+    /// one.
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
+    pub(crate) fn capture_for<T>(
+        op: &str,
+        stream: &Stream,
+        sharing: Option<&Graph>,
+        body: impl FnOnce() -> Result<T>,
+    ) -> Result<(Graph, T)> {
+        capture(op, Place::Stream(stream), sharing, body)
+    }
+
     /// Runs the captured work again, on the current stream of the graph's device, with the current
     /// values of its inputs. Does not wait for it.
     ///
@@ -216,15 +231,52 @@ fn capture<T>(
     let _guard = StreamGuard::new(&stream)?;
     refuse_if_capturing(op, device)?;
     let mut handle = ffi::GraphHandle::begin(op, sharing.map(|graph| &graph.handle))?;
-    let result = body()?;
-    handle.end(op)?;
+    let result = run(op, body)?;
+    handle.end(op).map_err(|error| named(op, error))?;
     Ok((Graph { handle, device }, result))
+}
+
+/// Runs the body of a capture. A panic of tch's about an operation that cannot be captured becomes
+/// an error; any other panic continues.
+fn run<T>(op: &str, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(result) => result.map_err(|error| named(op, error)),
+        Err(payload) => match ffi::capture_report().0 {
+            Some(culprit) => Err(cannot_be_captured(op, &culprit, panic_text(&*payload))),
+            None => resume_unwind(payload),
+        },
+    }
+}
+
+/// The error of a capture that failed, with the operation that cannot be captured, if it is known.
+fn named(op: &str, error: Error) -> Error {
+    let of_libtorch = matches!(error, Error::Torch(_) | Error::Autograd(_));
+    match ffi::capture_report() {
+        (Some(culprit), _) => cannot_be_captured(op, &culprit, &error.to_string()),
+        (None, Some(last)) if of_libtorch && error.to_string().contains("captur") => {
+            cannot_be_captured(op, &last, &error.to_string())
+        }
+        _ => error,
+    }
+}
+
+fn cannot_be_captured(op: &str, culprit: &str, text: &str) -> Error {
+    // A panic of tch's `unwrap` quotes libtorch's text with escaped line breaks, and further lines
+    // are general advice.
+    let reason = text.find("CUDA error").map_or(text, |start| &text[start..]);
+    let reason = reason.split('\n').next().and_then(|line| line.split("\\n").next());
+    refused(op, format!("{culprit} cannot be captured: {}", reason.unwrap_or_default()))
+}
+
+/// Whether this thread's current stream of the device is being captured, by anyone.
+pub(crate) fn is_capturing(op: &str, device: Device) -> Result<bool> {
+    let _guard = DeviceGuard::new(device)?;
+    ffi::is_capturing(op)
 }
 
 /// Detects captures that other code has begun.
 fn refuse_if_capturing(op: &str, device: Device) -> Result<()> {
-    let _guard = DeviceGuard::new(device)?;
-    if ffi::is_capturing(op)? {
+    if is_capturing(op, device)? {
         return Err(refused(op, "the current stream is being captured already"));
     }
     Ok(())

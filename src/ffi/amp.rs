@@ -21,6 +21,7 @@ unsafe extern "C" {
     safe fn tch_extension_autocast_cache() -> bool;
     safe fn tch_extension_autocast_enter();
     safe fn tch_extension_autocast_leave() -> *mut c_char;
+    safe fn tch_extension_autocast_clear() -> *mut c_char;
 
     fn tch_extension_cached_cast(
         tensor: *const C_tensor,
@@ -95,6 +96,12 @@ pub(crate) fn enter_autocast() {
 /// Leaves one autocast region. Clears the cache of cast weights if it was the last.
 pub(crate) fn leave_autocast() -> Result<()> {
     check(tch_extension_autocast_leave())
+}
+
+/// Clears the cache of cast weights.
+#[cfg_attr(not(feature = "train"), allow(dead_code))]
+pub(crate) fn clear_autocast_cache() -> Result<()> {
+    check(tch_extension_autocast_clear())
 }
 
 /// Casts the tensor to this kind if autocast would cast it on this device: it must be of a

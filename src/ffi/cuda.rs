@@ -55,6 +55,7 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_cuda_is_capturing(result: *mut bool) -> *mut c_char;
     fn tch_extension_cuda_graph_end(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_capture_report(culprit: *mut *mut c_char, last: *mut *mut c_char);
     fn tch_extension_cuda_graph_count(
         graph: *const c_void,
         kernels: *mut usize,
@@ -343,6 +344,15 @@ impl Drop for EventHandle {
             let _ = unsafe { cudaEventDestroy(self.raw) };
         }
     }
+}
+
+/// The operation of libtorch that made this process's last capture invalid, and the one that
+/// started last.
+pub(crate) fn capture_report() -> (Option<String>, Option<String>) {
+    let (mut culprit, mut last) = (null_mut(), null_mut());
+    // SAFETY: C++ writes both pointers. Each is null or a message that we now own.
+    unsafe { tch_extension_cuda_capture_report(&mut culprit, &mut last) };
+    (take_message(culprit), take_message(last))
 }
 
 /// A `Graph` of `csrc/cuda/graph.cpp`. If it is dropped before its capture has ended, the capture

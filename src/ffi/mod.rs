@@ -6,6 +6,8 @@ pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
 pub(crate) mod facts;
+#[cfg(feature = "train")]
+pub(crate) mod gradients;
 pub(crate) mod library;
 pub(crate) mod loader;
 #[cfg(tch_extension_cuda)]

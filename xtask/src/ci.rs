@@ -149,7 +149,7 @@ impl Ci {
             cargo::run(command.args(args).args(["--", "-D", "warnings"]))
         };
         library(&["--features", "doc-only"])?;
-        for family in ["", "norm", "loss", "gemm", "mlp", "recurrent", "rope"] {
+        for family in ["", "norm", "loss", "gemm", "mlp", "recurrent", "rope", "train"] {
             let features = format!("doc-only,{family}");
             library(&["--no-default-features", "--features", features.trim_end_matches(',')])?;
         }

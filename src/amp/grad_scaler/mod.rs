@@ -350,10 +350,18 @@ impl GradScaler {
             return Err(out_of_range(op, "growth_tracker", "a count", state.growth_tracker));
         }
         if let Some(current) = &self.current {
-            self.current = Some(Current::new(state, current.scale.device())?);
+            // In place, because a CUDA graph may read them.
+            let _ = current.scale.shallow_clone().f_fill_(state.scale)?;
+            let _ = current.growth_tracker.shallow_clone().f_fill_(state.growth_tracker)?;
         }
         self.state = *state;
         Ok(())
+    }
+
+    /// Forgets what was unscaled since the last update, after an iteration that failed.
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
+    pub(crate) fn forget_unscaled(&mut self) {
+        self.optimizers.clear();
     }
 
     fn current(&self, op: &str) -> Result<&Current> {

@@ -50,9 +50,19 @@ pub trait Optimizer {
     /// # Errors
     /// An error of the optimizer.
     fn step(&mut self) -> Result<()>;
+
+    /// Whether a CUDA graph may repeat [`step`](Self::step): `capturable` of torch's optimizers.
+    /// It may if `step` neither waits for the GPU nor reads a number on the CPU that changes from
+    /// step to step, such as a count of steps or a learning rate: those must be tensors on the GPU,
+    /// which `step` changes in place. A graph would otherwise repeat the numbers of the step that
+    /// was captured, without an error. The default is false.
+    fn capturable(&self) -> bool {
+        false
+    }
 }
 
-/// `step` panics if tch's own `step` does.
+/// `step` panics if tch's own `step` does. It is not capturable, because tch computes Adam's bias
+/// correction on the CPU and keeps learning rates there.
 impl Optimizer for tch::nn::Optimizer {
     fn parameters(&self) -> Vec<Tensor> {
         self.trainable_variables()

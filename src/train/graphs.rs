@@ -1,0 +1,127 @@
+//! The graphs of a step: for each shape of a batch, the tensors that they read, and one graph for
+//! each part of a step.
+
+use super::StepOutput;
+use super::work::Part;
+use crate::Result;
+use crate::cuda::{Graph, Stream};
+use crate::ffi::gradients as ffi;
+use tch::{Device, Kind, Tensor};
+
+/// What tells batches apart that need graphs of their own.
+pub(super) type Key = Vec<(Vec<i64>, Kind)>;
+
+pub(super) fn key_of(batch: &[Tensor]) -> Result<Key> {
+    batch.iter().map(|tensor| Ok((tensor.size(), tensor.f_kind()?))).collect()
+}
+
+/// A graph and the tensors in its memory.
+pub(super) struct Captured {
+    pub graph: Graph,
+    pub output: StepOutput,
+    /// The parameters' gradients after a replay.
+    pub gradients: Vec<Tensor>,
+}
+
+/// What exists for one part of a step.
+#[derive(Default)]
+pub(super) struct Way {
+    /// The calls that ran without a graph.
+    pub warm: usize,
+    pub captured: Option<Captured>,
+}
+
+/// What exists for one shape of a batch.
+pub(super) struct Shape {
+    key: Key,
+    /// The tensors that the graphs read.
+    pub inputs: Vec<Tensor>,
+    accumulate: Way,
+    step: Way,
+}
+
+impl Shape {
+    pub fn way(&mut self, part: Part) -> &mut Way {
+        match part {
+            Part::Accumulate => &mut self.accumulate,
+            Part::Step => &mut self.step,
+        }
+    }
+
+    fn captured(&self) -> impl Iterator<Item = &Captured> {
+        [&self.accumulate, &self.step].into_iter().filter_map(|way| way.captured.as_ref())
+    }
+
+    /// Copies a batch to where the graphs read it, on the current stream.
+    pub fn load(&self, batch: &[Tensor]) -> Result<()> {
+        self.inputs.iter().zip(batch).try_for_each(|(input, tensor)| ffi::copy(input, tensor))
+    }
+}
+
+/// All graphs. They share one memory pool: each leaves nothing in it that another may overwrite
+/// except tensors that are alive here, and they run one at a time.
+#[derive(Default)]
+pub(super) struct Graphs {
+    shapes: Vec<Shape>,
+    /// The stream on which the last call ran.
+    last: Option<Stream>,
+}
+
+impl Graphs {
+    /// The index of the entry for this key. It makes one unless there are `most` already.
+    pub fn find(&mut self, key: Key, device: Device, most: usize) -> Result<Option<usize>> {
+        if let Some(index) = self.shapes.iter().position(|shape| shape.key == key) {
+            return Ok(Some(index));
+        }
+        if self.shapes.len() >= most {
+            return Ok(None);
+        }
+        let inputs = key
+            .iter()
+            .map(|(size, kind)| Ok(Tensor::f_empty(size, (*kind, device))?))
+            .collect::<Result<_>>()?;
+        self.shapes.push(Shape { key, inputs, accumulate: Way::default(), step: Way::default() });
+        Ok(Some(self.shapes.len() - 1))
+    }
+
+    pub fn shape(&mut self, index: usize) -> &mut Shape {
+        &mut self.shapes[index]
+    }
+
+    /// A graph whose memory pool the next one uses.
+    pub fn any(&self) -> Option<&Graph> {
+        self.shapes.iter().flat_map(Shape::captured).map(|captured| &captured.graph).next()
+    }
+
+    pub fn len(&self) -> usize {
+        self.shapes.iter().flat_map(Shape::captured).count()
+    }
+
+    /// Makes the current stream wait for the last call, if that was on another stream.
+    pub fn follow(&mut self, current: &Stream) -> Result<()> {
+        if let Some(last) = self.last.replace(*current)
+            && last != *current
+        {
+            current.wait_stream(&last)?;
+        }
+        Ok(())
+    }
+
+    /// Drops all graphs when their work is done.
+    pub fn clear(&mut self) {
+        if !self.shapes.is_empty()
+            && let Some(last) = &self.last
+        {
+            // If CUDA has failed, the graphs are of no use to anybody, either.
+            let _ = last.synchronize();
+        }
+        self.shapes.clear();
+    }
+}
+
+/// libtorch frees what its random numbers need with the last graph, without waiting for the work.
+impl Drop for Graphs {
+    fn drop(&mut self) {
+        self.clear();
+    }
+}

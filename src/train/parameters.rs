@@ -1,0 +1,92 @@
+//! The parameters of a step, and which tensors are their gradients.
+
+use crate::amp::Optimizer;
+use crate::ffi::amp::identity;
+use crate::ffi::gradients as ffi;
+use crate::{Error, Result, check};
+use tch::{Device, Tensor};
+
+/// An optimizer's parameters, and the addresses that a graph was captured with.
+#[derive(Debug)]
+pub(super) struct Parameters {
+    tensors: Vec<Tensor>,
+    addresses: Vec<usize>,
+}
+
+impl Parameters {
+    pub fn of(op: &str, optimizer: &impl Optimizer) -> Result<Parameters> {
+        let tensors = optimizer.parameters();
+        if tensors.is_empty() {
+            let hint = "make the optimizer after the model";
+            return Err(Error::argument(op, "optimizer", "at least one parameter", "none", hint));
+        }
+        for (place, tensor) in tensors.iter().enumerate() {
+            check!(op, &format!("parameter {place}"), tensor).defined()?;
+        }
+        let addresses = addresses(&tensors).collect();
+        Ok(Parameters { tensors, addresses })
+    }
+
+    pub fn tensors(&self) -> &[Tensor] {
+        &self.tensors
+    }
+
+    /// The device of all parameters, or an error that says why they cannot be in one graph.
+    pub fn device(&self, op: &str) -> Result<Device> {
+        let device = self.first_device();
+        match self.tensors.iter().map(Tensor::device).find(|other| *other != device) {
+            None => Ok(device),
+            Some(other) => Err(Error::argument(
+                op,
+                "optimizer",
+                "parameters on one device",
+                format!("parameters on {device:?} and {other:?}"),
+                "set StepOptions::capture to false",
+            )),
+        }
+    }
+
+    pub fn first_device(&self) -> Device {
+        self.tensors.first().map_or(Device::Cpu, Tensor::device)
+    }
+
+    /// Whether a parameter has other memory than before, as after `set_data` or `to_device`.
+    pub fn have_moved(&self) -> bool {
+        addresses(&self.tensors).ne(self.addresses.iter().copied())
+    }
+
+    /// Whether these are the optimizer's parameters, in the same order.
+    pub fn are_of(&self, optimizer: &impl Optimizer) -> bool {
+        let now = optimizer.parameters();
+        now.iter().map(identity).eq(self.tensors.iter().map(identity))
+    }
+
+    /// The gradients; an absent one is undefined.
+    pub fn gradients(&self) -> Result<Vec<Tensor>> {
+        self.tensors.iter().map(|tensor| Ok(tensor.f_grad()?)).collect()
+    }
+
+    pub fn remove_gradients(&self) -> Result<()> {
+        ffi::remove_gradients(&self.tensors)
+    }
+
+    /// Makes these the gradients. They must come from [`Parameters::gradients`].
+    pub fn set_gradients(&self, gradients: &[Tensor]) -> Result<()> {
+        ffi::set_gradients(&self.tensors, gradients, false)
+    }
+
+    /// As [`Parameters::set_gradients`], after a replay that changed the parameters, which autograd
+    /// does not see otherwise.
+    pub fn set_gradients_of_step(&self, gradients: &[Tensor]) -> Result<()> {
+        ffi::set_gradients(&self.tensors, gradients, true)
+    }
+}
+
+fn addresses(tensors: &[Tensor]) -> impl Iterator<Item = usize> {
+    tensors.iter().map(|tensor| tensor.data_ptr().addr())
+}
+
+/// Whether both lists hold the same tensors, or none at the same places.
+pub(super) fn are_same(left: &[Tensor], right: &[Tensor]) -> bool {
+    left.iter().map(identity).eq(right.iter().map(identity))
+}
