@@ -5,14 +5,12 @@
 
 #include <cstdint>
 
-enum class OptimRule : int32_t {
-  AdamW,
-  Sgd,
-};
-
+// Whether a tensor can be updated, and what is in the way.
 enum class OptimReadiness : int32_t {
   Ready,
+  // A parameter without a gradient.
   Absent,
+  // A gradient whose values are in another order than the parameter's, or not in memory.
   OtherLayout,
   NotStrided,
   NotDense,
@@ -20,36 +18,79 @@ enum class OptimReadiness : int32_t {
   OtherSize,
 };
 
+// How parameters are updated.
+enum class OptimRule : int32_t {
+  AdamW,
+  Sgd,
+};
+
+// A tensor as the kernels see it. The address is valid as long as the tensor is borrowed.
+struct OptimFact {
+  void* data;
+  int64_t len;
+  // libtorch's number of the kind.
+  int32_t kind;
+  // The index of a CUDA device, -1 for the CPU, -2 for any other device.
+  int32_t device;
+  OptimReadiness readiness;
+  int32_t reserved;
+};
+
+// The numbers of a group of parameters, in memory of the device, so that a captured graph reads
+// their current values.
 struct OptimHyper {
   double lr;
   double weight_decay;
+  // AdamW's β₁, SGD's momentum.
   double first;
+  // AdamW's β₂, SGD's dampening.
   double second;
+  // AdamW's ε.
   double epsilon;
+  // SGD: 1 for Nesterov's momentum, or else 0.
   double nesterov;
 };
 
+// What a step multiplies the values of a span with. The first kernel of a step computes it from
+// the group's numbers, the number of steps and the gradients' norm.
 struct OptimCoefficients {
+  // Not 0: nothing is updated.
   double skip;
+  // Gradients are multiplied by this, and then by `clip`.
   double inverse_scale;
   double clip;
+  // AdamW: lr / (1 - β₁ᵗ). SGD: lr.
   double rate;
+  // AdamW: 1 - lr · weight decay. SGD: the weight decay.
   double decay;
+  // AdamW: β₁. SGD: the momentum; 0 if there is no buffer.
   double first;
+  // AdamW: β₂. SGD: what the gradient is multiplied by before it is added to the buffer.
   double second;
+  // AdamW: 1 / √(1 - β₂ᵗ). SGD: 1 for Nesterov's momentum, or else 0.
   double root;
+  // AdamW: ε.
   double epsilon;
 };
 
+// Values that are updated alike: a parameter, or a part of one. All arrays have `len` values in
+// the same order. Moments are of the kind in which values of `kind` are computed.
 struct OptimSpan {
+  // What is updated: the parameter, or its master weights.
   void* weight;
+  // Gets the updated weights, rounded: the parameter of master weights, or a shadow. May be
+  // null.
   void* rounded;
   void* gradient;
+  // AdamW's mean of gradients; SGD's buffer, which may be null.
   void* first;
+  // AdamW's mean of squared gradients; null for SGD.
   void* second;
+  // The number of steps so far. SGD counts the updates of its buffer.
   int64_t* step;
   const OptimHyper* hyper;
   int64_t len;
+  // The number of chunks of the spans before this one.
   int64_t begin;
   int32_t kind;
   int32_t rounded_kind;
@@ -57,45 +98,58 @@ struct OptimSpan {
   int32_t reserved;
 };
 
+// One step over spans whose tensors are on one device.
 struct OptimStep {
+  // `[count]`, in memory of the host.
   const OptimSpan* spans;
   int64_t count;
+  // The number of values that a block, or an item of the CPU's work, takes at a time: a multiple
+  // of 1024.
   int64_t chunk;
+  // The number of chunks of all spans.
   int64_t chunks;
   OptimRule rule;
+  // Whether the gradients are scaled by `grad_scale`; `found_inf` is then written instead of
+  // read.
   int32_t is_scaled;
+  // Whether `scan` also does the work of `prepare`.
   int32_t prepares;
   int32_t reserved;
+  // `[1]`; null if gradients are not scaled.
   const float* grad_scale;
+  // `[1]`: not 0 if a gradient is infinite or NaN; may be null.
   float* found_inf;
+  // `[1]`: the norm to which gradients are clipped; null if they are not.
   const double* max_norm;
+  // `[1]`: gets the norm of the gradients; may be null.
   double* norm;
+  // `[2]`: the sum of the squares of the gradients, and the number of chunks with one that is
+  // infinite or NaN. Null if nobody asks for them.
   double* totals;
+  // `[chunks, 2]`: the same per chunk.
   double* partials;
+  // `[1]`: a counter, 0 between kernels.
   uint32_t* ticket;
+  // `[count]`
   OptimCoefficients* coefficients;
 };
 
+// A change of gradients in place.
 struct OptimRewrite {
   const OptimSpan* spans;
   int64_t count;
   int64_t chunk;
   int64_t chunks;
+  // The first of [`Step::totals`]; null if gradients are limited one by one.
   const double* squares;
+  // The largest norm of all, or the largest absolute value of each.
   double max;
 };
 
+// Numbers that are written to memory of a device without waiting for it.
 struct OptimStore {
   double* to;
   int64_t count;
+  // `[count]`
   double values[6];
-};
-
-struct OptimFact {
-  void* data;
-  int64_t len;
-  int32_t kind;
-  int32_t device;
-  OptimReadiness readiness;
-  int32_t reserved;
 };

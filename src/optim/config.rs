@@ -196,7 +196,7 @@ impl OptimizerConfig for AdamW {
         check_weight_decay(op, self.wd)?;
         check_beta(op, "beta1", self.beta1)?;
         check_beta(op, "beta2", self.beta2)?;
-        if !(self.eps >= 0.0) {
+        if self.eps.is_nan() || self.eps < 0.0 {
             return Err(out_of_range(op, "eps", "0 or more", self.eps));
         }
         let hyper = Hyper {

@@ -3,6 +3,7 @@
 
 use super::kernels::{self, Fact, Facts, Readiness};
 use super::optimizer::{KINDS, Parameter};
+use super::state::Needs;
 use crate::{Error, Result};
 use std::collections::HashSet;
 use tch::{Device, Kind, Tensor};
@@ -162,6 +163,19 @@ pub(super) fn check_parameters(parameters: &[(&String, &Tensor)]) -> Result<()> 
         }
     }
     Ok(())
+}
+
+/// What is known about the parameters, after the checks of a step.
+pub(super) fn parameter_facts(op: &str, parameters: &[Parameter]) -> Result<Vec<Needs>> {
+    let tensors: Vec<&Tensor> = parameters.iter().map(|parameter| &parameter.tensor).collect();
+    let facts = kernels::facts(&tensors, Some(&vec![None; tensors.len()]))?;
+    let needs = facts.iter().zip(parameters).enumerate().map(|(index, (facts, parameter))| {
+        let fact = facts.parameter;
+        let device = check_parameter(op, &parameter.name, &fact)?;
+        check_state(op, parameter, &fact, device)?;
+        Ok(Needs { index, fact, has_buffer: false })
+    });
+    needs.collect()
 }
 
 /// Checks a parameter, and returns its device.

@@ -19,7 +19,8 @@
 //!   skips a step with infinite gradients.
 //! - Bad input is an error of the functions with `f_`, and leaves parameters as they were.
 //!
-//! [`schedule`] has learning rates as functions of the step.
+//! [`schedule`] has learning rates as functions of the step. [`Optimizer::save`] and
+//! [`Optimizer::load`] keep the state in files, and [`Optimizer::load_torch`] reads PyTorch's.
 
 mod config;
 mod gradients;
@@ -28,6 +29,7 @@ mod optimizer;
 mod plan;
 pub mod schedule;
 mod state;
+mod state_dict;
 mod step;
 
 pub use config::{AdamW, OptimizerConfig, Sgd, adamw, sgd};

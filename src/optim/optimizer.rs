@@ -96,7 +96,7 @@ pub(super) struct Group {
 }
 
 /// The value of a function that panics on errors, as tch's functions do.
-fn unwrap<T>(result: Result<T>) -> T {
+pub(super) fn unwrap<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
@@ -579,7 +579,7 @@ impl Optimizer {
 
     /// Changes the numbers of a group, or of all groups and of groups to come, here and on each
     /// device.
-    fn change(
+    pub(super) fn change(
         &mut self,
         op: &str,
         id: Option<usize>,

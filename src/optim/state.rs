@@ -74,15 +74,25 @@ fn master_of(parameter: &Tensor) -> Result<Owned> {
     Ok(Owned::new(master))
 }
 
+/// A parameter that must have a state.
+pub(super) struct Needs {
+    /// Its place in the optimizer.
+    pub index: usize,
+    pub fact: Fact,
+    /// Whether SGD must have a buffer, even without momentum.
+    pub has_buffer: bool,
+}
+
 impl Optimizer {
-    /// Makes what is missing for a step over these parameters, whose facts are given. What exists
-    /// keeps its memory, because captured graphs use it.
-    pub(super) fn make_states(&mut self, op: &str, facts: &[(usize, Fact)]) -> Result<()> {
-        for (index, fact) in facts {
+    /// Makes what is missing for a step over these parameters. What exists keeps its memory, because
+    /// captured graphs use it.
+    pub(super) fn make_states(&mut self, op: &str, needs: &[Needs]) -> Result<()> {
+        for Needs { index, fact, has_buffer } in needs {
             let Some(device) = fact.device() else { continue };
             let parameter = &self.parameters[*index];
             let group = &self.groups[parameter.group];
-            let has_buffer = self.rule == Rule::AdamW || group.hyper.first != 0.0;
+            let has_momentum = self.rule == Rule::AdamW || group.hyper.first != 0.0;
+            let has_buffer = *has_buffer || has_momentum;
             let is_whole =
                 parameter.state.as_ref().is_some_and(|state| state.first.is_some() || !has_buffer);
             let has_numbers = group.on.iter().any(|(known, _)| *known == device);

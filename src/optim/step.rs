@@ -4,7 +4,7 @@
 use super::gradients::{AllGathered, Gradients, gather};
 use super::kernels::{Call, Scratch, Spans, Update};
 use super::optimizer::Optimizer;
-use super::state::Place;
+use super::state::{Needs, Place};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -60,11 +60,15 @@ impl Optimizer {
         let _no_grad = tch::no_grad_guard();
         self.add_missing_variables()?;
         let gathered = gather(OP, &self.parameters, gradients)?;
-        let facts: Vec<_> =
-            gathered.all.iter().map(|each| (each.index, each.facts.parameter)).collect();
+        let needs = gathered.all.iter().map(|each| Needs {
+            index: each.index,
+            fact: each.facts.parameter,
+            has_buffer: false,
+        });
+        let needs: Vec<Needs> = needs.collect();
         // The copies of gradients live until the kernels are launched.
         let all = gathered.all;
-        self.make_states(OP, &facts)?;
+        self.make_states(OP, &needs)?;
         let gathered = AllGathered { all, parameters: &self.parameters };
         let batches = gathered
             .devices()

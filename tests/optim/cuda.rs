@@ -210,6 +210,34 @@ fn cuda_captures_refuse_what_a_replay_could_not_do() {
 }
 
 #[test]
+fn cuda_graphs_go_on_from_a_loaded_state() {
+    let _alone = serially();
+    let Some(device) = gpu("cuda_graphs_go_on_from_a_loaded_state") else { return };
+    for rule in [rules()[0], rules()[4]] {
+        tch::manual_seed(47);
+        let leaves = with_gradients(device);
+        let mut optimizer = build(rule, &leaves, 0.01);
+        optimizer.step();
+        let (graph, ()) = Graph::capture(device, || optimizer.f_step()).expect("a capture");
+        graph.replay().expect("a replay");
+        let (weights, state) = (copies(&leaves), optimizer.state_dict());
+        let mut run = |is_first: bool| {
+            if !is_first {
+                let _no_grad = tch::no_grad_guard();
+                for (leaf, weight) in leaves.iter().zip(&weights) {
+                    leaf.shallow_clone().copy_(weight);
+                }
+                optimizer.load_state_dict(&state);
+            }
+            (0..3).for_each(|_| graph.replay().expect("a replay"));
+            bits(&leaves)
+        };
+        let expected = run(true);
+        assert!(run(false) == expected && run(false) == expected);
+    }
+}
+
+#[test]
 fn cuda_steps_agree_with_the_cpus() {
     let _alone = serially();
     let Some(device) = gpu("cuda_steps_agree_with_the_cpus") else { return };

@@ -7,6 +7,7 @@ mod errors;
 mod groups;
 mod reference;
 mod scaler;
+mod state_dict;
 mod updates;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};

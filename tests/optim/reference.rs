@@ -14,9 +14,9 @@ pub struct Reference {
     pub rule: Rule,
     pub lr: f64,
     pub weights: Vec<Tensor>,
-    first: Vec<Option<Tensor>>,
-    second: Vec<Option<Tensor>>,
-    steps: Vec<i32>,
+    pub first: Vec<Option<Tensor>>,
+    pub second: Vec<Option<Tensor>>,
+    pub steps: Vec<i32>,
 }
 
 impl Reference {

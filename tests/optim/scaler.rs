@@ -44,7 +44,7 @@ fn train(way: Way, device: Device, max_norm: Option<f64>, has_state: bool) -> (V
         for leaf in &leaves {
             leaf.shallow_clone().zero_grad();
             let noise = normal(&leaf.size(), Kind::Float, device);
-            loss = loss + (leaf * noise).sum(Kind::Float);
+            loss += (leaf * noise).sum(Kind::Float);
         }
         scaler.scale(&loss).expect("scaled").backward();
         if step == 0 || step == 6 {

@@ -27,10 +27,10 @@ use tch::{Device, Kind, Tensor};
 /// `BFloat16`. They may be on several devices, even those of one optimizer. Absent gradients are
 /// skipped. For sparse gradients (COO), the stored values are checked.
 ///
-/// Only `step` of optimizers other than this crate's, [`scale_factor`](Self::scale_factor), [`growth_tracker`](Self::growth_tracker) and
-/// [`state`](Self::state) wait for the GPU. The other functions wait only if they have to copy a
-/// number from a GPU to the CPU, which is needed when the first tensor that was scaled is not on
-/// the device of the gradients.
+/// Only `step` of optimizers other than this crate's, [`scale_factor`](Self::scale_factor),
+/// [`growth_tracker`](Self::growth_tracker) and [`state`](Self::state) wait for the GPU. The other
+/// functions wait only if they have to copy a number from a GPU to the CPU, which is needed when the
+/// first tensor that was scaled is not on the device of the gradients.
 ///
 /// ```
 /// use tch::nn::{self, OptimizerConfig};
