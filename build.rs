@@ -50,6 +50,9 @@ fn main() {
             }
         }
     }
+    if std::env::var_os("CARGO_FEATURE_OPTIM").is_none() {
+        extension = extension.without("csrc/optim");
+    }
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
         extension = extension.cuda_library("cublasLt");
     }

@@ -19,6 +19,8 @@ pub mod kernels;
 pub mod library;
 pub mod nn;
 pub mod ops;
+#[cfg(feature = "optim")]
+pub mod optim;
 pub mod strided;
 pub mod testing;
 #[cfg(feature = "train")]

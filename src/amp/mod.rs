@@ -39,4 +39,4 @@ mod grad_scaler;
 
 pub use autocast::Autocast;
 pub use cast::{CastPolicy, autocast_inputs};
-pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, Optimizer};
+pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, Optimizer, ScaledGradients};

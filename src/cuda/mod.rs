@@ -133,6 +133,16 @@ impl LaunchStatus {
     }
 }
 
+/// Whether the current stream of a device is being captured. The CPU has none.
+#[cfg(feature = "optim")]
+pub(crate) fn is_capturing(op: &str, device: Device) -> Result<bool> {
+    if !is_compiled() || !device.is_cuda() {
+        return Ok(false);
+    }
+    let _guard = DeviceGuard::new(device)?;
+    ffi::is_capturing(op)
+}
+
 /// An index that no device has.
 const NO_DEVICE: i32 = -1;
 

@@ -164,8 +164,8 @@ pub fn load<P: AsRef<Path>>(
 ) -> Result<LoadReport> {
     let variables = variables(LOAD, vs, options)?;
     let files: Vec<&Path> = files.iter().map(AsRef::as_ref).collect();
-    let bytes = files.iter().map(|file| read(file)).collect::<Result<Vec<_>>>()?;
-    let parsed = files.iter().zip(&bytes).map(|(file, bytes)| parse(file, bytes));
+    let bytes = files.iter().map(|file| read(LOAD, file)).collect::<Result<Vec<_>>>()?;
+    let parsed = files.iter().zip(&bytes).map(|(file, bytes)| parse(LOAD, file, bytes));
     let parsed = parsed.collect::<Result<Vec<_>>>()?;
     let found = by_name(&files, &parsed)?;
 
@@ -202,32 +202,32 @@ pub fn load<P: AsRef<Path>>(
     Ok(report)
 }
 
-fn read(file: &Path) -> Result<Vec<u8>> {
+fn read(op: &str, file: &Path) -> Result<Vec<u8>> {
     // A pipe has no end until its writer closes it, so reading one could wait for ever.
-    let is_file = std::fs::metadata(file).map_err(|error| failed(LOAD, file, &error))?.is_file();
+    let is_file = std::fs::metadata(file).map_err(|error| failed(op, file, &error))?.is_file();
     if !is_file {
-        return Err(failed(LOAD, file, &"expected a regular file, got a folder, pipe or device"));
+        return Err(failed(op, file, &"expected a regular file, got a folder, pipe or device"));
     }
-    std::fs::read(file).map_err(|error| failed(LOAD, file, &error))
+    std::fs::read(file).map_err(|error| failed(op, file, &error))
 }
 
 fn failed(op: &str, file: &Path, error: &dyn std::fmt::Display) -> Error {
     Error::msg(format!("{op}: {}: {error}", file.display()))
 }
 
-fn parse<'a>(file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
+fn parse<'a>(op: &str, file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
     SafeTensors::deserialize(bytes).map_err(|error| {
         let is_unknown = matches!(error, SafeTensorError::InvalidHeaderDeserialization);
         if let Some(kind) = unknown_kind(bytes).filter(|_| is_unknown) {
             return Error::msg(format!(
-                "{LOAD}: {}: expected tensors of the kinds {}, got one of kind {}",
+                "{op}: {}: expected tensors of the kinds {}, got one of kind {}",
                 file.display(),
                 DTYPES.join(", "),
                 shown(kind)
             ));
         }
         Error::msg(format!(
-            "{LOAD}: {}: expected a complete safetensors file, got one with the error {error:?}; \
+            "{op}: {}: expected a complete safetensors file, got one with the error {error:?}; \
              safetensors.torch.save_file of Python makes one of a state_dict",
             file.display()
         ))
@@ -253,7 +253,7 @@ fn string(text: &str) -> Option<&str> {
 }
 
 /// A name from a file, for a message of one line.
-fn shown(name: &str) -> String {
+pub(crate) fn shown(name: &str) -> String {
     name.escape_debug().to_string()
 }
 
@@ -314,7 +314,7 @@ fn mismatch(variable: &Variable, view: &TensorView<'_>) -> Option<String> {
 }
 
 /// The first names of a list, and how many more there are.
-fn listed(what: &str, names: &[String]) -> Option<String> {
+pub(crate) fn listed(what: &str, names: &[String]) -> Option<String> {
     const MOST: usize = 8;
     let first = names.iter().take(MOST).map(String::as_str).collect::<Vec<_>>().join(", ");
     match names.len() {
@@ -329,7 +329,7 @@ fn size_of(view: &TensorView<'_>) -> Vec<i64> {
     view.shape().iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect()
 }
 
-fn is_floating(kind: Kind) -> bool {
+pub(crate) fn is_floating(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double)
 }
 
@@ -353,20 +353,75 @@ fn kind_of(dtype: Dtype) -> Result<Kind> {
 /// one is written: then the disk failed to keep its name, and after a power cut the old one may be
 /// back.
 pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'_>) -> Result<()> {
-    let file = file.as_ref();
-    let variables = variables(SAVE, vs, options)?;
+    save_variables(SAVE, &variables(SAVE, vs, options)?, file.as_ref())
+}
+
+fn save_variables(op: &str, variables: &[Variable], file: &Path) -> Result<()> {
     let failure = RefCell::new(None);
     let mut names = BTreeSet::from(["__metadata__"]);
     let mut tensors = vec![];
-    for variable in &variables {
+    for variable in variables {
         if !names.insert(&variable.name_in_file) {
             let expected = "a name for each variable, and none called __metadata__";
             let got = format!("{} twice", variable.name_in_file);
-            return Err(Error::argument(SAVE, "name", expected, got, ""));
+            return Err(Error::argument(op, "name", expected, got, ""));
         }
-        tensors.push((variable.name_in_file.as_str(), Stored::new(variable, &failure)?));
+        tensors.push((variable.name_in_file.as_str(), Stored::new(op, variable, &failure)?));
     }
-    write(file, tensors, &failure).map_err(|error| failed(SAVE, file, &error))
+    write(file, tensors, &failure).map_err(|error| failed(op, file, &error))
+}
+
+/// Writes tensors that belong to no [`VarStore`], such as a checkpoint, as [`save`] writes variables.
+///
+/// ```
+/// use std::collections::BTreeMap;
+/// use tch::Tensor;
+/// use tch_extension::nn::state_dict::{load_tensors, save_tensors};
+///
+/// let file = std::env::temp_dir().join(format!("tensors-{}.safetensors", std::process::id()));
+/// let tensors = BTreeMap::from([("position".to_string(), Tensor::from_slice(&[7_i64]))]);
+/// save_tensors(&tensors, &file)?;
+/// assert_eq!(load_tensors(&file)?, tensors);
+/// # std::fs::remove_file(&file)?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// # Errors
+/// As for [`save`].
+pub fn save_tensors<P: AsRef<Path>>(tensors: &BTreeMap<String, Tensor>, file: P) -> Result<()> {
+    write_tensors("state_dict::save_tensors", tensors, file.as_ref())
+}
+
+/// [`save_tensors`], for another function whose name errors have.
+pub(crate) fn write_tensors(
+    op: &str,
+    tensors: &BTreeMap<String, Tensor>,
+    file: &Path,
+) -> Result<()> {
+    let variable = |(name, tensor): (&String, &Tensor)| Variable {
+        name_in_file: name.clone(),
+        tensor: tensor.shallow_clone(),
+        transposed: false,
+    };
+    save_variables(op, &tensors.iter().map(variable).collect::<Vec<_>>(), file)
+}
+
+/// Reads all tensors of a safetensors file, on the CPU. See [`save_tensors`] for an example.
+///
+/// # Errors
+/// When the file cannot be read or is no complete safetensors file.
+pub fn load_tensors<P: AsRef<Path>>(file: P) -> Result<BTreeMap<String, Tensor>> {
+    read_tensors("state_dict::load_tensors", file.as_ref())
+}
+
+/// [`load_tensors`], for another function whose name errors have.
+pub(crate) fn read_tensors(op: &str, file: &Path) -> Result<BTreeMap<String, Tensor>> {
+    let bytes = read(op, file)?;
+    let tensor = |(name, view): (String, TensorView<'_>)| {
+        let kind = kind_of(view.dtype())?;
+        Ok((name, Tensor::f_from_data_size(view.data(), &size_of(&view), kind)?))
+    };
+    parse(op, file, &bytes)?.tensors().into_iter().map(tensor).collect()
 }
 
 /// Writes a new file and gives it its name.
@@ -454,17 +509,17 @@ struct Stored<'a> {
 }
 
 impl<'a> Stored<'a> {
-    fn new(variable: &Variable, failure: &'a RefCell<Option<Error>>) -> Result<Self> {
+    fn new(op: &str, variable: &Variable, failure: &'a RefCell<Option<Error>>) -> Result<Self> {
         let name = &variable.name_in_file;
         let mut tensor = variable.tensor.f_detach()?;
-        check!(SAVE, name, tensor).defined()?;
+        check!(op, name, tensor).defined()?;
         if variable.transposed {
             tensor = tensor.f_transpose(0, 1)?;
         }
         let kind = tensor.f_kind()?;
         let dtype = Dtype::try_from(kind).map_err(|_| {
             let expected = "a floating-point, integer or Bool kind";
-            Error::argument(SAVE, name, expected, format!("{kind:?}"), "")
+            Error::argument(op, name, expected, format!("{kind:?}"), "")
         })?;
         let shape = tensor.size().iter().map(|&size| size as usize).collect();
         let len = tensor.numel() * dtype.size();

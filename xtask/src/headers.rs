@@ -98,8 +98,8 @@ fn wrapped(comment: &str) -> String {
     lines.join("\n")
 }
 
-/// `csrc/<op>/params.h` for each folder of `src/ops`, from its plan and its kernels, and the public
-/// struct of column sums.
+/// `csrc/<op>/params.h` for each folder of `src/ops` and for `src/optim`, from its plan and its
+/// kernels, and the public struct of column sums.
 fn headers(root: &Path) -> Result<Vec<Header>> {
     let mut all = vec![Header {
         path: "csrc/include/tch_extension/column_sums.h".into(),
@@ -115,14 +115,15 @@ fn headers(root: &Path) -> Result<Vec<Header>> {
         .map(|entry| entry.file_name().to_string_lossy().into_owned())
         .collect();
     folders.sort();
-    for folder in folders {
+    let rooms = folders.iter().map(|folder| (Path::new("src/ops").join(folder), folder.as_str()));
+    for (room, name) in rooms.chain([("src/optim".into(), "optim")]) {
         let mut sources = Vec::new();
         for part in ["plan", "kernels"] {
-            collect(root, &Path::new("src/ops").join(&folder).join(part), &mut sources);
+            collect(root, &room.join(part), &mut sources);
         }
         all.push(Header {
-            path: Path::new("csrc").join(&folder).join("params.h"),
-            prefix: camel_case(&folder),
+            path: Path::new("csrc").join(name).join("params.h"),
+            prefix: camel_case(name),
             sources,
         });
     }
@@ -175,6 +176,7 @@ mod tests {
             "src/ops/cell/kernels/b.rs",
             "src/ops/cell/kernels/a.rs",
             "src/ops/plain/mod.rs",
+            "src/optim/kernels.rs",
         ] {
             let path = root.join(file);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -199,6 +201,7 @@ mod tests {
                     "RowNorm",
                     &["src/ops/row_norm/plan.rs", "src/ops/row_norm/kernels.rs"]
                 ),
+                of("csrc/optim/params.h", "Optim", &["src/optim/kernels.rs"]),
             ]
         );
     }

@@ -4,7 +4,7 @@ mod gradients;
 mod optimizer;
 mod options;
 
-pub use optimizer::Optimizer;
+pub use optimizer::{Optimizer, ScaledGradients};
 pub use options::{GradScalerOptions, GradScalerState};
 
 use crate::ffi::amp as ffi;
@@ -27,10 +27,10 @@ use tch::{Device, Kind, Tensor};
 /// `BFloat16`. They may be on several devices, even those of one optimizer. Absent gradients are
 /// skipped. For sparse gradients (COO), the stored values are checked.
 ///
-/// Only `step`, [`scale_factor`](Self::scale_factor), [`growth_tracker`](Self::growth_tracker) and
-/// [`state`](Self::state) wait for the GPU. The other functions wait only if they have to copy a
-/// number from a GPU to the CPU, which is needed when the first tensor that was scaled is not on
-/// the device of the gradients.
+/// Only `step` of optimizers other than this crate's, [`scale_factor`](Self::scale_factor),
+/// [`growth_tracker`](Self::growth_tracker) and [`state`](Self::state) wait for the GPU. The other
+/// functions wait only if they have to copy a number from a GPU to the CPU, which is needed when the
+/// first tensor that was scaled is not on the device of the gradients.
 ///
 /// ```
 /// use tch::nn::{self, OptimizerConfig};
@@ -195,6 +195,11 @@ impl GradScaler {
     /// per optimizer and update. It waits for the GPU, because it needs to know whether the
     /// gradients are finite.
     ///
+    /// With an optimizer of this crate (see [`Optimizer::step_on_device`]) it does not wait: the GPU
+    /// itself skips the step. The result is then true, unless all gradients are on the CPU. Such an
+    /// optimizer leaves the gradients scaled if `unscale` was not called, and takes gradients of
+    /// half kinds, too.
+    ///
     /// # Errors
     /// As for [`unscale`](Self::unscale); when no parameter has a gradient; or an error of the
     /// optimizer.
@@ -208,18 +213,23 @@ impl GradScaler {
         let index = match self.find(op, &parameters)? {
             Some(index) if self.optimizers[index].stepped => return Err(too_late(op, "step")),
             Some(index) => index,
-            None => self.unscale_parameters(op, parameters)?,
+            None => {
+                let scale = self.current(op)?.scale.shallow_clone();
+                let scaled = ScaledGradients::Scaled(&scale);
+                if let Some(found_inf) = optimizer.step_on_device(scaled).transpose()? {
+                    return self.stepped_on_device(op, parameters, found_inf);
+                }
+                self.unscale_parameters(op, parameters)?
+            }
         };
         let unscaled = &mut self.optimizers[index];
         if unscaled.found_inf.is_empty() {
-            let hint = "did the backward of the scaled loss run, and reach them?";
-            return Err(Error::argument(
-                op,
-                "optimizer",
-                "a parameter with a gradient",
-                "none",
-                hint,
-            ));
+            return Err(no_gradient(op));
+        }
+        let gradients = ScaledGradients::Unscaled(&unscaled.found_inf);
+        if optimizer.step_on_device(gradients).transpose()?.is_some() {
+            unscaled.stepped = true;
+            return finite_as_far_as_known(&unscaled.found_inf);
         }
         let mut finite = true;
         for found_inf in &unscaled.found_inf {
@@ -229,6 +239,26 @@ impl GradScaler {
             optimizer.step()?;
         }
         unscaled.stepped = true;
+        Ok(finite)
+    }
+
+    /// Remembers what an optimizer found that unscaled its gradients itself.
+    fn stepped_on_device(
+        &mut self,
+        op: &str,
+        parameters: Vec<Tensor>,
+        found_inf: Vec<Tensor>,
+    ) -> Result<bool> {
+        if found_inf.is_empty() {
+            return Err(no_gradient(op));
+        }
+        let finite = finite_as_far_as_known(&found_inf)?;
+        self.optimizers.push(Unscaled {
+            identities: parameters.iter().map(ffi::identity).collect(),
+            _parameters: parameters,
+            found_inf,
+            stepped: true,
+        });
         Ok(finite)
     }
 
@@ -434,6 +464,20 @@ impl Current {
             growth_tracker: Tensor::f_full(NO_DIM, state.growth_tracker, (Kind::Int, device))?,
         })
     }
+}
+
+/// Whether no gradient was infinite or NaN, as far as the CPU can tell without waiting for a GPU.
+fn finite_as_far_as_known(found_inf: &[Tensor]) -> Result<bool> {
+    let mut finite = true;
+    for found_inf in found_inf.iter().filter(|found_inf| found_inf.device() == Device::Cpu) {
+        finite &= found_inf.f_double_value(&[])? == 0.0;
+    }
+    Ok(finite)
+}
+
+fn no_gradient(op: &str) -> Error {
+    let hint = "did the backward of the scaled loss run, and reach them?";
+    Error::argument(op, "optimizer", "a parameter with a gradient", "none", hint)
 }
 
 fn too_late(op: &str, call: &str) -> Error {

@@ -59,6 +59,27 @@ pub trait Optimizer {
     fn capturable(&self) -> bool {
         false
     }
+
+    /// Applies the gradients unless one of them is infinite or NaN, which the device itself decides:
+    /// torch's `_step_supports_amp_scaling`. The optimizers of this crate do so. The default,
+    /// `None`, says that this optimizer cannot; then the scaler unscales the gradients, waits for
+    /// the device, and calls [`step`](Self::step) or not.
+    ///
+    /// The result has, for each device with gradients, a `Float` without dimensions that is not 0
+    /// if a gradient was infinite or NaN; it may be empty if the gradients were unscaled before.
+    fn step_on_device(&mut self, _gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {
+        None
+    }
+}
+
+/// What [`Optimizer::step_on_device`] is told about the gradients.
+#[derive(Clone, Copy, Debug)]
+pub enum ScaledGradients<'a> {
+    /// They are multiplied by this scale: a `Float` without dimensions, on any device.
+    Scaled(&'a Tensor),
+    /// They were unscaled. If one of these is not 0, a gradient was infinite or NaN. They are
+    /// `Float`s without dimensions, each on a device of its own.
+    Unscaled(&'a [Tensor]),
 }
 
 /// `step` panics if tch's own `step` does. It is not capturable, because tch computes Adam's bias

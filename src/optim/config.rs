@@ -1,0 +1,266 @@
+//! The numbers of an algorithm: what tch calls an optimizer's configuration.
+
+use super::kernels::{Hyper, Rule};
+use super::{NamedTensor, Optimizer};
+use crate::{Error, Result};
+use tch::nn::VarStore;
+
+/// AdamW: `torch.optim.AdamW`, with the fields and defaults of tch's.
+///
+/// With the gradient g, the learning rate η, and t steps so far:
+///
+/// ```text
+/// w ← (1 - η·wd) w;  m ← β₁ m + (1 - β₁) g;  v ← β₂ v + (1 - β₂) g²
+/// w ← w - η / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
+/// ```
+///
+/// Equivalent to, for each parameter `w` with the gradient `g`:
+///
+/// ```
+/// # use tch::{Device, Kind, Tensor};
+/// # let like = (Kind::Double, Device::Cpu);
+/// # let (mut w, g) = (Tensor::ones([2], like), Tensor::ones([2], like) * 0.5);
+/// # let (mut m, mut v) = (Tensor::zeros([2], like), Tensor::zeros([2], like));
+/// # let (lr, wd, beta1, beta2, eps, t) = (1e-3, 0.01, 0.9_f64, 0.999_f64, 1e-8, 1);
+/// w *= 1.0 - lr * wd;
+/// m = beta1 * &m + (1.0 - beta1) * &g;
+/// v = beta2 * &v + (1.0 - beta2) * g.square();
+/// let denominator = v.sqrt() / (1.0 - beta2.powi(t)).sqrt() + eps;
+/// w -= lr / (1.0 - beta1.powi(t)) * &m / denominator;
+/// # assert!((w.double_value(&[0]) - (1.0 - 1e-5 - 1e-3)).abs() < 1e-9);
+/// ```
+///
+/// Source: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamW {
+    /// β₁: how much of the mean of gradients is kept.
+    pub beta1: f64,
+    /// β₂: how much of the mean of squared gradients is kept.
+    pub beta2: f64,
+    /// The weight decay.
+    pub wd: f64,
+    /// ε: keeps the denominator away from zero.
+    pub eps: f64,
+    /// Must be false: the variant AMSGrad is not built. The field is there because tch has it.
+    pub amsgrad: bool,
+}
+
+impl Default for AdamW {
+    fn default() -> Self {
+        AdamW { beta1: 0.9, beta2: 0.999, wd: 0.01, eps: 1e-8, amsgrad: false }
+    }
+}
+
+/// Makes an [`AdamW`] with ε = 1e-8, as tch's function does.
+pub fn adamw(beta1: f64, beta2: f64, wd: f64) -> AdamW {
+    AdamW { beta1, beta2, wd, ..Default::default() }
+}
+
+impl AdamW {
+    /// Sets β₁.
+    #[must_use]
+    pub fn beta1(mut self, beta1: f64) -> Self {
+        self.beta1 = beta1;
+        self
+    }
+
+    /// Sets β₂.
+    #[must_use]
+    pub fn beta2(mut self, beta2: f64) -> Self {
+        self.beta2 = beta2;
+        self
+    }
+
+    /// Sets the weight decay.
+    #[must_use]
+    pub fn wd(mut self, wd: f64) -> Self {
+        self.wd = wd;
+        self
+    }
+
+    /// Sets ε.
+    #[must_use]
+    pub fn eps(mut self, eps: f64) -> Self {
+        self.eps = eps;
+        self
+    }
+
+    /// Sets whether to use AMSGrad, which [`OptimizerConfig::build`] refuses.
+    #[must_use]
+    pub fn amsgrad(mut self, amsgrad: bool) -> Self {
+        self.amsgrad = amsgrad;
+        self
+    }
+}
+
+/// Stochastic gradient descent: `torch.optim.SGD`, with the fields and defaults of tch's.
+///
+/// With the gradient g and the learning rate η, and without the buffer b if the momentum is 0:
+///
+/// ```text
+/// d = g + wd·w;  b ← momentum·b + (1 - dampening) d, at first d
+/// d ← d + momentum·b with nesterov, or else b;  w ← w - η d
+/// ```
+///
+/// Equivalent to, for each parameter `w` with the gradient `g`:
+///
+/// ```
+/// # use tch::{Device, Kind, Tensor};
+/// # let like = (Kind::Double, Device::Cpu);
+/// # let (mut w, g) = (Tensor::ones([2], like), Tensor::ones([2], like) * 0.5);
+/// # let mut b = Tensor::zeros([2], like);
+/// # let (lr, wd, momentum, dampening, is_first) = (0.1, 0.01, 0.9, 0.5, true);
+/// let d = &g + wd * &w;
+/// b = if is_first { d } else { momentum * &b + (1.0 - dampening) * d };
+/// w -= lr * &b;
+/// # assert!((w.double_value(&[0]) - (1.0 - 0.1 * 0.51)).abs() < 1e-12);
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Sgd {
+    /// How much of the buffer is kept. Without momentum there is no buffer.
+    pub momentum: f64,
+    /// How much less than the gradient is added to the buffer.
+    pub dampening: f64,
+    /// The weight decay, which is added to the gradient.
+    pub wd: f64,
+    /// Nesterov's momentum.
+    pub nesterov: bool,
+}
+
+/// Makes an [`Sgd`], as tch's function does.
+pub fn sgd(momentum: f64, dampening: f64, wd: f64, nesterov: bool) -> Sgd {
+    Sgd { momentum, dampening, wd, nesterov }
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::AdamW {}
+    impl Sealed for super::Sgd {}
+}
+
+/// An algorithm and its numbers.
+#[derive(Clone, Copy, Debug)]
+#[doc(hidden)]
+pub struct Algorithm {
+    pub(super) rule: Rule,
+    pub(super) hyper: Hyper,
+}
+
+/// Builds optimizers: [`AdamW`] and [`Sgd`] are configurations, as in tch.
+pub trait OptimizerConfig: Sized + sealed::Sealed {
+    #[doc(hidden)]
+    fn algorithm(&self, lr: f64) -> Result<Algorithm>;
+
+    /// Makes an optimizer of all trainable variables of a store, in their groups
+    /// ([`Path::set_group`](tch::nn::Path::set_group)). Variables that are added to the store later
+    /// join at the next step.
+    ///
+    /// # Errors
+    /// When a number is out of its range, or for a variable that cannot be updated; see
+    /// [`Optimizer`].
+    fn build(self, vs: &VarStore, lr: f64) -> Result<Optimizer> {
+        Optimizer::of_store(self.algorithm(lr)?, vs)
+    }
+
+    /// Makes an optimizer of tensors of your choice, such as parts of parameters. They need not be
+    /// leaves of a graph if the gradients are given to [`Optimizer::f_step_with`].
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_extension::optim::{NamedTensor, OptimizerConfig, Sgd};
+    ///
+    /// let w = Tensor::ones([4], (Kind::Float, Device::Cpu));
+    /// let half = w.narrow(0, 2, 2); // the part of this process
+    /// let part = NamedTensor { name: "w".to_string(), tensor: half, group: 0 };
+    /// let mut optimizer = Sgd::default().build_of(vec![part], 0.5)?;
+    /// optimizer.f_step_with(&[Some(&Tensor::ones([2], (Kind::Float, Device::Cpu)))])?;
+    /// assert_eq!(w, Tensor::from_slice(&[1.0_f32, 1.0, 0.5, 0.5]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`build`](Self::build), and when two tensors have one name.
+    fn build_of(self, parameters: Vec<NamedTensor>, lr: f64) -> Result<Optimizer> {
+        Optimizer::of_tensors(self.algorithm(lr)?, parameters)
+    }
+}
+
+impl OptimizerConfig for AdamW {
+    fn algorithm(&self, lr: f64) -> Result<Algorithm> {
+        let op = "AdamW::build";
+        if self.amsgrad {
+            let hint = "tch::nn::AdamW has it";
+            return Err(Error::argument(op, "amsgrad", "false", "true, which is not built", hint));
+        }
+        check_lr(op, lr)?;
+        check_weight_decay(op, self.wd)?;
+        check_beta(op, "beta1", self.beta1)?;
+        check_beta(op, "beta2", self.beta2)?;
+        if self.eps.is_nan() || self.eps < 0.0 {
+            return Err(out_of_range(op, "eps", "0 or more", self.eps));
+        }
+        let hyper = Hyper {
+            lr,
+            weight_decay: self.wd,
+            first: self.beta1,
+            second: self.beta2,
+            epsilon: self.eps,
+            nesterov: 0.0,
+        };
+        Ok(Algorithm { rule: Rule::AdamW, hyper })
+    }
+}
+
+impl OptimizerConfig for Sgd {
+    fn algorithm(&self, lr: f64) -> Result<Algorithm> {
+        let op = "Sgd::build";
+        check_lr(op, lr)?;
+        check_weight_decay(op, self.wd)?;
+        check_momentum(op, self.momentum)?;
+        if !self.dampening.is_finite() {
+            return Err(out_of_range(op, "dampening", "a finite number", self.dampening));
+        }
+        if self.nesterov && (self.momentum <= 0.0 || self.dampening != 0.0) {
+            let got = format!("momentum {} and dampening {}", self.momentum, self.dampening);
+            let expected = "a momentum and no dampening";
+            return Err(Error::argument(op, "nesterov", expected, got, ""));
+        }
+        let hyper = Hyper {
+            lr,
+            weight_decay: self.wd,
+            first: self.momentum,
+            second: self.dampening,
+            epsilon: 0.0,
+            nesterov: if self.nesterov { 1.0 } else { 0.0 },
+        };
+        Ok(Algorithm { rule: Rule::Sgd, hyper })
+    }
+}
+
+pub(super) fn out_of_range(op: &str, argument: &str, expected: &str, got: f64) -> Error {
+    Error::argument(op, argument, expected, format!("{got}"), "")
+}
+
+pub(super) fn check_lr(op: &str, lr: f64) -> Result<()> {
+    let fits = lr >= 0.0 && lr.is_finite();
+    if fits { Ok(()) } else { Err(out_of_range(op, "lr", "a finite number, 0 or more", lr)) }
+}
+
+pub(super) fn check_weight_decay(op: &str, wd: f64) -> Result<()> {
+    let fits = wd >= 0.0 && wd.is_finite();
+    if fits { Ok(()) } else { Err(out_of_range(op, "wd", "a finite number, 0 or more", wd)) }
+}
+
+pub(super) fn check_beta(op: &str, argument: &str, beta: f64) -> Result<()> {
+    let fits = (0.0..1.0).contains(&beta);
+    if fits { Ok(()) } else { Err(out_of_range(op, argument, "0 or more and below 1", beta)) }
+}
+
+pub(super) fn check_momentum(op: &str, momentum: f64) -> Result<()> {
+    let fits = momentum >= 0.0 && momentum.is_finite();
+    if fits {
+        Ok(())
+    } else {
+        Err(out_of_range(op, "momentum", "a finite number, 0 or more", momentum))
+    }
+}

@@ -1,0 +1,657 @@
+//! The optimizer itself: its parameters, their groups, and what a user calls.
+
+use super::config::{self, Algorithm};
+use super::gradients::{self, Gradients};
+use super::kernels::{self, Hyper, Limit, Rule, Spans};
+use super::state::{Place, State};
+use super::step::Scaling;
+use crate::amp::ScaledGradients;
+use crate::ffi::amp::identity;
+use crate::{Error, Result};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tch::nn::{VarStore, Variables};
+use tch::{Device, Kind, Tensor};
+
+/// A tensor to be optimized.
+#[derive(Debug)]
+pub struct NamedTensor {
+    /// Its name in error messages and in files of the optimizer's state.
+    pub name: String,
+    /// The tensor itself, not a copy: the optimizer writes to its memory.
+    pub tensor: Tensor,
+    /// The group whose learning rate, weight decay and other numbers it has.
+    pub group: usize,
+}
+
+/// An optimizer that updates all its parameters in two kernels. [`AdamW`](super::AdamW) and
+/// [`Sgd`](super::Sgd) build it. It has the functions of tch's [`Optimizer`](tch::nn::Optimizer);
+/// those that begin with `f_` return an error where the others panic.
+///
+/// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16`, with gaps
+/// nowhere and of any shape and order, on the CPU or on CUDA, also on several devices. Gradients have
+/// the parameter's kind or, for a half kind, `Float`. Parameters without a gradient are skipped.
+/// Half kinds are computed in `Float`; see [`set_master_weights`](Self::set_master_weights).
+///
+/// **On the device** are the learning rate and the other numbers of each group, the number of steps
+/// of each parameter and the norm of the gradients. No function waits for a GPU. A step that was
+/// captured in a [`cuda::Graph`](crate::cuda::Graph) counts its replays, and reads what
+/// [`set_lr`](Self::set_lr) and the like have written since. Before the capture, a first step must
+/// have made the state. Call such functions, and replay, on one stream.
+///
+/// **Determinism**: equal values give equal bits on one device, whatever ran before.
+///
+/// ```
+/// use tch::nn::{self, Module};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::optim::{AdamW, OptimizerConfig}; // instead of tch::nn's
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let model = nn::linear(vs.root(), 4, 1, Default::default());
+/// let mut optimizer = AdamW::default().build(&vs, 1e-2)?;
+/// optimizer.set_clip_norm(Some(1.0));
+/// optimizer.no_weight_decay(|name, _| name.ends_with("bias"));
+/// let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
+/// for _ in 0..3 {
+///     let loss = model.forward(&x).square().mean(Kind::Float);
+///     optimizer.backward_step(&loss);
+/// }
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Optimizer {
+    pub(super) rule: Rule,
+    /// The numbers of a group that does not exist yet.
+    pub(super) defaults: Hyper,
+    store: Option<Arc<Mutex<Variables>>>,
+    /// The number of variables of the store that have joined.
+    joined: usize,
+    pub(super) parameters: Vec<Parameter>,
+    pub(super) groups: Vec<Group>,
+    pub(super) places: Vec<Place>,
+    pub(super) has_master_weights: bool,
+    pub(super) max_norm: Option<f64>,
+}
+
+#[derive(Debug)]
+pub(super) struct Parameter {
+    pub name: String,
+    pub tensor: Tensor,
+    /// An index into `Optimizer::groups`.
+    pub group: usize,
+    /// `None` before the first step with a gradient.
+    pub state: Option<State>,
+}
+
+/// Parameters with the same numbers.
+#[derive(Debug)]
+pub(super) struct Group {
+    /// What the user calls it.
+    pub id: usize,
+    /// Whether it keeps a weight decay of 0. There may be one such group and one other of each id.
+    pub is_exempt: bool,
+    pub hyper: Hyper,
+    /// The same on each device that has parameters of the group.
+    pub on: Vec<(Device, kernels::Owned)>,
+}
+
+/// The value of a function that panics on errors, as tch's functions do.
+pub(super) fn unwrap<T>(result: Result<T>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
+    variables.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Optimizer {
+    fn new(Algorithm { rule, hyper }: Algorithm) -> Self {
+        Optimizer {
+            rule,
+            defaults: hyper,
+            store: None,
+            joined: 0,
+            parameters: Vec::new(),
+            groups: Vec::new(),
+            places: Vec::new(),
+            has_master_weights: true,
+            max_norm: None,
+        }
+    }
+
+    pub(super) fn of_store(algorithm: Algorithm, vs: &VarStore) -> Result<Self> {
+        let mut optimizer = Optimizer::new(algorithm);
+        optimizer.store = Some(Arc::clone(&vs.variables_));
+        optimizer.add_missing_variables()?;
+        Ok(optimizer)
+    }
+
+    pub(super) fn of_tensors(algorithm: Algorithm, tensors: Vec<NamedTensor>) -> Result<Self> {
+        let mut optimizer = Optimizer::new(algorithm);
+        optimizer.add(tensors)?;
+        Ok(optimizer)
+    }
+
+    /// Lets the variables join that were added to the store since.
+    pub(super) fn add_missing_variables(&mut self) -> Result<()> {
+        let Some(store) = self.store.clone() else { return Ok(()) };
+        let variables = lock(&store);
+        let all = variables.trainable_variables.len();
+        if all <= self.joined {
+            return Ok(());
+        }
+        let named = variables.named_variables.iter();
+        let names: HashMap<usize, &String> =
+            named.map(|(name, tensor)| (identity(tensor), name)).collect();
+        let new = variables.trainable_variables.iter().enumerate().skip(self.joined);
+        let new = new.map(|(place, variable)| {
+            let name = names.get(&identity(&variable.tensor));
+            NamedTensor {
+                name: name.map_or_else(|| format!("parameter {place}"), |name| (*name).clone()),
+                tensor: variable.tensor.shallow_clone(),
+                group: variable.group,
+            }
+        });
+        self.add(new.collect())?;
+        self.joined = all;
+        Ok(())
+    }
+
+    fn add(&mut self, tensors: Vec<NamedTensor>) -> Result<()> {
+        let existing = self.parameters.iter().map(|known| (&known.name, &known.tensor));
+        let new = tensors.iter().map(|new| (&new.name, &new.tensor));
+        gradients::check_parameters(&existing.chain(new).collect::<Vec<_>>())?;
+        for NamedTensor { name, tensor, group } in tensors {
+            let group = self.group_index(group, false);
+            self.parameters.push(Parameter { name, tensor, group, state: None });
+        }
+        Ok(())
+    }
+
+    /// The group of this id, which is made if there is none.
+    fn group_index(&mut self, id: usize, is_exempt: bool) -> usize {
+        let is_it = |group: &Group| group.id == id && group.is_exempt == is_exempt;
+        if let Some(index) = self.groups.iter().position(is_it) {
+            return index;
+        }
+        let like = self.groups.iter().find(|group| group.id == id);
+        let mut hyper = like.map_or(self.defaults, |group| group.hyper);
+        if is_exempt {
+            hyper.weight_decay = 0.0;
+        }
+        self.groups.push(Group { id, is_exempt, hyper, on: Vec::new() });
+        self.groups.len() - 1
+    }
+
+    /// Returns all tensors that this optimizer updates, in the order in which they joined.
+    pub fn trainable_variables(&self) -> Vec<Tensor> {
+        self.parameters.iter().map(|parameter| parameter.tensor.shallow_clone()).collect()
+    }
+
+    /// The name of each tensor of [`trainable_variables`](Self::trainable_variables).
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.parameters.iter().map(|parameter| parameter.name.as_str())
+    }
+
+    // ---- steps ----
+
+    /// Makes the gradients undefined, as torch's `zero_grad` does.
+    pub fn zero_grad(&mut self) {
+        unwrap(self.f_zero_grad());
+    }
+
+    /// [`zero_grad`](Self::zero_grad), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// For a new variable that cannot be updated.
+    pub fn f_zero_grad(&mut self) -> Result<()> {
+        self.add_missing_variables()?;
+        kernels::forget_gradients(self.parameters.iter().map(|parameter| &parameter.tensor))
+    }
+
+    /// Updates all parameters that have a gradient.
+    ///
+    /// # Panics
+    /// Where [`f_step`](Self::f_step) has an error.
+    pub fn step(&mut self) {
+        unwrap(self.f_step());
+    }
+
+    /// [`step`](Self::step), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// For a gradient that is sparse, or of another size, kind or device; for a parameter that was
+    /// changed in one of these respects; in a capture, when the state must be made first. Then no
+    /// parameter was changed. Errors of CUDA.
+    pub fn f_step(&mut self) -> Result<()> {
+        self.run_step(Gradients::Accumulated, Scaling::None).map(drop)
+    }
+
+    /// Like [`f_step`](Self::f_step), with these gradients instead of those that autograd has
+    /// accumulated: one for each of [`trainable_variables`](Self::trainable_variables), or `None`
+    /// for a parameter to be skipped. A parameter of a half kind may have a gradient of kind
+    /// `Float`. The gradients are not changed.
+    ///
+    /// # Errors
+    /// As for [`f_step`](Self::f_step), and when their number is another one than that of the
+    /// parameters.
+    pub fn f_step_with(&mut self, gradients: &[Option<&Tensor>]) -> Result<()> {
+        self.run_step(Gradients::Given(gradients), Scaling::None).map(drop)
+    }
+
+    /// Computes new gradients of the loss, and updates the parameters.
+    pub fn backward_step(&mut self, loss: &Tensor) {
+        unwrap(self.f_backward_step(loss));
+    }
+
+    /// [`backward_step`](Self::backward_step), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_step`](Self::f_step), and an error of the backward pass.
+    pub fn f_backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        self.f_zero_grad()?;
+        loss.f_backward()?;
+        self.f_step()
+    }
+
+    /// Computes new gradients of the loss, limits each of their values to `-max..=max`, and updates
+    /// the parameters.
+    pub fn backward_step_clip(&mut self, loss: &Tensor, max: f64) {
+        unwrap(self.f_backward_step_clip(loss, max));
+    }
+
+    /// [`backward_step_clip`](Self::backward_step_clip), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_backward_step`](Self::f_backward_step), and when `max` is negative or NaN.
+    pub fn f_backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        self.f_zero_grad()?;
+        loss.f_backward()?;
+        self.f_clip_grad_value(max)?;
+        self.f_step()
+    }
+
+    /// Computes new gradients of the loss, clips their norm to `max`, and updates the parameters.
+    /// Unlike [`set_clip_norm`](Self::set_clip_norm), it rewrites the gradients.
+    pub fn backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) {
+        unwrap(self.f_backward_step_clip_norm(loss, max));
+    }
+
+    /// [`backward_step_clip_norm`](Self::backward_step_clip_norm), with an error instead of a
+    /// panic.
+    ///
+    /// # Errors
+    /// As for [`f_backward_step_clip`](Self::f_backward_step_clip).
+    pub fn f_backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        self.f_zero_grad()?;
+        loss.f_backward()?;
+        let _norm = self.f_clip_grad_norm(max)?;
+        self.f_step()
+    }
+
+    // ---- clipping ----
+
+    /// Limits each value of the gradients to `-max..=max`, in place.
+    pub fn clip_grad_value(&self, max: f64) {
+        unwrap(self.f_clip_grad_value(max));
+    }
+
+    /// [`clip_grad_value`](Self::clip_grad_value), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// For a gradient that a step would refuse, and when `max` is negative or NaN.
+    pub fn f_clip_grad_value(&self, max: f64) -> Result<()> {
+        let op = "Optimizer::clip_grad_value";
+        check_max(op, max)?;
+        let _no_grad = tch::no_grad_guard();
+        let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
+        for device in gathered.devices() {
+            let spans = Spans::of_gradients(&gathered.in_place(device), device);
+            kernels::rewrite(&spans, device, Limit::Value(max))?;
+        }
+        for gradient in gathered.not_in_place() {
+            let _ = gradient.shallow_clone().f_clamp_(-max, max)?;
+        }
+        gathered.bump_versions_of_gradients()
+    }
+
+    /// Scales the gradients, in place, so that their norm is at most `max`:
+    /// `torch.nn.utils.clip_grad_norm_`. The norm is that of all gradients as one vector. It is
+    /// returned as it was before, on the device of the first gradient: of kind `Double`, with no
+    /// dimensions. With [`set_clip_norm`](Self::set_clip_norm) the gradients need not be rewritten,
+    /// which is faster.
+    pub fn clip_grad_norm(&self, max: f64) -> Tensor {
+        unwrap(self.f_clip_grad_norm(max))
+    }
+
+    /// [`clip_grad_norm`](Self::clip_grad_norm), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_clip_grad_value`](Self::f_clip_grad_value).
+    pub fn f_clip_grad_norm(&self, max: f64) -> Result<Tensor> {
+        let op = "Optimizer::clip_grad_norm";
+        check_max(op, max)?;
+        let _no_grad = tch::no_grad_guard();
+        let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
+        let squares = self.sum_of_squares(&gathered)?;
+        for device in gathered.devices() {
+            let spans = Spans::of_gradients(&gathered.in_place(device), device);
+            let squares = super::step::moved(&squares, device)?;
+            kernels::rewrite(&spans, device, Limit::Norm(&squares, max))?;
+        }
+        let norm = squares.f_sqrt()?;
+        for gradient in gathered.not_in_place() {
+            let clip =
+                norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(max)?.f_clamp_max(1.0)?;
+            let clip = clip.f_to_kind(gradient.f_kind()?)?;
+            let _ =
+                gradient.shallow_clone().f_mul_(&super::step::moved(&clip, gradient.device())?)?;
+        }
+        gathered.bump_versions_of_gradients()?;
+        Ok(norm)
+    }
+
+    /// Lets every step clip the norm of all gradients to `max`, as
+    /// [`clip_grad_norm`](Self::clip_grad_norm) does, but while it updates the parameters: the
+    /// gradients themselves stay as they are. `None`, the default, ends it. An infinite `max` only
+    /// measures the norm. The first call, and `None`, do not reach a graph that was captured before;
+    /// another maximum does.
+    pub fn set_clip_norm(&mut self, max: Option<f64>) {
+        unwrap(self.f_set_clip_norm(max));
+    }
+
+    /// [`set_clip_norm`](Self::set_clip_norm), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// When `max` is negative or NaN; while the current stream is being captured; errors of CUDA.
+    pub fn f_set_clip_norm(&mut self, max: Option<f64>) -> Result<()> {
+        let op = "Optimizer::set_clip_norm";
+        if let Some(max) = max {
+            check_max(op, max)?;
+            refuse_capture(op, self.places.iter().map(|place| place.device))?;
+            for place in &self.places {
+                kernels::store(&[max], &place.max_norm, place.device)?;
+            }
+        }
+        self.max_norm = max;
+        Ok(())
+    }
+
+    /// The norm of the gradients in the last step that clipped them, before the clipping: of kind
+    /// `Double`, with no dimensions, on the device of the first parameter. It is a copy, made after
+    /// the work of the current stream so far. `None` before the first step of an optimizer that
+    /// clips.
+    pub fn grad_norm(&self) -> Option<Tensor> {
+        unwrap(self.f_grad_norm())
+    }
+
+    /// [`grad_norm`](Self::grad_norm), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// Errors of CUDA.
+    pub fn f_grad_norm(&self) -> Result<Option<Tensor>> {
+        let Some(place) = self.places.first().filter(|_| self.max_norm.is_some()) else {
+            return Ok(None);
+        };
+        let _no_grad = tch::no_grad_guard();
+        let copy = place.norm.tensor().f_to_device_(place.device, Kind::Double, true, true)?;
+        Ok(Some(copy.f_squeeze()?))
+    }
+
+    // ---- numbers of groups ----
+
+    /// Sets the learning rate of all groups.
+    pub fn set_lr(&mut self, lr: f64) {
+        unwrap(self.f_set_lr(lr));
+    }
+
+    /// [`set_lr`](Self::set_lr), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// When `lr` is negative or not finite; while the current stream is being captured, because a
+    /// graph would set it in every replay; errors of CUDA.
+    pub fn f_set_lr(&mut self, lr: f64) -> Result<()> {
+        let op = "Optimizer::set_lr";
+        config::check_lr(op, lr)?;
+        self.change(op, None, |hyper, _| hyper.lr = lr)
+    }
+
+    /// Sets the learning rate of a group.
+    pub fn set_lr_group(&mut self, group: usize, lr: f64) {
+        unwrap(self.f_set_lr_group(group, lr));
+    }
+
+    /// [`set_lr_group`](Self::set_lr_group), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_set_lr`](Self::f_set_lr), and when there is no such group.
+    pub fn f_set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
+        let op = "Optimizer::set_lr_group";
+        config::check_lr(op, lr)?;
+        self.change(op, Some(group), |hyper, _| hyper.lr = lr)
+    }
+
+    /// The learning rate of a group, if there is one.
+    pub fn lr_of_group(&self, group: usize) -> Option<f64> {
+        self.groups.iter().find(|known| known.id == group).map(|known| known.hyper.lr)
+    }
+
+    /// Sets SGD's momentum, or AdamW's β₁, of all groups.
+    pub fn set_momentum(&mut self, momentum: f64) {
+        unwrap(self.f_set_momentum(momentum));
+    }
+
+    /// [`set_momentum`](Self::set_momentum), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_set_lr`](Self::f_set_lr).
+    pub fn f_set_momentum(&mut self, momentum: f64) -> Result<()> {
+        let op = "Optimizer::set_momentum";
+        self.check_momentum(op, momentum)?;
+        self.change(op, None, |hyper, _| hyper.first = momentum)
+    }
+
+    /// Sets SGD's momentum, or AdamW's β₁, of a group.
+    pub fn set_momentum_group(&mut self, group: usize, momentum: f64) {
+        unwrap(self.f_set_momentum_group(group, momentum));
+    }
+
+    /// [`set_momentum_group`](Self::set_momentum_group), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_set_lr_group`](Self::f_set_lr_group).
+    pub fn f_set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
+        let op = "Optimizer::set_momentum_group";
+        self.check_momentum(op, momentum)?;
+        self.change(op, Some(group), |hyper, _| hyper.first = momentum)
+    }
+
+    fn check_momentum(&self, op: &str, momentum: f64) -> Result<()> {
+        match self.rule {
+            Rule::AdamW => config::check_beta(op, "momentum", momentum),
+            Rule::Sgd => config::check_momentum(op, momentum),
+        }
+    }
+
+    /// Sets AdamW's β₁ and β₂ of a group.
+    pub fn set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) {
+        unwrap(self.f_set_betas_group(group, beta1, beta2));
+    }
+
+    /// [`set_betas_group`](Self::set_betas_group), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_set_lr_group`](Self::f_set_lr_group), and for an optimizer other than AdamW.
+    pub fn f_set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) -> Result<()> {
+        let op = "Optimizer::set_betas_group";
+        if self.rule != Rule::AdamW {
+            return Err(Error::argument(
+                op,
+                "self",
+                "AdamW",
+                "Sgd",
+                "set_momentum_group is for both",
+            ));
+        }
+        config::check_beta(op, "beta1", beta1)?;
+        config::check_beta(op, "beta2", beta2)?;
+        self.change(op, Some(group), |hyper, _| (hyper.first, hyper.second) = (beta1, beta2))
+    }
+
+    /// Sets the weight decay of all groups, except for parameters that
+    /// [`no_weight_decay`](Self::no_weight_decay) exempts.
+    pub fn set_weight_decay(&mut self, weight_decay: f64) {
+        unwrap(self.f_set_weight_decay(weight_decay));
+    }
+
+    /// [`set_weight_decay`](Self::set_weight_decay), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_set_lr`](Self::f_set_lr).
+    pub fn f_set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
+        let op = "Optimizer::set_weight_decay";
+        config::check_weight_decay(op, weight_decay)?;
+        self.change(op, None, decay(weight_decay))
+    }
+
+    /// Sets the weight decay of a group, with the same exception.
+    pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) {
+        unwrap(self.f_set_weight_decay_group(group, weight_decay));
+    }
+
+    /// [`set_weight_decay_group`](Self::set_weight_decay_group), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_set_lr_group`](Self::f_set_lr_group).
+    pub fn f_set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
+        let op = "Optimizer::set_weight_decay_group";
+        config::check_weight_decay(op, weight_decay)?;
+        self.change(op, Some(group), decay(weight_decay))
+    }
+
+    /// Exempts parameters from the weight decay: those for whose name and tensor `is_exempt` is
+    /// true. They keep their group's other numbers. Variables that join later are not exempt. Call
+    /// it before a step is captured. The usual choice exempts biases and the weights of norms:
+    ///
+    /// ```
+    /// # use tch::{Device, nn};
+    /// # use tch_extension::optim::{AdamW, OptimizerConfig};
+    /// # let vs = nn::VarStore::new(Device::Cpu);
+    /// # let mut optimizer = AdamW::default().build(&vs, 1e-3)?;
+    /// optimizer.no_weight_decay(|_, tensor| tensor.dim() < 2);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    pub fn no_weight_decay(&mut self, mut is_exempt: impl FnMut(&str, &Tensor) -> bool) {
+        for place in 0..self.parameters.len() {
+            let parameter = &self.parameters[place];
+            if is_exempt(&parameter.name, &parameter.tensor) {
+                let id = self.groups[parameter.group].id;
+                self.parameters[place].group = self.group_index(id, true);
+            }
+        }
+    }
+
+    /// Whether parameters of a half kind have master weights: a copy of kind `Float`, which a step
+    /// updates, and whose rounded values are the parameter's. Without them, updates that are smaller
+    /// than half of the last digit are lost. They are on by default, cost 4 bytes per value and are
+    /// made in the first step of a parameter, from its values: a parameter that is written to later
+    /// gets its old values back in the next step.
+    ///
+    /// # Panics
+    /// After the first step.
+    pub fn set_master_weights(&mut self, on: bool) {
+        unwrap(self.f_set_master_weights(on));
+    }
+
+    /// [`set_master_weights`](Self::set_master_weights), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// After the first step.
+    pub fn f_set_master_weights(&mut self, on: bool) -> Result<()> {
+        if self.parameters.iter().any(|parameter| parameter.state.is_some()) {
+            let op = "Optimizer::set_master_weights";
+            let hint = "call it right after build";
+            return Err(Error::argument(op, "self", "an optimizer without steps", "steps", hint));
+        }
+        self.has_master_weights = on;
+        Ok(())
+    }
+
+    /// Changes the numbers of a group, or of all groups and of groups to come, here and on each
+    /// device.
+    pub(super) fn change(
+        &mut self,
+        op: &str,
+        id: Option<usize>,
+        change: impl Fn(&mut Hyper, bool),
+    ) -> Result<()> {
+        let ids = || self.groups.iter().map(|group| group.id);
+        if let Some(id) = id.filter(|id| !ids().any(|known| known == *id)) {
+            let mut known: Vec<usize> = ids().collect();
+            known.dedup();
+            let expected = format!("one of the groups {known:?}");
+            let hint = "Path::set_group puts new variables into a group";
+            return Err(Error::argument(op, "group", expected, format!("{id}"), hint));
+        }
+        refuse_capture(op, self.places.iter().map(|place| place.device))?;
+        for group in self.groups.iter_mut().filter(|group| id.is_none_or(|id| group.id == id)) {
+            let mut hyper = group.hyper;
+            change(&mut hyper, group.is_exempt);
+            if hyper == group.hyper {
+                continue;
+            }
+            for (device, numbers) in &group.on {
+                kernels::store_hyper(&hyper, numbers, *device)?;
+            }
+            group.hyper = hyper;
+        }
+        if id.is_none() {
+            change(&mut self.defaults, false);
+        }
+        Ok(())
+    }
+}
+
+fn decay(weight_decay: f64) -> impl Fn(&mut Hyper, bool) {
+    move |hyper, is_exempt| {
+        if !is_exempt {
+            hyper.weight_decay = weight_decay;
+        }
+    }
+}
+
+fn check_max(op: &str, max: f64) -> Result<()> {
+    if max >= 0.0 { Ok(()) } else { Err(config::out_of_range(op, "max", "0 or more", max)) }
+}
+
+/// An error if the current stream of one of the devices is being captured.
+pub(super) fn refuse_capture(op: &str, devices: impl Iterator<Item = Device>) -> Result<()> {
+    for device in devices {
+        if crate::cuda::is_capturing(op, device)? {
+            let reason = "a capture would repeat it in every replay; call it before";
+            return Err(Error::Cuda { op: op.to_string(), reason: reason.to_string() });
+        }
+    }
+    Ok(())
+}
+
+impl crate::amp::Optimizer for Optimizer {
+    fn parameters(&self) -> Vec<Tensor> {
+        self.trainable_variables()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        self.f_step()
+    }
+
+    fn step_on_device(&mut self, gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {
+        let scaling = match gradients {
+            ScaledGradients::Scaled(scale) => Scaling::Scaled(scale),
+            ScaledGradients::Unscaled(found_inf) => Scaling::Unscaled(found_inf),
+        };
+        Some(self.run_step(Gradients::Accumulated, scaling))
+    }
+}
+
+/// The kinds of parameters that there are kernels for.
+pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];

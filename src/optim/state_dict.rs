@@ -1,0 +1,440 @@
+//! The state of an optimizer in files: moments, counts of steps, master weights, and the numbers of
+//! groups.
+
+use super::gradients::parameter_facts;
+use super::kernels::{Hyper, Owned, Rule};
+use super::optimizer::{Optimizer, Parameter, refuse_capture, unwrap};
+use super::state::State;
+use crate::nn::state_dict::{is_floating, listed, read_tensors, shown, write_tensors};
+use crate::{Error, Result};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+use tch::{Kind, Tensor};
+
+/// The parts of a parameter's state.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Part {
+    First,
+    Second,
+    Master,
+    Step,
+}
+
+impl Part {
+    const ALL: [Part; 4] = [Part::First, Part::Second, Part::Master, Part::Step];
+
+    /// torch's word, where it has one.
+    fn word(self, rule: Rule) -> &'static str {
+        match (self, rule) {
+            (Part::First, Rule::AdamW) => "exp_avg",
+            (Part::First, Rule::Sgd) => "momentum_buffer",
+            (Part::Second, _) => "exp_avg_sq",
+            (Part::Master, _) => "master",
+            (Part::Step, _) => "step",
+        }
+    }
+
+    fn of(self, state: &State) -> Option<&Owned> {
+        match self {
+            Part::First => state.first.as_ref(),
+            Part::Second => state.second.as_ref(),
+            Part::Master => state.master.as_ref(),
+            Part::Step => Some(&state.step),
+        }
+    }
+}
+
+/// The names of the numbers of a group, in the order of their fields in `Hyper`.
+fn words(rule: Rule) -> &'static [&'static str] {
+    match rule {
+        Rule::AdamW => &["lr", "weight_decay", "beta1", "beta2", "eps"],
+        Rule::Sgd => &["lr", "weight_decay", "momentum", "dampening", "nesterov"],
+    }
+}
+
+/// Who wrote a state.
+#[derive(Clone, Copy)]
+enum Writer<'a> {
+    /// This crate: `exp_avg.<name>`.
+    Us,
+    /// torch: `state.<index>.exp_avg`, where an index is a place in this list of names.
+    Torch(&'a [&'a str]),
+}
+
+impl Writer<'_> {
+    /// What the part of a parameter's state is called; `None` if the writer does not know the
+    /// parameter.
+    fn key(self, part: &str, name: &str) -> Option<String> {
+        match self {
+            Writer::Us => Some(format!("{part}.{name}")),
+            Writer::Torch(names) => {
+                let index = names.iter().position(|known| *known == name)?;
+                Some(format!("state.{index}.{part}"))
+            }
+        }
+    }
+}
+
+/// What is to be copied to a parameter's state. The state becomes that of a parameter without steps
+/// if all is absent.
+#[derive(Default)]
+struct Found<'a> {
+    first: Option<&'a Tensor>,
+    second: Option<&'a Tensor>,
+    master: Option<&'a Tensor>,
+    steps: i64,
+}
+
+impl Optimizer {
+    /// The state as named tensors, which are copies: `exp_avg.<name>` and `exp_avg_sq.<name>`, or
+    /// `momentum_buffer.<name>`, `master.<name>`, and `step.<name>`, for each parameter that had a
+    /// step; and the numbers of groups, such as `group.<group>.lr`. Write them with
+    /// [`save`](Self::save), or together with other tensors.
+    ///
+    /// # Panics
+    /// When memory is exhausted.
+    pub fn state_dict(&self) -> BTreeMap<String, Tensor> {
+        unwrap(self.f_state_dict())
+    }
+
+    /// [`state_dict`](Self::state_dict), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// When memory is exhausted.
+    pub fn f_state_dict(&self) -> Result<BTreeMap<String, Tensor>> {
+        let _no_grad = tch::no_grad_guard();
+        let copy = |(name, tensor): (String, Tensor)| {
+            let kind = tensor.f_kind()?;
+            Ok((name, tensor.f_to_device_(tensor.device(), kind, true, true)?))
+        };
+        self.tensors()?.into_iter().map(copy).collect()
+    }
+
+    /// Not copies: nobody else may get them.
+    fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
+        let mut tensors = BTreeMap::new();
+        for Parameter { name, state, .. } in &self.parameters {
+            let step = Part::Step.word(self.rule);
+            if state.is_none() {
+                let none = Tensor::f_from_slice(&[0_i64])?.f_squeeze()?;
+                tensors.insert(format!("{step}.{name}"), none);
+            }
+            for part in Part::ALL {
+                let Some(owned) = state.as_ref().and_then(|state| part.of(state)) else { continue };
+                let tensor = owned.tensor();
+                let tensor =
+                    if part == Part::Step { tensor.f_squeeze()? } else { tensor.shallow_clone() };
+                tensors.insert(format!("{}.{name}", part.word(self.rule)), tensor);
+            }
+        }
+        for group in
+            self.groups.iter().filter(|group| !self.stands_for_another(group.id, group.is_exempt))
+        {
+            for (word, value) in words(self.rule).iter().zip(values(self.rule, &group.hyper)) {
+                let value = Tensor::f_from_slice(&[value])?.f_squeeze()?;
+                tensors.insert(format!("group.{}.{word}", group.id), value);
+            }
+        }
+        Ok(tensors)
+    }
+
+    /// Whether a group only has exempt parameters of another group.
+    fn stands_for_another(&self, id: usize, is_exempt: bool) -> bool {
+        is_exempt && self.groups.iter().any(|group| group.id == id && !group.is_exempt)
+    }
+
+    /// Writes the state to a safetensors file, completely or not at all, as
+    /// [`nn::state_dict::save`](crate::nn::state_dict::save) does. Weights are not part of it. Waits
+    /// for the GPU.
+    ///
+    /// ```
+    /// use tch::{Device, Kind, nn};
+    /// use tch_extension::optim::{AdamW, OptimizerConfig};
+    ///
+    /// let file = std::env::temp_dir().join(format!("optimizer-{}.safetensors", std::process::id()));
+    /// let vs = nn::VarStore::new(Device::Cpu);
+    /// let w = vs.root().ones("w", &[3]);
+    /// let mut optimizer = AdamW::default().build(&vs, 0.1)?;
+    /// optimizer.backward_step(&w.sum(Kind::Float));
+    /// optimizer.save(&file)?;
+    /// let mut resumed = AdamW::default().build(&vs, 0.1)?;
+    /// resumed.load(&file)?;
+    /// assert_eq!(resumed.state_dict()["step.w"].int64_value(&[]), 1);
+    /// # std::fs::remove_file(&file)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`nn::state_dict::save`](crate::nn::state_dict::save).
+    pub fn save<P: AsRef<Path>>(&self, file: P) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        write_tensors("Optimizer::save", &self.tensors()?, file.as_ref())
+    }
+
+    /// Loads a state that [`save`](Self::save) wrote. Everything is checked first: if names, sizes
+    /// or kinds do not fit the parameters and the algorithm, nothing changes. Then everything is
+    /// copied into memory that stays where it is, so that captured graphs stay valid. Load the
+    /// weights first: master weights that the file lacks are made from them. The numbers of groups
+    /// become those of the file.
+    ///
+    /// # Errors
+    /// When the file cannot be read, and as for [`f_load_state_dict`](Self::f_load_state_dict).
+    pub fn load<P: AsRef<Path>>(&mut self, file: P) -> Result<()> {
+        let op = "Optimizer::load";
+        let tensors = read_tensors(op, file.as_ref())?;
+        self.load_from(op, &tensors, Writer::Us)
+    }
+
+    /// Loads what [`state_dict`](Self::state_dict) returned, as [`load`](Self::load) does.
+    ///
+    /// # Panics
+    /// Where [`f_load_state_dict`](Self::f_load_state_dict) has an error.
+    pub fn load_state_dict(&mut self, tensors: &BTreeMap<String, Tensor>) {
+        unwrap(self.f_load_state_dict(tensors));
+    }
+
+    /// [`load_state_dict`](Self::load_state_dict), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// When tensors are missing, unexpected, or of other sizes or kinds than they should be; then
+    /// nothing was changed. While the current stream is being captured. Errors of CUDA.
+    pub fn f_load_state_dict(&mut self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        self.load_from("Optimizer::load_state_dict", tensors, Writer::Us)
+    }
+
+    /// Loads the state of a `torch.optim.AdamW` or `torch.optim.SGD`. Write the file in Python with
+    ///
+    /// ```python
+    /// tensors = {
+    ///     f"state.{index}.{key}": value.contiguous()
+    ///     for index, state in optimizer.state_dict()["state"].items()
+    ///     for key, value in state.items()
+    ///     if torch.is_tensor(value)
+    /// }
+    /// safetensors.torch.save_file(tensors, "optimizer.safetensors")
+    /// ```
+    ///
+    /// torch calls parameters by their place in the lists that it was given, group by group. `names`
+    /// has the name of each in this crate, in that order. Numbers of groups are not loaded: they are
+    /// what [`build`](super::OptimizerConfig::build) and `set_lr` say.
+    ///
+    /// # Errors
+    /// As for [`load`](Self::load), and when a parameter is not among the names.
+    pub fn load_torch<P: AsRef<Path>>(&mut self, file: P, names: &[&str]) -> Result<()> {
+        let op = "Optimizer::load_torch";
+        let tensors = read_tensors(op, file.as_ref())?;
+        self.load_from(op, &tensors, Writer::Torch(names))
+    }
+
+    fn load_from(
+        &mut self,
+        op: &str,
+        tensors: &BTreeMap<String, Tensor>,
+        writer: Writer<'_>,
+    ) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        self.add_missing_variables()?;
+        let devices = self.parameters.iter().map(|parameter| parameter.tensor.device());
+        refuse_capture(op, devices)?;
+        let mut used = BTreeSet::new();
+        let mut problems = Problems::default();
+        let found: Vec<Found<'_>> = self
+            .parameters
+            .iter()
+            .map(|parameter| self.find(parameter, tensors, writer, &mut used, &mut problems))
+            .collect::<Result<_>>()?;
+        let numbers = match writer {
+            Writer::Us => self.find_numbers(tensors, &mut used, &mut problems)?,
+            Writer::Torch(_) => Vec::new(),
+        };
+        let unexpected = tensors.keys().filter(|name| !used.contains(*name));
+        problems.unexpected = unexpected.map(|name| shown(name)).collect();
+        problems.into_result(op)?;
+
+        let mut facts = parameter_facts(op, &self.parameters)?;
+        let rule = self.rule;
+        for (id, values) in numbers {
+            self.change(op, Some(id), |hyper, is_exempt| {
+                set_values(rule, hyper, &values, is_exempt)
+            })?;
+        }
+        for (needs, found) in facts.iter_mut().zip(&found) {
+            needs.has_buffer = found.first.is_some();
+        }
+        self.make_states(op, &facts)?;
+        for (parameter, found) in self.parameters.iter().zip(&found) {
+            if let Some(state) = &parameter.state {
+                apply(found, &parameter.tensor, state)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Finds the state of a parameter, and notes what is wrong with it.
+    fn find<'a>(
+        &self,
+        parameter: &Parameter,
+        tensors: &'a BTreeMap<String, Tensor>,
+        writer: Writer<'_>,
+        used: &mut BTreeSet<String>,
+        problems: &mut Problems,
+    ) -> Result<Found<'a>> {
+        let mut found = Found::default();
+        let mut steps = None;
+        for part in Part::ALL {
+            let word = part.word(self.rule);
+            let Some(key) = writer.key(word, &parameter.name) else {
+                problems.missing.push(shown(&parameter.name));
+                return Ok(found);
+            };
+            let has_part = match part {
+                Part::Second => self.rule == Rule::AdamW,
+                Part::Master => self.has_master_of(parameter)?,
+                _ => true,
+            };
+            let Some(tensor) = tensors.get(&key).filter(|_| has_part) else { continue };
+            let kind = tensor.f_kind()?;
+            let count = number(tensor)?.filter(|count| *count >= 0.0 && count.fract() == 0.0);
+            let fits = match part {
+                Part::Step => count.is_some(),
+                _ => tensor.size() == parameter.tensor.size() && is_floating(kind),
+            };
+            if !fits {
+                let shape = tensor.size();
+                problems
+                    .misfits
+                    .push(format!("{} of shape {shape:?} and kind {kind:?}", shown(&key)));
+            }
+            match part {
+                Part::First => found.first = Some(tensor),
+                Part::Second => found.second = Some(tensor),
+                Part::Master => found.master = Some(tensor),
+                Part::Step => steps = Some(count.unwrap_or(0.0) as i64),
+            }
+            used.insert(key);
+        }
+        // torch's SGD counts nothing: what matters is whether there is a buffer.
+        let counts = self.rule == Rule::AdamW || matches!(writer, Writer::Us);
+        found.steps = steps.unwrap_or(i64::from(found.first.is_some()));
+        let mut lacks = |part: Part| {
+            let key = writer.key(part.word(self.rule), &parameter.name);
+            problems.missing.extend(key.map(|key| shown(&key)));
+        };
+        if counts && steps.is_none() {
+            lacks(Part::Step);
+        }
+        if found.steps > 0 && found.first.is_none() {
+            lacks(Part::First);
+        }
+        if found.steps > 0 && found.second.is_none() && self.rule == Rule::AdamW {
+            lacks(Part::Second);
+        }
+        Ok(found)
+    }
+
+    fn has_master_of(&self, parameter: &Parameter) -> Result<bool> {
+        let kind = parameter.tensor.f_kind()?;
+        Ok(self.has_master_weights && super::state::is_half(kind))
+    }
+
+    /// The numbers of each group.
+    fn find_numbers(
+        &self,
+        tensors: &BTreeMap<String, Tensor>,
+        used: &mut BTreeSet<String>,
+        problems: &mut Problems,
+    ) -> Result<Vec<(usize, [f64; 5])>> {
+        let mut all = Vec::new();
+        let ids: BTreeSet<usize> = self.groups.iter().map(|group| group.id).collect();
+        for id in ids {
+            let mut values = [0.0; 5];
+            for (value, word) in values.iter_mut().zip(words(self.rule)) {
+                let key = format!("group.{id}.{word}");
+                let Some(tensor) = tensors.get(&key) else {
+                    problems.missing.push(key);
+                    continue;
+                };
+                match number(tensor)?.filter(|number| number.is_finite() && *number >= 0.0) {
+                    Some(number) => *value = number,
+                    None => problems.misfits.push(format!("{key} that is no positive number")),
+                }
+                used.insert(key);
+            }
+            all.push((id, values));
+        }
+        Ok(all)
+    }
+}
+
+/// The value of a tensor with a single number.
+fn number(tensor: &Tensor) -> Result<Option<f64>> {
+    let kind = tensor.f_kind()?;
+    if tensor.numel() != 1 || !(kind == Kind::Int64 || is_floating(kind)) {
+        return Ok(None);
+    }
+    Ok(Some(tensor.f_view([-1])?.f_to_kind(Kind::Double)?.f_double_value(&[0])?))
+}
+
+/// Copies what was found.
+fn apply(found: &Found<'_>, parameter: &Tensor, state: &State) -> Result<()> {
+    let copy = |to: Option<&Owned>, from: Option<&Tensor>| -> Result<()> {
+        let Some(to) = to else { return Ok(()) };
+        let mut to = to.tensor().shallow_clone();
+        match from {
+            Some(from) => to.f_copy_(from)?,
+            None => drop(to.f_zero_()?),
+        }
+        Ok(())
+    };
+    copy(state.first.as_ref(), found.first)?;
+    copy(state.second.as_ref(), found.second)?;
+    copy(state.master.as_ref(), Some(found.master.unwrap_or(parameter)))?;
+    copy(Some(&state.step), Some(&Tensor::f_from_slice(&[found.steps])?))
+}
+
+/// What is wrong with a state.
+#[derive(Default)]
+struct Problems {
+    missing: Vec<String>,
+    unexpected: Vec<String>,
+    misfits: Vec<String>,
+}
+
+impl Problems {
+    fn into_result(self, op: &str) -> Result<()> {
+        let all = [
+            listed("no ", &self.missing),
+            listed("the unexpected ", &self.unexpected),
+            listed("", &self.misfits),
+        ];
+        let all: Vec<String> = all.into_iter().flatten().collect();
+        if all.is_empty() {
+            return Ok(());
+        }
+        Err(Error::msg(format!(
+            "{op}: expected the state of this optimizer's parameters, got {}; nothing was loaded",
+            all.join("; ")
+        )))
+    }
+}
+
+/// In the order of [`words`].
+fn values(rule: Rule, hyper: &Hyper) -> [f64; 5] {
+    let last = match rule {
+        Rule::AdamW => hyper.epsilon,
+        Rule::Sgd => hyper.nesterov,
+    };
+    [hyper.lr, hyper.weight_decay, hyper.first, hyper.second, last]
+}
+
+fn set_values(rule: Rule, hyper: &mut Hyper, values: &[f64; 5], is_exempt: bool) {
+    let [lr, weight_decay, first, second, last] = *values;
+    (hyper.lr, hyper.first, hyper.second) = (lr, first, second);
+    if !is_exempt {
+        hyper.weight_decay = weight_decay;
+    }
+    match rule {
+        Rule::AdamW => hyper.epsilon = last,
+        Rule::Sgd => hyper.nesterov = last,
+    }
+}

@@ -1,0 +1,160 @@
+//! Gradient clipping.
+
+use super::reference::Reference;
+use super::updates::{KINDS, assert_agree, build, rules};
+use super::*;
+use tch_extension::testing::{assert_close, devices};
+
+#[test]
+fn the_norm_is_that_of_all_gradients() {
+    let _alone = serially();
+    tch::manual_seed(11);
+    for device in devices() {
+        for kind in KINDS {
+            let leaves = leaves(&SIZES, kind, device);
+            accumulate(&leaves, 0.3);
+            let before = copies(&gradients(&leaves));
+            let expected = Reference::norm(&before);
+            let optimizer = build(rules()[0], &leaves, 0.1);
+            let norm = optimizer.clip_grad_norm(f64::INFINITY);
+            assert_eq!((norm.kind(), norm.size(), norm.device()), (Kind::Double, vec![], device));
+            let rtol = if kind == Kind::Double { 1e-14 } else { 1e-6 };
+            assert!((norm.double_value(&[]) / expected - 1.0).abs() < rtol, "{kind:?}");
+            assert_eq!(bits(&gradients(&leaves)), bits(&before), "nothing to clip");
+
+            for max in [2.0 * expected, 0.25 * expected, 0.0] {
+                let unclipped = copies(&gradients(&leaves));
+                let clip = (max / (Reference::norm(&unclipped) + 1e-6)).min(1.0);
+                let _norm = optimizer.clip_grad_norm(max);
+                for (now, before) in gradients(&leaves).iter().zip(&unclipped) {
+                    let (rtol, atol) = tch_extension::testing::tolerance(kind);
+                    let expected = before.to_kind(Kind::Double) * clip;
+                    assert_close(&now.to_kind(Kind::Double), &expected, rtol, atol);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_that_clips_is_clipping_and_a_step() {
+    let _alone = serially();
+    tch::manual_seed(12);
+    for device in devices() {
+        for kind in KINDS {
+            for rule in rules() {
+                for max in [1e9, 2.0] {
+                    let leaves = leaves(&SIZES, kind, device);
+                    let mut reference = Reference::new(rule, 0.01, &leaves);
+                    let mut optimizer = build(rule, &leaves, 0.01);
+                    assert!(optimizer.grad_norm().is_none());
+                    optimizer.set_clip_norm(Some(max));
+                    for _ in 0..4 {
+                        accumulate(&leaves, 1.0);
+                        let before = copies(&gradients(&leaves));
+                        let norm = Reference::norm(&before);
+                        reference.step(&before, Some(max));
+                        optimizer.step();
+                        let ours = optimizer.grad_norm().expect("a norm").double_value(&[]);
+                        assert!((ours / norm - 1.0).abs() < 1e-6, "{kind:?}: {ours} and {norm}");
+                        assert_eq!(bits(&gradients(&leaves)), bits(&before), "not rewritten");
+                    }
+                    assert_agree(&leaves, &reference, kind);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn both_ways_of_clipping_have_the_same_bits() {
+    let _alone = serially();
+    for device in devices() {
+        for kind in [Kind::Float, Kind::Double] {
+            let run = |rewrites: bool| {
+                tch::manual_seed(13);
+                let leaves = leaves(&SIZES, kind, device);
+                let mut optimizer = build(rules()[0], &leaves, 0.01);
+                optimizer.set_clip_norm((!rewrites).then_some(1.0));
+                for _ in 0..3 {
+                    accumulate(&leaves, 1.0);
+                    if rewrites {
+                        let _norm = optimizer.clip_grad_norm(1.0);
+                    }
+                    optimizer.step();
+                }
+                bits(&leaves)
+            };
+            assert_eq!(run(true), run(false), "{kind:?} on {device:?}");
+        }
+    }
+}
+
+#[test]
+fn values_are_clamped_and_nan_stays() {
+    let _alone = serially();
+    tch::manual_seed(14);
+    for device in devices() {
+        for kind in KINDS {
+            let leaves = leaves(&SIZES, kind, device);
+            accumulate(&leaves, 1.0);
+            let with_nan = leaves[6].grad();
+            let _ = with_nan.get(3).get(4).fill_(f64::NAN);
+            let _ = with_nan.get(5).get(6).fill_(f64::INFINITY);
+            let expected: Vec<Tensor> =
+                gradients(&leaves).iter().map(|g| g.clamp(-0.5, 0.5)).collect();
+            build(rules()[0], &leaves, 0.1).clip_grad_value(0.5);
+            assert_eq!(bits(&gradients(&leaves)), bits(&expected), "{kind:?} on {device:?}");
+        }
+    }
+}
+
+#[test]
+fn gradients_in_another_order_are_clipped_where_they_are() {
+    let _alone = serially();
+    tch::manual_seed(15);
+    for device in devices() {
+        let leaf = normal(&[4, 6], Kind::Float, device).set_requires_grad(true);
+        let other = normal(&[3], Kind::Float, device).set_requires_grad(true);
+        // Autograd gives a leaf the gradient's own strides if it stole the tensor.
+        let seed = normal(&[6, 4], Kind::Float, device).transpose(0, 1);
+        leaf.shallow_clone()
+            .view_as(&leaf)
+            .f_mul(&seed)
+            .expect("a product")
+            .sum(Kind::Float)
+            .backward();
+        accumulate(&[other.shallow_clone()], 1.0);
+        let leaves = [leaf, other];
+        let before = copies(&gradients(&leaves));
+        let optimizer = build(rules()[0], &leaves, 0.1);
+        let norm = optimizer.clip_grad_norm(0.1).double_value(&[]);
+        for (now, before) in gradients(&leaves).iter().zip(&before) {
+            assert_close(now, &(before * (0.1 / norm)), 1e-5, 1e-7);
+        }
+        optimizer.clip_grad_value(0.01);
+        for (now, before) in gradients(&leaves).iter().zip(&before) {
+            assert_close(now, &(before * (0.1 / norm)).clamp(-0.01, 0.01), 1e-5, 1e-7);
+        }
+    }
+}
+
+#[test]
+fn infinite_gradients_spoil_the_step_as_in_torch() {
+    let _alone = serially();
+    for device in devices() {
+        for bad in [f64::NAN, f64::INFINITY] {
+            let leaves = leaves(&[&[5], &[2000]], Kind::Float, device);
+            accumulate(&leaves, 1.0);
+            let _ = leaves[1].grad().get(1234).fill_(bad);
+            let mut optimizer = build(rules()[2], &leaves, 0.1);
+            let norm = optimizer.clip_grad_norm(1.0).double_value(&[]);
+            assert!(norm.is_nan() == bad.is_nan() && !norm.is_finite());
+            // torch multiplies by NaN, or by 0.
+            let first: f64 = leaves[0].grad().double_value(&[0]);
+            assert!(if bad.is_nan() { first.is_nan() } else { first == 0.0 });
+            optimizer.step();
+            assert!(leaves[1].double_value(&[1234]).is_nan());
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! What is refused, with which words, and that nothing changes then.
+
+use super::*;
+use tch_extension::testing::devices;
+
+fn adamw(tensors: &[Tensor]) -> tch_extension::Result<Optimizer> {
+    AdamW::default().build_of(named(tensors), 0.1)
+}
+
+#[test]
+fn numbers_out_of_range_are_refused() {
+    let tensors = [Tensor::ones([2], (Kind::Float, CPU))];
+    let built = |config: AdamW, lr| text(config.build_of(named(&tensors), lr));
+    let default = AdamW::default();
+    for (message, expected) in [
+        (
+            built(default.amsgrad(true), 0.1),
+            "AdamW::build: amsgrad: expected false, got true, which is not built; tch::nn::AdamW has it",
+        ),
+        (
+            built(default.beta1(1.0), 0.1),
+            "AdamW::build: beta1: expected 0 or more and below 1, got 1",
+        ),
+        (
+            built(default.beta2(-0.1), 0.1),
+            "AdamW::build: beta2: expected 0 or more and below 1, got -0.1",
+        ),
+        (built(default.eps(f64::NAN), 0.1), "AdamW::build: eps: expected 0 or more, got NaN"),
+        (
+            built(default.wd(-1.0), 0.1),
+            "AdamW::build: wd: expected a finite number, 0 or more, got -1",
+        ),
+        (
+            built(default, f64::NAN),
+            "AdamW::build: lr: expected a finite number, 0 or more, got NaN",
+        ),
+        (
+            text(Sgd { nesterov: true, ..Default::default() }.build_of(named(&tensors), 0.1)),
+            "Sgd::build: nesterov: expected a momentum and no dampening, got momentum 0 and dampening 0",
+        ),
+        (
+            text(Sgd { momentum: -0.5, ..Default::default() }.build_of(named(&tensors), 0.1)),
+            "Sgd::build: momentum: expected a finite number, 0 or more, got -0.5",
+        ),
+    ] {
+        assert_eq!(message, expected);
+    }
+    let mut optimizer = adamw(&tensors).expect("an optimizer");
+    for (message, expected) in [
+        (
+            text(optimizer.f_set_lr(-1.0)),
+            "Optimizer::set_lr: lr: expected a finite number, 0 or more, got -1",
+        ),
+        (
+            text(optimizer.f_set_lr_group(2, 1.0)),
+            "Optimizer::set_lr_group: group: expected one of the groups [0], got 2; Path::set_group puts new \
+             variables into a group",
+        ),
+        (
+            text(optimizer.f_set_momentum(1.0)),
+            "Optimizer::set_momentum: momentum: expected 0 or more and below 1, got 1",
+        ),
+        (
+            text(optimizer.f_set_clip_norm(Some(-1.0))),
+            "Optimizer::set_clip_norm: max: expected 0 or more, got -1",
+        ),
+        (
+            text(optimizer.f_clip_grad_norm(f64::NAN)),
+            "Optimizer::clip_grad_norm: max: expected 0 or more, got NaN",
+        ),
+        (
+            text(optimizer.f_clip_grad_value(-0.5)),
+            "Optimizer::clip_grad_value: max: expected 0 or more, got -0.5",
+        ),
+        (
+            text(optimizer.f_step_with(&[])),
+            "Optimizer::step: gradients: expected one for each of 1 parameters, got 0",
+        ),
+    ] {
+        assert_eq!(message, expected);
+    }
+    assert_eq!(optimizer.lr_of_group(0), Some(0.1));
+    let mut sgd = Sgd::default().build_of(named(&tensors), 0.1).expect("an optimizer");
+    assert_eq!(
+        text(sgd.f_set_betas_group(0, 0.5, 0.5)),
+        "Optimizer::set_betas_group: self: expected AdamW, got Sgd; set_momentum_group is for both"
+    );
+}
+
+#[test]
+fn tensors_that_cannot_be_updated_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let base = Tensor::ones([6, 6], (Kind::Float, device));
+        let refused = |tensors: &[Tensor]| text(adamw(tensors));
+        for (tensor, expected) in [
+            (
+                base.narrow(1, 0, 3),
+                "memory without gaps and overlaps, got another layout; make it contiguous before it becomes a parameter",
+            ),
+            (
+                base.narrow(0, 0, 1).expand([6, 6], false),
+                "memory without gaps and overlaps, got another layout; make it contiguous before it becomes a parameter",
+            ),
+            (base.to_sparse_sparse_dim(2), "a dense tensor, got another layout, or none"),
+            (Tensor::new(), "a dense tensor, got another layout, or none"),
+            (base.to_kind(Kind::Int64), "kind Float, Double, Half or BFloat16, got another kind"),
+            (
+                base.to_kind(Kind::ComplexFloat),
+                "kind Float, Double, Half or BFloat16, got another kind",
+            ),
+        ] {
+            let expected = format!("Optimizer::build: w1: expected {expected}");
+            assert_eq!(refused(&[base.copy(), tensor]), expected);
+        }
+        let shared = "Optimizer::build: w1: expected memory of its own, got memory that it shares with w0; give each \
+                      tensor to an optimizer once";
+        assert_eq!(refused(&[base.shallow_clone(), base.narrow(0, 5, 1)]), shared);
+        assert_eq!(refused(&[base.shallow_clone(), base.shallow_clone()]), shared);
+        assert!(adamw(&[base.narrow(0, 0, 3), base.narrow(0, 3, 3)]).is_ok());
+        let twice = || NamedTensor { name: "w".to_string(), tensor: base.copy(), group: 0 };
+        assert_eq!(
+            text(AdamW::default().build_of(vec![twice(), twice()], 0.1)),
+            "Optimizer::build: name: expected a name for each tensor, got w twice"
+        );
+    }
+}
+
+#[test]
+fn gradients_that_do_not_fit_are_refused_before_anything_changes() {
+    let _alone = serially();
+    for device in devices() {
+        let like = (Kind::Float, device);
+        let weights = [Tensor::ones([4, 3], like), Tensor::ones([4, 3], like)];
+        let good = Tensor::ones([4, 3], like);
+        let mut optimizer = adamw(&weights).expect("an optimizer");
+        let before = bits(&weights);
+        for (gradient, expected) in [
+            (
+                good.to_sparse_sparse_dim(2),
+                "a dense tensor, got a sparse or other layout; sparse embeddings need an optimizer of their own",
+            ),
+            (
+                good.narrow(0, 0, 3),
+                "the size [4, 3] of the parameter, got another one, of 9 values",
+            ),
+            (good.to_kind(Kind::Double), "kind Float, as the parameter, got another kind"),
+            (good.to_kind(Kind::ComplexFloat), "kind Float, as the parameter, got another kind"),
+        ] {
+            let message = text(optimizer.f_step_with(&[Some(&good), Some(&gradient)]));
+            assert_eq!(
+                message,
+                format!("Optimizer::step: the gradient of w1: expected {expected}")
+            );
+            assert_eq!(bits(&weights), before);
+        }
+        if device != CPU {
+            let message = text(optimizer.f_step_with(&[Some(&good), Some(&good.to_device(CPU))]));
+            assert!(
+                message.contains("expected device Cuda(0), as the parameter, got Cpu"),
+                "{message}"
+            );
+            assert_eq!(bits(&weights), before);
+        }
+        optimizer.f_step_with(&[Some(&good), Some(&good)]).expect("a step");
+        let half = Tensor::ones([2], (Kind::Half, device));
+        let mut of_half = adamw(&[half.shallow_clone()]).expect("an optimizer");
+        let message = text(of_half.f_step_with(&[Some(&half.to_kind(Kind::BFloat16))]));
+        let expected =
+            "the gradient of w0: expected kind Half, as the parameter, or Float, got another kind";
+        assert_eq!(message, format!("Optimizer::step: {expected}"));
+    }
+}
+
+#[test]
+fn a_sparse_gradient_of_an_embedding_is_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let vs = VarStore::new(device);
+        let config = tch::nn::EmbeddingConfig { sparse: true, ..Default::default() };
+        let table = tch::nn::embedding(vs.root() / "table", 10, 4, config);
+        let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
+        let before = bits(&[table.ws.shallow_clone()]);
+        let tokens = Tensor::from_slice(&[1_i64, 2]).to_device(device);
+        use tch::nn::Module;
+        let message = text(optimizer.f_backward_step(&table.forward(&tokens).sum(Kind::Float)));
+        assert!(
+            message.starts_with(
+                "Optimizer::step: the gradient of table.weight: expected a dense tensor"
+            ),
+            "{message}"
+        );
+        assert_eq!(bits(&[table.ws.shallow_clone()]), before);
+    }
+}
+
+#[test]
+fn converted_parameters_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let mut vs = VarStore::new(device);
+        let w = vs.root().ones("w", &[3]);
+        let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
+        // Before the first step, all is well.
+        vs.double();
+        optimizer.backward_step(&w.sum(Kind::Double));
+        vs.float();
+        let before = bits(&[w.shallow_clone()]);
+        let loss = w.sum(Kind::Float);
+        optimizer.zero_grad();
+        loss.backward();
+        assert_eq!(
+            text(optimizer.f_step()),
+            format!(
+                "Optimizer::step: w: expected 3 values Double on {device:?}, as before, got 3 values Float on \
+                 {device:?}; build the optimizer after parameters are converted or moved"
+            )
+        );
+        assert_eq!(bits(&[w.shallow_clone()]), before);
+    }
+}
+
+#[test]
+fn master_weights_are_chosen_before_the_first_step() {
+    let w = Tensor::ones([2], (Kind::Half, CPU));
+    let mut optimizer = adamw(&[w.shallow_clone()]).expect("an optimizer");
+    optimizer.set_master_weights(false);
+    optimizer.f_step_with(&[Some(&w.copy())]).expect("a step");
+    assert_eq!(
+        text(optimizer.f_set_master_weights(true)),
+        "Optimizer::set_master_weights: self: expected an optimizer without steps, got steps; call it right after \
+         build"
+    );
+}
+
+#[test]
+#[should_panic(expected = "Optimizer::set_lr: lr: expected a finite number, 0 or more, got inf")]
+fn functions_without_a_result_panic() {
+    let mut optimizer = adamw(&[Tensor::ones([2], (Kind::Float, CPU))]).expect("an optimizer");
+    optimizer.set_lr(f64::INFINITY);
+}
+
+#[test]
+fn an_optimizer_of_nothing_does_nothing() {
+    let _alone = serially();
+    for device in devices() {
+        let vs = VarStore::new(device);
+        let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
+        optimizer.set_clip_norm(Some(1.0));
+        optimizer.zero_grad();
+        optimizer.step();
+        optimizer.clip_grad_value(1.0);
+        assert_eq!(optimizer.clip_grad_norm(1.0).double_value(&[]), 0.0);
+        assert!(optimizer.grad_norm().is_none());
+        // Only an empty parameter, and only one without a gradient.
+        for has_gradient in [true, false] {
+            let w = Tensor::ones([0], (Kind::Float, device)).set_requires_grad(true);
+            let mut optimizer = adamw(&[w.shallow_clone()]).expect("an optimizer");
+            optimizer.set_clip_norm(Some(1.0));
+            if has_gradient {
+                accumulate(&[w.shallow_clone()], 1.0);
+            }
+            optimizer.step();
+            let norm = optimizer.grad_norm().map(|norm| norm.double_value(&[]));
+            assert_eq!(norm, has_gradient.then_some(0.0));
+        }
+    }
+}
