@@ -9,6 +9,7 @@ use crate::amp::ScaledGradients;
 use crate::ffi::amp::identity;
 use crate::{Error, Result};
 use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::nn::{VarStore, Variables};
 use tch::{Device, Kind, Tensor};
@@ -642,6 +643,20 @@ impl crate::amp::Optimizer for Optimizer {
 
     fn step(&mut self) -> Result<()> {
         self.f_step()
+    }
+
+    fn capturable(&self) -> bool {
+        true
+    }
+
+    /// What decides which kernels a step runs, and on which memory.
+    fn revision(&self) -> u64 {
+        let mut hasher = DefaultHasher::new();
+        (self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
+        for parameter in &self.parameters {
+            (parameter.group, parameter.state.is_some()).hash(&mut hasher);
+        }
+        hasher.finish()
     }
 
     fn step_on_device(&mut self, gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {

@@ -72,7 +72,7 @@
 //!   it panics, as `double_value` does. That call changed no parameter, and removed the gradients.
 //!   Call [`Step::set_capture`] with false to go on without graphs.
 //! - What the closure does on the CPU happens in the warm-up and the capture only. This includes
-//!   branches, counters and hooks of tensors. Numbers that change from step to step belong into
+//!   branches, counters and hooks of tensors; [`Step::recapture`] does it all anew. Numbers that change from step to step belong into
 //!   tensors: those of the batch, or others on the GPU that are changed in place between steps.
 //! - It must not change the batch, and must not keep tensors that have a graph of autograd from one
 //!   call to the next.

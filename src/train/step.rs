@@ -25,8 +25,10 @@ pub struct Step<O, F> {
     stream: Option<Stream>,
     /// How many batches of the current step are done.
     position: usize,
-    /// The optimizer may have other parameters than before.
+    /// The optimizer may have other parameters than before, or do other work.
     is_touched: bool,
+    /// The optimizer's, as of the graphs.
+    revision: u64,
     /// The last call did not end well.
     has_failed: bool,
     stats: StepStats,
@@ -50,6 +52,7 @@ where
     pub fn new(options: StepOptions, optimizer: O, closure: F) -> Result<Self> {
         options.check(NEW)?;
         let parameters = Parameters::of(NEW, &optimizer)?;
+        let revision = optimizer.revision();
         let step = Step {
             graphs: Graphs::default(),
             work: Work::new(closure, optimizer, parameters, options.accumulate),
@@ -57,6 +60,7 @@ where
             stream: None,
             position: 0,
             is_touched: false,
+            revision,
             has_failed: false,
             stats: StepStats::default(),
         };
@@ -162,14 +166,23 @@ where
         self.options.capture = capture;
     }
 
+    /// Drops all graphs, when their work is done. The next calls warm up and capture anew. Call it
+    /// after a change on the CPU that a graph does not see: of a flag that the closure reads, of the
+    /// precision of products, of variables that join the optimizer.
+    pub fn recapture(&mut self) {
+        self.graphs.clear();
+        self.is_touched = true;
+    }
+
     /// The optimizer.
     pub fn optimizer(&self) -> &O {
         &self.work.optimizer
     }
 
     /// The optimizer, to set a learning rate, for example. A graph sees changes of tensors in
-    /// place. If other parameters are added, the graphs are dropped, and the next call begins a
-    /// step and a warm-up anew.
+    /// place. If parameters were added, or the optimizer says by
+    /// [`revision`](Optimizer::revision) that it now does other work, the graphs are dropped, and
+    /// the next call begins a warm-up; for other parameters, it begins a step, too.
     pub fn optimizer_mut(&mut self) -> &mut O {
         self.is_touched = true;
         &mut self.work.optimizer
@@ -233,13 +246,18 @@ where
         Ok(Some(device))
     }
 
-    /// Drops the graphs if parameters were added, or moved to other memory.
+    /// Drops the graphs if parameters were added or moved to other memory, or the optimizer does
+    /// other work than before.
     fn follow_parameters(&mut self) -> Result<()> {
         let others = self.is_touched && !self.work.parameters.are_of(&self.work.optimizer);
         if others || self.work.parameters.have_moved() {
             self.graphs.clear();
             self.position = 0;
             self.work.renew_parameters(STEP)?;
+        }
+        if self.is_touched && self.work.optimizer.revision() != self.revision {
+            self.graphs.clear();
+            self.revision = self.work.optimizer.revision();
         }
         self.is_touched = false;
         Ok(())
@@ -265,6 +283,8 @@ where
         self.work.prepare_gradients(self.position == 0)?;
         let output = self.work.run(STEP, batch, part)?;
         self.work.keep_gradients()?;
+        // A step of tch's optimizers, and of those of `optim`, takes in new variables of its store.
+        self.is_touched = true;
         self.stats.eager_calls += 1;
         self.stats.captured = false;
         Ok(output)

@@ -203,3 +203,34 @@ fn cuda_a_replay_is_a_change_in_place() {
     let error = tch_extension::autograd::backward(&[&product], &Default::default());
     assert!(error.expect_err("changed").to_string().contains("modified by an inplace operation"));
 }
+
+/// Other work of the optimizer, and flags of the closure, reach the graphs.
+#[test]
+fn cuda_changes_on_the_cpu_are_captured_anew() {
+    let Some(device) = caching_or_skip("cuda_changes_on_the_cpu_are_captured_anew") else { return };
+    let _serial = serially();
+    let run = |capture: bool| {
+        let (model, optimizer) = Model::new(device, 0.0);
+        let factor = std::cell::Cell::new(1.0);
+        let with = StepOptions { capture, warm_up: 1, ..Default::default() };
+        let mut step =
+            Step::new(with, optimizer, |batch: &[Tensor]| Ok(model.loss(batch)? * factor.get()))
+                .expect("a step");
+        for call in 0..16 {
+            match call {
+                5 => step.optimizer_mut().clip = Some(1e-3),
+                9 => factor.set(2.0),
+                _ => {}
+            }
+            if call == 9 {
+                step.recapture();
+            }
+            let (x, y) = batch(call, 16);
+            let _ = step.step(&[&x, &y]).expect("a loss");
+        }
+        let stats = step.stats();
+        assert_eq!((stats.eager_calls, stats.graphs), if capture { (3, 1) } else { (16, 0) });
+        all_kept(&step.into_optimizer().weights)
+    };
+    same_bits(&run(true), &run(false));
+}

@@ -43,6 +43,8 @@ struct AdamW {
     updates: Tensor,
     rate: Tensor,
     capturable: bool,
+    /// Gradients are clipped to this; as a number on the CPU, which a graph would repeat.
+    clip: Option<f64>,
 }
 
 impl AdamW {
@@ -51,7 +53,7 @@ impl AdamW {
         let number = |value| Tensor::full([1], value, (Kind::Float, weights[0].device()));
         let (means, variances) = (zeros(), zeros());
         let (updates, rate) = (number(0.0), number(0.01));
-        AdamW { means, variances, updates, rate, weights, capturable: true }
+        AdamW { means, variances, updates, rate, weights, capturable: true, clip: None }
     }
 
     fn set_rate(&mut self, rate: f64) {
@@ -75,6 +77,10 @@ impl Optimizer for AdamW {
             if !gradient.defined() {
                 continue;
             }
+            let gradient = match self.clip {
+                Some(clip) => gradient.f_clamp(-clip, clip)?,
+                None => gradient,
+            };
             let (mean, variance) = (&mut self.means[index], &mut self.variances[index]);
             let _ = mean.f_lerp_(&gradient, 0.1)?;
             let _ = variance.f_lerp_(&gradient.f_square()?, 0.001)?;
@@ -87,6 +93,10 @@ impl Optimizer for AdamW {
 
     fn capturable(&self) -> bool {
         self.capturable
+    }
+
+    fn revision(&self) -> u64 {
+        self.clip.map_or(0, f64::to_bits)
     }
 }
 

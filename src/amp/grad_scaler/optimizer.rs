@@ -60,6 +60,14 @@ pub trait Optimizer {
         false
     }
 
+    /// A number that changes when [`step`](Self::step) begins to do other work than before, for
+    /// example when clipping is switched on. A graph that was captured before would go on without
+    /// it; [`train::Step`](crate::train::Step) then captures anew. A new value of a tensor on the
+    /// GPU is no other work. The default is always 0.
+    fn revision(&self) -> u64 {
+        0
+    }
+
     /// Applies the gradients unless one of them is infinite or NaN, which the device itself decides:
     /// torch's `_step_supports_amp_scaling`. The optimizers of this crate do so. The default,
     /// `None`, says that this optimizer cannot; then the scaler unscales the gradients, waits for
