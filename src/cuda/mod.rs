@@ -12,7 +12,6 @@ mod stream;
 pub use event::Event;
 pub use graph::Graph;
 #[cfg_attr(not(feature = "train"), allow(unused_imports))]
-pub(crate) use graph::is_capturing;
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
 pub(crate) use stream::StreamParts;
@@ -133,8 +132,7 @@ impl LaunchStatus {
     }
 }
 
-/// Whether the current stream of a device is being captured. The CPU has none.
-#[cfg(feature = "optim")]
+/// Whether this thread's current stream of a device is being captured, by anyone. The CPU has none.
 pub(crate) fn is_capturing(op: &str, device: Device) -> Result<bool> {
     if !is_compiled() || !device.is_cuda() {
         return Ok(false);
