@@ -104,7 +104,12 @@ fn values_are_clamped_and_nan_stays() {
             let expected: Vec<Tensor> =
                 gradients(&leaves).iter().map(|g| g.clamp(-0.5, 0.5)).collect();
             build(rules()[0], &leaves, 0.1).clip_grad_value(0.5);
-            assert_eq!(bits(&gradients(&leaves)), bits(&expected), "{kind:?} on {device:?}");
+            // libtorch's kernel for CUDA changes the bits of a NaN of kind Half.
+            let alike = |tensors: &[Tensor]| -> Vec<Tensor> {
+                tensors.iter().map(|g| g.masked_fill(&g.isnan(), f64::NAN)).collect()
+            };
+            let found = alike(&gradients(&leaves));
+            assert_eq!(bits(&found), bits(&alike(&expected)), "{kind:?} on {device:?}");
         }
     }
 }
