@@ -13,7 +13,7 @@ pub type State = Vec<Tensor>;
 pub trait Layer {
     fn zero_state(&self, rows: i64) -> State;
     /// Reads `input[rows, count, features]`.
-    fn sequence(&self, input: &Tensor, state: &State) -> (Tensor, State);
+    fn sequence(&self, input: &Tensor, state: &[Tensor]) -> (Tensor, State);
 }
 
 impl<L: RNN> Layer for L
@@ -24,7 +24,7 @@ where
         RNN::zero_state(self, rows).into_tensors()
     }
 
-    fn sequence(&self, input: &Tensor, state: &State) -> (Tensor, State) {
+    fn sequence(&self, input: &Tensor, state: &[Tensor]) -> (Tensor, State) {
         let (output, state) = self.seq_init(input, &Tensors::from_tensors(state));
         (output, state.into_tensors())
     }
@@ -33,7 +33,7 @@ where
 /// A layer's own type of state, which is made of tensors.
 trait Tensors {
     fn into_tensors(self) -> State;
-    fn from_tensors(state: &State) -> Self;
+    fn from_tensors(state: &[Tensor]) -> Self;
 }
 
 impl Tensors for LltmState {
@@ -41,7 +41,7 @@ impl Tensors for LltmState {
         vec![self.0.0, self.0.1]
     }
 
-    fn from_tensors(state: &State) -> LltmState {
+    fn from_tensors(state: &[Tensor]) -> LltmState {
         LltmState((state[0].shallow_clone(), state[1].shallow_clone()))
     }
 }
@@ -51,7 +51,7 @@ impl Tensors for LSTMState {
         vec![self.0.0, self.0.1]
     }
 
-    fn from_tensors(state: &State) -> LSTMState {
+    fn from_tensors(state: &[Tensor]) -> LSTMState {
         LSTMState((state[0].shallow_clone(), state[1].shallow_clone()))
     }
 }
@@ -61,7 +61,7 @@ impl Tensors for GRUState {
         vec![self.0]
     }
 
-    fn from_tensors(state: &State) -> GRUState {
+    fn from_tensors(state: &[Tensor]) -> GRUState {
         GRUState(state[0].shallow_clone())
     }
 }

@@ -38,7 +38,7 @@ impl CharModel {
 
     /// Returns the logits `[rows, count, vocabulary]` for the characters that follow `inputs[rows,
     /// count]`.
-    pub fn forward(&self, inputs: &Tensor, state: &State) -> (Tensor, State) {
+    pub fn forward(&self, inputs: &Tensor, state: &[Tensor]) -> (Tensor, State) {
         let embedded = self.embedding.forward(inputs);
         let (hidden, state) = self.recurrent.sequence(&embedded, state);
         (self.output.forward(&hidden), state)

@@ -6,9 +6,12 @@ use crate::model::CharModel;
 use crate::options::{Op, Options};
 use crate::report::Progress;
 use anyhow::{Context, Result, bail};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
-use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Reduction, Tensor};
+use tch_extension::ops::{CrossEntropyOptions, f_cross_entropy};
+use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
+use tch_extension::train::{Step, StepOptions, StepOutput};
 
 /// The largest norm of the gradient of all weights together. A larger gradient is scaled down to
 /// it.
@@ -55,12 +58,12 @@ fn steps_within(time: Duration, each: Duration) -> i64 {
 /// A model in training.
 pub struct Learner {
     pub op: Op,
-    pub model: CharModel,
+    pub model: Rc<CharModel>,
     /// The loss of each step, in nats per character.
     pub losses: Vec<f64>,
     /// The speed in each turn, in characters per second.
     speeds: Vec<f64>,
-    optimizer: nn::Optimizer,
+    step: Step<Optimizer, Closure>,
     state: State,
     /// The column of the streams at which the next chunk begins.
     column: i64,
@@ -68,12 +71,20 @@ pub struct Learner {
     saved: Option<i64>,
 }
 
+/// Takes inputs, targets and state, and returns the loss and the next state.
+type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<StepOutput>>;
+
 impl Learner {
     pub fn new(op: Op, model: CharModel, options: &Options) -> Result<Learner> {
-        let optimizer = nn::Adam::default().build(&model.variables, options.lr)?;
+        // Without weight decay, it is Adam.
+        let mut optimizer =
+            AdamW { wd: 0.0, ..Default::default() }.build(&model.variables, options.lr)?;
+        optimizer.set_clip_norm(Some(LARGEST_GRADIENT));
         let state = model.zero_state(options.batch);
+        let model = Rc::new(model);
+        let step = Step::new(StepOptions::default(), optimizer, closure(&model))?;
         let (losses, speeds) = (Vec::new(), Vec::new());
-        Ok(Learner { op, model, losses, speeds, optimizer, state, column: 0, saved: None })
+        Ok(Learner { op, model, losses, speeds, step, state, column: 0, saved: None })
     }
 
     /// The speed in the latest turn.
@@ -119,18 +130,15 @@ impl Learner {
         format!("the {} run diverged: lower --lr (now {lr:?}); {kept}", self.op.name())
     }
 
-    /// Trains one step on the next chunk and returns the loss, which is still on the device.
+    /// Trains one step on the next chunk and returns the loss, which is still on the device. On a
+    /// GPU the step is one CUDA graph.
     fn step(&mut self, options: &Options, streams: &Streams, step: i64) -> Result<Tensor> {
         let (inputs, targets) = self.next_chunk(options.seq_len, streams);
-        let (logits, state) = self.model.forward(&inputs, &self.state);
-        self.state = state.iter().map(Tensor::detach).collect();
-        let loss = cross_entropy(&logits, &targets, Reduction::Mean)?;
-        self.optimizer.zero_grad();
-        loss.f_backward()?;
-        clip_gradients(&self.model.variables);
-        self.optimizer.set_lr(learning_rate(options, step));
-        self.optimizer.step();
-        Ok(loss.detach())
+        self.step.optimizer_mut().set_lr(learning_rate(options, step));
+        let batch: Vec<&Tensor> = [&inputs, &targets].into_iter().chain(&self.state).collect();
+        let output = self.step.step_with_extra(&batch)?;
+        self.state = output.extra;
+        Ok(output.loss)
     }
 
     /// After the last whole chunk, the rows start again from their beginning, with a new state.
@@ -151,27 +159,24 @@ fn learning_rate(options: &Options, step: i64) -> f64 {
     options.lr * (0.55 + 0.45 * (std::f64::consts::PI * done).cos())
 }
 
-/// Clips the norm as tch's `clip_grad_norm` does, but without waiting for the device at every step.
-fn clip_gradients(variables: &nn::VarStore) {
-    let _no_grad = tch::no_grad_guard();
-    let gradients: Vec<Tensor> = variables.trainable_variables().iter().map(Tensor::grad).collect();
-    let norms: Vec<Tensor> = gradients.iter().map(Tensor::norm).collect();
-    let scale = (LARGEST_GRADIENT / (Tensor::stack(&norms, 0).norm() + 1e-6)).clamp_max(1.0);
-    for mut gradient in gradients {
-        let _ = gradient.g_mul_(&scale);
-    }
+fn closure(model: &Rc<CharModel>) -> Closure {
+    let model = Rc::clone(model);
+    Box::new(move |batch| {
+        let (inputs, targets, state) = (&batch[0], &batch[1], &batch[2..]);
+        let (logits, state) = model.forward(inputs, state);
+        let loss = cross_entropy(&logits, targets, Reduction::Mean)?;
+        Ok((loss, state.iter().map(Tensor::detach).collect()).into())
+    })
 }
 
-fn cross_entropy(logits: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
+fn cross_entropy(
+    logits: &Tensor,
+    targets: &Tensor,
+    reduction: Reduction,
+) -> tch_extension::Result<Tensor> {
     let vocabulary = logits.size()[2];
-    let logits = logits.f_reshape([-1, vocabulary])?;
-    Ok(logits.f_cross_entropy_loss(
-        &targets.f_reshape([-1])?,
-        None::<Tensor>,
-        reduction,
-        -100,
-        0.0,
-    )?)
+    let options = CrossEntropyOptions { reduction, ..Default::default() };
+    f_cross_entropy(&logits.f_reshape([-1, vocabulary])?, &targets.f_reshape([-1])?, &options)
 }
 
 /// The mean loss over the held-out text; each row is read from its beginning to its end.

@@ -1,6 +1,6 @@
 //! CUDA graphs.
 
-use super::{DeviceGuard, Stream, StreamGuard, device_index, ffi, is_compiled, refused};
+use super::{Stream, StreamGuard, device_index, ffi, is_capturing, refused};
 use crate::error::panic_text;
 use crate::{Error, Result};
 use std::cell::Cell;
@@ -266,16 +266,6 @@ fn cannot_be_captured(op: &str, culprit: &str, text: &str) -> Error {
     let reason = text.find("CUDA error").map_or(text, |start| &text[start..]);
     let reason = reason.split('\n').next().and_then(|line| line.split("\\n").next());
     refused(op, format!("{culprit} cannot be captured: {}", reason.unwrap_or_default()))
-}
-
-/// Whether this thread's current stream of the device is being captured, by anyone. The CPU has
-/// none.
-pub(crate) fn is_capturing(op: &str, device: Device) -> Result<bool> {
-    if !is_compiled() || !device.is_cuda() {
-        return Ok(false);
-    }
-    let _guard = DeviceGuard::new(device)?;
-    ffi::is_capturing(op)
 }
 
 /// Detects captures that other code has begun.

@@ -11,8 +11,6 @@ mod stream;
 
 pub use event::Event;
 pub use graph::Graph;
-#[cfg_attr(not(feature = "optim"), allow(unused_imports))]
-pub(crate) use graph::is_capturing;
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
 pub(crate) use stream::StreamParts;
@@ -131,6 +129,15 @@ impl LaunchStatus {
         let text = |text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
         Err(Error::Launch { kernel: text(self.kernel), message: text(self.error) })
     }
+}
+
+/// Whether this thread's current stream of a device is being captured, by anyone. The CPU has none.
+pub(crate) fn is_capturing(op: &str, device: Device) -> Result<bool> {
+    if !is_compiled() || !device.is_cuda() {
+        return Ok(false);
+    }
+    let _guard = DeviceGuard::new(device)?;
+    ffi::is_capturing(op)
 }
 
 /// An index that no device has.
