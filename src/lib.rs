@@ -42,7 +42,7 @@ mod autograd_page {}
 #[doc = include_str!("../docs/porting.md")]
 mod porting_page {}
 
-/// Runs the example of docs/training.md as a test.
-#[cfg(all(doctest, feature = "norm", feature = "gemm"))]
+/// Runs the examples of docs/training.md as tests.
+#[cfg(all(doctest, feature = "norm", feature = "gemm", feature = "train"))]
 #[doc = include_str!("../docs/training.md")]
 mod training_page {}

@@ -11,7 +11,6 @@ mod stream;
 
 pub use event::Event;
 pub use graph::Graph;
-#[cfg_attr(not(feature = "train"), allow(unused_imports))]
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
 pub(crate) use stream::StreamParts;

@@ -654,7 +654,8 @@ impl crate::amp::Optimizer for Optimizer {
         let mut hasher = DefaultHasher::new();
         (self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
         for parameter in &self.parameters {
-            (parameter.group, parameter.state.is_some()).hash(&mut hasher);
+            let has_buffer = self.groups[parameter.group].hyper.first != 0.0;
+            (parameter.group, parameter.state.is_some(), has_buffer).hash(&mut hasher);
         }
         hasher.finish()
     }

@@ -9,53 +9,31 @@
 //! ```
 //! use tch::nn::{self, Module};
 //! use tch::{Device, Kind, Reduction, Tensor};
-//! use tch_extension::amp::Optimizer;
+//! use tch_extension::optim::{AdamW, OptimizerConfig};
 //! use tch_extension::train::{Step, StepOptions};
 //!
-//! /// w ← w − η ∇w. The rate is a tensor, so that a graph reads its value of the moment.
-//! struct Descent {
-//!     weights: Vec<Tensor>,
-//!     rate: Tensor,
-//! }
-//!
-//! impl Optimizer for Descent {
-//!     fn parameters(&self) -> Vec<Tensor> {
-//!         self.weights.iter().map(Tensor::shallow_clone).collect()
-//!     }
-//!     fn step(&mut self) -> tch_extension::Result<()> {
-//!         let _no_grad = tch::no_grad_guard();
-//!         for weight in &mut self.weights {
-//!             let step = weight.f_grad()?.f_mul(&self.rate)?;
-//!             let _ = weight.f_sub_(&step)?;
-//!         }
-//!         Ok(())
-//!     }
-//!     fn capturable(&self) -> bool {
-//!         true
-//!     }
-//! }
-//!
-//! let device = Device::cuda_if_available();
-//! let vs = nn::VarStore::new(device);
+//! let vs = nn::VarStore::new(Device::cuda_if_available());
 //! let model = nn::linear(vs.root(), 4, 1, Default::default());
-//! let rate = Tensor::full([1], 0.1, (Kind::Float, device));
-//! let optimizer = Descent { weights: vs.trainable_variables(), rate };
+//! let mut optimizer = AdamW::default().build(&vs, 0.1)?;
+//! optimizer.set_clip_norm(Some(1.0));
 //! let mut step = Step::new(StepOptions::default(), optimizer, |batch: &[Tensor]| {
 //!     Ok(model.forward(&batch[0]).f_mse_loss(&batch[1], Reduction::Mean)?)
 //! })?;
 //!
 //! let mut losses = Vec::new();
-//! for round in 0..20 {
+//! for round in 0..40 {
 //!     let x = Tensor::randn([32, 4], (Kind::Float, Device::Cpu));
 //!     let y = x.sum_dim_intlist(1, true, Kind::Float);
+//!     step.optimizer_mut().set_lr(0.1 / (1.0 + 0.1 * f64::from(round)));
 //!     losses.push(step.step(&[&x, &y])?); // waits for nothing
-//!     if round == 10 {
-//!         let _ = step.optimizer_mut().rate.fill_(0.01);
-//!     }
 //! }
-//! assert!(losses[19].double_value(&[]) < losses[0].double_value(&[])); // waits for the GPU
+//! let loss = |round: usize| losses[round].double_value(&[]); // waits for the GPU
+//! assert!(loss(39) < loss(0));
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
+//!
+//! An optimizer of your own says by [`capturable`](crate::amp::Optimizer::capturable) that a graph
+//! may repeat it. tch's may not: they compute on the CPU what changes from step to step.
 //!
 //! # What happens
 //!

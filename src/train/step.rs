@@ -255,9 +255,13 @@ where
             self.position = 0;
             self.work.renew_parameters(STEP)?;
         }
-        if self.is_touched && self.work.optimizer.revision() != self.revision {
-            self.graphs.clear();
-            self.revision = self.work.optimizer.revision();
+        if self.is_touched {
+            let revision = self.work.optimizer.revision();
+            // Without graphs, this is the state that the warm-up makes.
+            if revision != std::mem::replace(&mut self.revision, revision) && self.graphs.len() > 0
+            {
+                self.graphs.clear();
+            }
         }
         self.is_touched = false;
         Ok(())

@@ -4,6 +4,7 @@
 mod cuda;
 mod errors;
 mod graphs;
+mod optim;
 mod steps;
 
 use std::io::Write;

@@ -62,7 +62,7 @@ pub trait Optimizer {
 
     /// A number that changes when [`step`](Self::step) begins to do other work than before, for
     /// example when clipping is switched on. A graph that was captured before would go on without
-    /// it; [`train::Step`](crate::train::Step) then captures anew. A new value of a tensor on the
+    /// it; `train::Step` then captures anew. A new value of a tensor on the
     /// GPU is no other work. The default is always 0.
     fn revision(&self) -> u64 {
         0
