@@ -19,9 +19,9 @@ pub const FOLDER: &str = "checkpoints";
 const KEPT: usize = 2;
 const PREFIX: &str = "step-";
 const ENDING: &str = ".safetensors";
-/// The entries of the metadata.
+/// The entry of the metadata: a checksum in hexadecimal digits, a space, and the state as JSON. There
+/// is only one, so that equal checkpoints are equal files: safetensors writes entries in any order.
 const STATE: &str = "state";
-const CHECKSUM: &str = "checksum";
 
 /// What a checkpoint knows besides its tensors.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -59,10 +59,8 @@ pub fn save(
         .collect();
     let state = State { step, settings: settings.clone(), checksums };
     let state = serde_json::to_string(&state)?;
-    let metadata = HashMap::from([
-        (CHECKSUM.to_string(), crc32fast::hash(state.as_bytes()).to_string()),
-        (STATE.to_string(), state),
-    ]);
+    let checksum = crc32fast::hash(state.as_bytes());
+    let metadata = HashMap::from([(STATE.to_string(), format!("{checksum:08x} {state}"))]);
     let path = folder.join(format!("{PREFIX}{step:010}{ENDING}"));
     write_whole(&path, |partial| {
         let views = stored
@@ -215,12 +213,10 @@ impl Checkpoint {
 }
 
 fn state(metadata: Option<&HashMap<String, String>>) -> Result<State> {
-    let entry = |name| metadata.and_then(|entries| entries.get(name));
-    let (Some(state), Some(checksum)) = (entry(STATE), entry(CHECKSUM)) else {
-        bail!("it is no checkpoint of this program");
-    };
+    let entry = metadata.and_then(|entries| entries.get(STATE)?.split_once(' '));
+    let (checksum, state) = entry.context("it is no checkpoint of this program")?;
     ensure!(
-        crc32fast::hash(state.as_bytes()).to_string() == *checksum,
+        format!("{:08x}", crc32fast::hash(state.as_bytes())) == checksum,
         "the checksum of its settings is wrong"
     );
     serde_json::from_str(state).context("its settings are those of another version")
