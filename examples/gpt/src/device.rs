@@ -74,6 +74,27 @@ impl Precision {
     }
 }
 
+/// Refuses what cannot fit in main memory. Linux grants memory that it does not have and later kills
+/// the process that touches it, so a failed allocation would end the program without a message. (A
+/// GPU's allocator does fail with a message.)
+pub fn check_memory(device: Device, needed: u64) -> Result<()> {
+    let available = if device == Device::Cpu { available_bytes() } else { None };
+    ensure!(
+        available.is_none_or(|available| needed <= available),
+        "these sizes need about {} MiB of memory and {} MiB are free: lower --batch, --context or --size",
+        needed >> 20,
+        available.unwrap_or_default() >> 20
+    );
+    Ok(())
+}
+
+fn available_bytes() -> Option<u64> {
+    let table = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes << 10)
+}
+
 /// The name of a device, as far as it is known.
 pub fn describe(device: Device) -> String {
     match device {

@@ -1,6 +1,6 @@
 //! Files that are written completely or not at all, and the files of a folder.
 
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -42,17 +42,25 @@ fn temporary(folder: &Path, name: &str) -> std::io::Result<tempfile::NamedTempFi
         .tempfile_in(folder)
 }
 
-/// Makes the folder that an option names, if need be, and checks that files can be written there.
-/// Removes what a killed run was still writing.
-pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
+/// Makes the folder that an option names, if need be.
+pub fn make_folder(option: &str, folder: &Path) -> Result<()> {
     let name = folder.display();
     ensure!(
         !folder.exists() || folder.is_dir(),
         "{option} {name} is not a folder: give another one"
     );
-    let cannot =
-        || format!("cannot write to {option} {name} (give a folder that you may write to)");
-    fs::create_dir_all(folder).with_context(cannot)?;
+    fs::create_dir_all(folder).with_context(|| cannot_write(option, folder))
+}
+
+fn cannot_write(option: &str, folder: &Path) -> String {
+    format!("cannot write to {option} {} (give a folder that you may write to)", folder.display())
+}
+
+/// [`make_folder`], which also removes what a killed run was still writing, and checks that files can
+/// be written there.
+pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
+    make_folder(option, folder)?;
+    let cannot = || cannot_write(option, folder);
     for entry in fs::read_dir(folder).with_context(cannot)? {
         let entry = entry.with_context(cannot)?;
         let name = entry.file_name();
@@ -63,6 +71,21 @@ pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
     }
     temporary(folder, "probe").with_context(cannot)?;
     Ok(())
+}
+
+/// Keeps other processes out of a folder until it is dropped or the process ends, in whatever way.
+pub fn lock(option: &str, folder: &Path) -> Result<File> {
+    let path = folder.join(".lock");
+    let cannot = || cannot_write(option, folder);
+    let file = File::options().create(true).append(true).open(&path).with_context(cannot)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => bail!(
+            "{option} {} is in use by another process: wait for it, or give another folder",
+            folder.display()
+        ),
+        Err(fs::TryLockError::Error(error)) => Err(error).with_context(cannot),
+    }
 }
 
 /// The root of this repository, if the program finds it. Cargo sets the variable for programs that
@@ -91,6 +114,15 @@ mod tests {
         assert!(format!("{:#}", failed.unwrap_err()).contains("stopped"));
         assert_eq!(fs::read(&file).unwrap(), b"old");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_folder_is_locked_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = lock("--out", folder.path()).unwrap();
+        assert!(lock("--out", folder.path()).unwrap_err().to_string().contains("another process"));
+        drop(first);
+        lock("--out", folder.path()).unwrap();
     }
 
     #[test]

@@ -70,6 +70,13 @@ impl ModelConfig {
         self.context * self.dim
     }
 
+    /// An estimate of the bytes that training in Float takes: weights, gradients and two moments, and
+    /// what the backward pass needs of each token.
+    pub fn training_bytes(&self, tokens: i64) -> u64 {
+        let kept = 16 * self.dim as u64 * self.layers as u64;
+        16 * self.parameters() as u64 + 4 * tokens as u64 * kept
+    }
+
     /// The operations of a training step per token: six for each parameter in a product, and those of
     /// attention, as if it were not causal. nanoGPT and PaLM count in the same way.
     pub fn flops_per_token(&self) -> f64 {

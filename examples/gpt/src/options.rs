@@ -248,7 +248,11 @@ impl TrainOptions {
             );
         }
         crate::sample::check_length("--sample", self.sample)?;
-        self.drawing.check()
+        self.drawing.check()?;
+        // Whatever the data are: so that nothing is prepared for settings that cannot be.
+        let size = self.size.unwrap_or(Size::Mini);
+        let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
+        self.changes.apply_to_preset(size.settings(Device::Cpu, 256, data)).check()
     }
 
     /// The settings of a new run, perhaps with the model of another one, `init`, or of the run that is

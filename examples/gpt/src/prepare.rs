@@ -75,7 +75,7 @@ fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
     let mut failure = None;
     let texts = sources.files.iter().flat_map(|file| pieces(file)).map_while(|piece| {
         piece
-            .and_then(|(file, bytes)| text(file, bytes))
+            .and_then(|(file, bytes)| Ok(text(file, &bytes)?.to_string()))
             .map_err(|error| failure.get_or_insert(error))
             .ok()
     });
@@ -91,7 +91,7 @@ fn encode(file: &Path, vocabulary: &Tokenizer, writer: &mut tokens::Writer) -> R
     for piece in pieces(file) {
         let (_, bytes) = piece?;
         if !vocabulary.takes_any_bytes() {
-            text(file, bytes.clone())?;
+            text(file, &bytes)?;
         }
         waiting.push(bytes);
         if waiting.len() == PIECES {
@@ -103,8 +103,8 @@ fn encode(file: &Path, vocabulary: &Tokenizer, writer: &mut tokens::Writer) -> R
     writer.write(vocabulary.end_of_text().as_slice())
 }
 
-fn text(file: &Path, bytes: Vec<u8>) -> Result<String> {
-    String::from_utf8(bytes).ok().with_context(|| {
+fn text<'a>(file: &Path, bytes: &'a [u8]) -> Result<&'a str> {
+    std::str::from_utf8(bytes).ok().with_context(|| {
         format!(
             "the text {} is not UTF-8: convert it, with iconv for instance, or give --vocabulary bytes",
             file.display()

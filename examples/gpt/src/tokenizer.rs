@@ -32,7 +32,7 @@ enum Way {
 impl Tokenizer {
     /// The vocabulary of all bytes, for any data.
     pub fn bytes() -> Tokenizer {
-        Tokenizer { json: bytes_json(), way: Way::Bytes }
+        Tokenizer { json: bytes_value().to_string(), way: Way::Bytes }
     }
 
     /// Trains byte pairs on texts, until there are `size` tokens or no pair occurs twice.
@@ -68,7 +68,8 @@ impl Tokenizer {
     }
 
     pub fn parse(json: String) -> Result<Tokenizer> {
-        if json == bytes_json() {
+        // As values, because the order of a JSON object says nothing.
+        if serde_json::from_str::<Value>(&json).is_ok_and(|value| value == bytes_value()) {
             return Ok(Tokenizer::bytes());
         }
         let tokenizer = tokenizers::Tokenizer::from_bytes(&json)
@@ -83,7 +84,10 @@ impl Tokenizer {
 
     /// What tells vocabularies apart.
     pub fn hash(&self) -> [u8; 32] {
-        Sha256::digest(&self.json).into()
+        match &self.way {
+            Way::Bytes => Sha256::digest("bytes").into(),
+            Way::Pairs(_) => Sha256::digest(&self.json).into(),
+        }
     }
 
     /// [`Tokenizer::hash`] in hexadecimal digits.
@@ -144,7 +148,7 @@ impl Tokenizer {
 
 /// The vocabulary of bytes in the format of Hugging Face's tokenizers: byte pairs without a pair. A
 /// byte's token is its value.
-fn bytes_json() -> String {
+fn bytes_value() -> Value {
     let names: Map<String, Value> = byte_names()
         .iter()
         .enumerate()
@@ -159,7 +163,6 @@ fn bytes_json() -> String {
         "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
         "pre_tokenizer": level, "post_processor": level, "decoder": level, "model": model
     })
-    .to_string()
 }
 
 /// GPT-2's names of the bytes: printable ones stand for themselves, and the others for the

@@ -3,7 +3,7 @@
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, Loader, Order};
 use crate::device;
-use crate::files::{prepare_folder, write_bytes};
+use crate::files::{lock, make_folder, prepare_folder, write_bytes};
 use crate::log::{self, Log};
 use crate::model::Gpt;
 use crate::options::TrainOptions;
@@ -28,10 +28,12 @@ const PLOT: &str = "losses.svg";
 pub fn run(options: &TrainOptions) -> Result<()> {
     options.check()?;
     let device = device::parse(&options.device)?;
-    let checkpoint = earlier(options)?;
     let init =
         options.init.as_ref().map(|run| checkpoint::of_run("--init", run, warn)).transpose()?;
+    make_folder("--out", &options.out)?;
+    let _lock = lock("--out", &options.out)?;
     prepare_folder("--out", &options.out)?;
+    let checkpoint = earlier(options)?;
     let (tokens, tokenizer) = data(options, checkpoint.is_some())?;
     let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
     let settings = {
@@ -40,10 +42,7 @@ pub fn run(options: &TrainOptions) -> Result<()> {
         options.settings(device, tokenizer.len(), data, earlier, of_init)?
     };
     let tokens = Rc::new(tokens);
-    let mut run = Run::new(options, settings, tokens, device, checkpoint)?;
-    if let Some(init) = init {
-        run.begin_with(&init)?;
-    }
+    let mut run = Run::new(options, settings, tokens, device, [checkpoint, init])?;
     tokenizer.save(&options.out)?;
     run.train()?;
     run.finish(&tokenizer)
@@ -52,6 +51,7 @@ pub fn run(options: &TrainOptions) -> Result<()> {
 /// The checkpoint to continue from. Refuses to begin anew where a run is.
 fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
     let folder = options.out.join(checkpoint::FOLDER);
+    prepare_folder("--out", &folder)?;
     if options.resume {
         return checkpoint::newest(&folder, warn);
     }
@@ -114,18 +114,19 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// A run that goes on where the checkpoint is, or a new one, which removes what an earlier run
-    /// left.
+    /// A run that goes on where the first checkpoint is, or a new one with the weights of the second,
+    /// which removes what an earlier run left.
     fn new(
         options: &'a TrainOptions,
         settings: Settings,
         tokens: Rc<Tokens>,
         device: Device,
-        checkpoint: Option<Checkpoint>,
+        [checkpoint, init]: [Option<Checkpoint>; 2],
     ) -> Result<Run<'a>> {
         let (context, seed, rows) = (settings.model.context, settings.seed, settings.batch);
         let order = Order::new(tokens.len(Part::Train), context, seed)?;
         let held_out = HeldOut::new(tokens.clone(), rows, context, options.eval_windows)?;
+        device::check_memory(device, settings.model.training_bytes(rows * context))?;
         let model = Rc::new(Gpt::new(&settings.model, device, seed)?);
         let trainer = Trainer::new(model.clone(), &settings)?;
         let mut step = 0;
@@ -134,12 +135,15 @@ impl<'a> Run<'a> {
             step = checkpoint.state.step;
             say(&format!("continues after step {step}, from {}", checkpoint.path.display()))?;
         } else {
+            if let Some(init) = init {
+                begin_with(&init, &model, &settings)?;
+            }
             checkpoint::remove_all(&options.out.join(checkpoint::FOLDER))?;
         }
         let run = Run {
             loader: Loader::new(tokens, order, rows, context, device)?,
             log: Log::open(&options.out, step)?,
-            peak: options.peak.or_else(|| device::peak_tflops(device)),
+            peak: options.peak.or_else(|| peak(&settings, device)),
             saved: checkpoint.map(|_| step),
             unread: Vec::new(),
             trainer,
@@ -152,18 +156,6 @@ impl<'a> Run<'a> {
         };
         say(&run.describe())?;
         Ok(run)
-    }
-
-    /// Takes over the weights of another run.
-    fn begin_with(&self, init: &Checkpoint) -> Result<()> {
-        let (theirs, ours) = (&init.state.settings.data.vocabulary, &self.settings.data.vocabulary);
-        ensure!(
-            theirs == ours,
-            "the data have another vocabulary than --init: prepare them with --vocabulary-from, and the folder of \
-             that run"
-        );
-        init.copy_into(&model_tensors(&self.model))
-            .context("--init does not fit: leave out --size and the model's sizes")
     }
 
     fn describe(&self) -> String {
@@ -286,6 +278,22 @@ impl<'a> Run<'a> {
             checkpoint::FOLDER
         ))
     }
+}
+
+/// Takes over the weights of another run.
+fn begin_with(init: &Checkpoint, model: &Gpt, settings: &Settings) -> Result<()> {
+    ensure!(
+        init.state.settings.data.vocabulary == settings.data.vocabulary,
+        "the data have another vocabulary than --init: prepare them with --vocabulary-from, and the folder of that \
+         run"
+    );
+    init.copy_into(&model_tensors(model))
+        .context("--init does not fit: leave out --size and the model's sizes")
+}
+
+/// The rate to compare with: that of the kind in which products are computed.
+fn peak(settings: &Settings, device: Device) -> Option<f64> {
+    settings.precision.half().and_then(|_| device::peak_tflops(device))
 }
 
 /// The tensors in use that a checkpoint has.

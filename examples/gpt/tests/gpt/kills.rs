@@ -24,7 +24,7 @@ fn curve(place: &Place, out: &str) -> String {
     fs::read_to_string(place.path(out).join("losses.jsonl")).unwrap()
 }
 
-fn options<'a>(out: &'a str) -> Vec<&'a str> {
+fn options(out: &str) -> Vec<&str> {
     [RUN, &["--out", out]].concat()
 }
 
@@ -54,6 +54,8 @@ fn a_run_killed_ten_times_has_the_same_curve() {
     succeeded(&place.train(&options(&killed)));
     assert_eq!(curve(&place, "killed"), curve(&place, "whole"));
     let last = "checkpoints/step-0000000120.safetensors";
+    // Nothing half-written is left.
+    assert_eq!(place.checkpoints("killed"), place.checkpoints("whole"));
     let weights = |out: &str| fs::read(place.path(out).join(last)).unwrap();
     assert!(weights("killed") == weights("whole"), "the last checkpoints differ");
 }

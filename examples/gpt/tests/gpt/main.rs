@@ -18,7 +18,10 @@ fn trains_evaluates_saves_and_samples() {
     assert_eq!(losses.len(), 60);
     assert!(losses[59] < losses[0] - 1.0, "from {} to {}", losses[0], losses[59]);
     let names = names(&place.path("out"));
-    assert_eq!(names, ["checkpoints", "data", "losses.jsonl", "losses.svg", "tokenizer.json"]);
+    assert_eq!(
+        names,
+        [".lock", "checkpoints", "data", "losses.jsonl", "losses.svg", "tokenizer.json"]
+    );
     assert_eq!(place.checkpoints("out").len(), 2);
     let picture = fs::read_to_string(place.path("out/losses.svg")).unwrap();
     assert!(picture.contains("training") && picture.contains("held out"));
@@ -128,6 +131,7 @@ fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
         (&["--steps", "2"], "--resume to continue it, --overwrite to begin again"),
         (&["--overwrite", "--batch", "0"], "--batch 0 is out of range"),
         (&["--overwrite", "--context", "100000"], "--context 100000 needs"),
+        (&["--overwrite", "--dim", "65536", "--layers", "1000"], "MiB are free: lower --batch"),
         (&["--overwrite", "--heads", "3"], "--dim 8 is no multiple of --heads 3"),
         (&["--overwrite", "--lr", "nan"], "--lr NaN is out of range"),
         (&["--overwrite", "--device", "gpu"], "--device \"gpu\" is unknown"),
