@@ -122,6 +122,7 @@ class Run:
         if "compile" in name:
             mode = "reduce-overhead" if "reduce-overhead" in name else None
             self.forward = torch.compile(self.model, mode=mode)
+        self.ready = time.perf_counter() - BEGUN
 
     def read_batches(self, inputs, is_shuffled):
         batches = read_safetensors(os.path.join(inputs, "batches.safetensors"))["batches"].long()
@@ -164,7 +165,8 @@ class Run:
             losses.append(self.step())
             if self.first_step is None:
                 losses[0].item()
-                self.first_step = time.perf_counter() - BEGUN
+                # Without the time in which it waited for the others.
+                self.first_step = self.ready + time.perf_counter() - begun
         losses = self.torch.stack(losses).double().tolist()
         return {"steps": steps, "seconds": time.perf_counter() - begun, "losses": losses}
 
@@ -309,7 +311,7 @@ def report(options, rows, curves):
     print(table(rows))
     fits = "lies within" if curves["is_within"] else "lies OUTSIDE OF"
     print(f"Rust's curve differs from {curves['of']}'s by up to {curves['rust']:.4f} (mean of {WINDOW} steps) and {fits} the "
-          f"spread of PyTorch's own runs, {curves['spread']:.4f}")
+          f"spread of PyTorch's own runs, {curves['spread']:.4f}: " + ", ".join(f"{name} {d:.4f}" for name, d in curves["PyTorch"].items()))
     print(f"written: {place}.json, .jsonl, .svg")
 
 

@@ -155,8 +155,9 @@ struct Bench {
     rates: Vec<f64>,
     trainer: Trainer,
     loader: Loader,
-    begun: Instant,
-    /// Seconds from the program's begin to the end of the first step.
+    /// Seconds from the program's begin until it was ready for the first step.
+    ready: f64,
+    /// The same, and those of the first step.
     first_step: Option<f64>,
     step: i64,
 }
@@ -179,7 +180,8 @@ impl Bench {
         state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
         let loader = loader(&options.inputs.join(BATCHES), &settings, device)?;
         let trainer = Trainer::new(Rc::new(model), &settings)?;
-        Ok(Bench { device, settings, rates, trainer, loader, begun, first_step: None, step: 0 })
+        let ready = begun.elapsed().as_secs_f64();
+        Ok(Bench { device, settings, rates, trainer, loader, ready, first_step: None, step: 0 })
     }
 
     fn run(mut self, by_line: bool) -> Result<()> {
@@ -233,7 +235,7 @@ impl Bench {
             let loss = self.trainer.step(&mut self.loader, self.step, rate)?;
             if self.first_step.is_none() {
                 loss.f_double_value(&[])?;
-                self.first_step = Some(self.begun.elapsed().as_secs_f64());
+                self.first_step = Some(self.ready + begun.elapsed().as_secs_f64());
             }
             losses.push(loss);
             self.step += 1;
