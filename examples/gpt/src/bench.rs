@@ -53,6 +53,9 @@ pub struct BenchOptions {
     /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
+    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
+    #[arg(long)]
+    pub no_capture: bool,
     /// Train as many steps as each line on stdin says, and print the result of each
     #[arg(long)]
     pub by_line: bool,
@@ -179,7 +182,7 @@ impl Bench {
         let model = Gpt::zeros(&settings.model, device)?;
         state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
         let loader = loader(&options.inputs.join(BATCHES), &settings, device)?;
-        let trainer = Trainer::new(Rc::new(model), &settings)?;
+        let trainer = Trainer::new(Rc::new(model), &settings, !options.no_capture)?;
         let ready = begun.elapsed().as_secs_f64();
         Ok(Bench { device, settings, rates, trainer, loader, ready, first_step: None, step: 0 })
     }
@@ -256,6 +259,7 @@ impl Bench {
             "precision": self.settings.precision.name(),
             "parameters": self.settings.model.parameters(),
             "steps": self.step,
+            "kernels": self.trainer.stats().kernels,
             "first_step_s": self.first_step,
             "peak_MiB": memory.map(|memory| mib(memory.peak_allocated)),
             "reserved_MiB": memory.map(|memory| mib(memory.peak_reserved)),

@@ -7,6 +7,7 @@
 //! cargo run -p gpt -- help
 //! ```
 
+mod adamw;
 mod bench;
 mod checkpoint;
 mod data;

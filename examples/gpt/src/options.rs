@@ -134,6 +134,9 @@ pub struct TrainOptions {
     /// Read the losses from the device after every N steps
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub log_every: i64,
+    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
+    #[arg(long)]
+    pub no_capture: bool,
     /// The device's peak in TFLOP/s, for the MFU [default: by the GPU's name]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,

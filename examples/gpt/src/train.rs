@@ -128,7 +128,7 @@ impl<'a> Run<'a> {
         let held_out = HeldOut::new(tokens.clone(), rows, context, options.eval_windows)?;
         device::check_memory(device, settings.model.training_bytes(rows * context))?;
         let model = Rc::new(Gpt::new(&settings.model, device, seed)?);
-        let trainer = Trainer::new(model.clone(), &settings)?;
+        let trainer = Trainer::new(model.clone(), &settings, !options.no_capture)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
             checkpoint.copy_into(&tensors(&model, &trainer))?;
