@@ -279,6 +279,7 @@ def main(options):
     with open(os.path.join(inputs, "settings.json")) as file:
         settings = json.load(file)
     rust = [options.gpt, "bench", "--inputs", inputs, "--by-line", "--device", options.device]
+    rust += ["--recompute"] if options.recompute else []
     script = [sys.executable, os.path.abspath(__file__), "--inputs", inputs, "--device", options.device, "--as"]
     workers = [Worker("Rust", rust)]
     for name in RIVALS:
@@ -324,6 +325,7 @@ def arguments():
     parser.add_argument("--text", nargs="+", help="text files or folders; by default the repository's text")
     parser.add_argument("--out", default="runs/versus", help="folder for the results")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--recompute", action="store_true", help="Rust computes GELU again in the backward pass")
     parser.add_argument("--inputs", help=argparse.SUPPRESS)
     parser.add_argument("--as", dest="name", help=argparse.SUPPRESS)
     options = parser.parse_args()

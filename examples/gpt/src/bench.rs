@@ -53,6 +53,10 @@ pub struct BenchOptions {
     /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
+    /// Compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory
+    #[arg(long)]
+    pub recompute: bool,
     /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
     #[arg(long)]
     pub no_capture: bool,
@@ -175,6 +179,7 @@ impl Bench {
         let Inputs { rates, mut settings, .. } = serde_json::from_str(&text)
             .with_context(|| format!("{} is not what --write makes", file.display()))?;
         settings.precision = options.precision.unwrap_or(Precision::of(device));
+        settings.model.recompute = options.recompute;
         settings.check()?;
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;

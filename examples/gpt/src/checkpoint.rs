@@ -187,6 +187,16 @@ impl Checkpoint {
         Ok(Checkpoint { path: path.to_path_buf(), state, tensors })
     }
 
+    /// The tensors whose names begin with a prefix, by the rest of their names.
+    pub fn with_prefix(&self, prefix: &str) -> BTreeMap<String, Tensor> {
+        let named = self.tensors.iter();
+        named
+            .filter_map(|(name, tensor)| {
+                Some((name.strip_prefix(prefix)?.to_string(), tensor.shallow_clone()))
+            })
+            .collect()
+    }
+
     /// Copies the checkpoint's tensors into those that are in use. All names, shapes and kinds are
     /// compared before the first is changed.
     pub fn copy_into(&self, targets: &[(String, Tensor)]) -> Result<()> {

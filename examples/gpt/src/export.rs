@@ -202,6 +202,7 @@ fn read_config(file: &Path) -> Result<ModelConfig> {
         heads: size("n_head")?,
         dim: size("n_embd")?,
         dropout: config["resid_pdrop"].as_f64().unwrap_or(0.0),
+        recompute: false,
     };
     config.check().with_context(|| format!("{name} has impossible sizes"))?;
     Ok(config)
@@ -237,8 +238,15 @@ mod tests {
 
     /// A run with a checkpoint, whose weights are all different.
     fn run(folder: &Path) -> Gpt {
-        let config =
-            ModelConfig { vocabulary: 256, context: 8, layers: 2, heads: 2, dim: 8, dropout: 0.0 };
+        let config = ModelConfig {
+            vocabulary: 256,
+            context: 8,
+            layers: 2,
+            heads: 2,
+            dim: 8,
+            dropout: 0.0,
+            recompute: false,
+        };
         let model = Gpt::new(&config, Device::Cpu, 5).unwrap();
         let bytes = Tokenizer::bytes();
         let settings = settings_of(config, &bytes);

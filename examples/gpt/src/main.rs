@@ -7,7 +7,6 @@
 //! cargo run -p gpt -- help
 //! ```
 
-mod adamw;
 mod bench;
 mod checkpoint;
 mod data;

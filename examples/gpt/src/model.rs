@@ -27,6 +27,10 @@ pub struct ModelConfig {
     pub dim: i64,
     /// The probability of all dropouts.
     pub dropout: f64,
+    /// Whether the backward pass computes the activations of the feed-forward parts again, in place
+    /// of keeping them.
+    #[serde(default)]
+    pub recompute: bool,
 }
 
 impl ModelConfig {
@@ -103,7 +107,7 @@ impl Gpt {
         let root = variables.root();
         let zero = Init::Const(0.0);
         let of_tokens = EmbeddingConfig { ws_init: zero, ..Default::default() };
-        let block = block_config(config.dropout, zero);
+        let block = block_config(config, zero);
         let (dim, heads) = (config.dim, config.heads);
         let blocks = (0..config.layers)
             .map(|index| transformer_block(&root / "h" / index, dim, heads, block))
@@ -210,12 +214,14 @@ impl Gpt {
     }
 }
 
-fn block_config(dropout: f64, init: Init) -> TransformerBlockConfig {
+fn block_config(config: &ModelConfig, init: Init) -> TransformerBlockConfig {
+    let (dropout, recompute) = (config.dropout, config.recompute);
     let mut config = TransformerBlockConfig { dropout, ..TransformerBlockConfig::gpt2() };
     config.attention.dropout = dropout;
     config.attention.ws_init = init;
     config.attention.bs_init = Some(init);
     if let FeedForwardConfig::Mlp(mlp) = &mut config.feed_forward {
+        mlp.options.save_activations = !recompute;
         mlp.linear.ws_init = init;
         mlp.linear.bs_init = Some(init);
     }
@@ -227,7 +233,15 @@ mod tests {
     use super::*;
 
     fn config() -> ModelConfig {
-        ModelConfig { vocabulary: 11, context: 8, layers: 2, heads: 2, dim: 8, dropout: 0.0 }
+        ModelConfig {
+            vocabulary: 11,
+            context: 8,
+            layers: 2,
+            heads: 2,
+            dim: 8,
+            dropout: 0.0,
+            recompute: false,
+        }
     }
 
     #[test]

@@ -67,7 +67,15 @@ impl Size {
     /// The model of this size, for a vocabulary of so many tokens.
     pub fn model(self, vocabulary: usize) -> ModelConfig {
         let Preset { context, layers, heads, dim, .. } = self.preset();
-        ModelConfig { vocabulary: padded(vocabulary), context, layers, heads, dim, dropout: 0.0 }
+        ModelConfig {
+            vocabulary: padded(vocabulary),
+            context,
+            layers,
+            heads,
+            dim,
+            dropout: 0.0,
+            recompute: false,
+        }
     }
 
     pub fn settings(self, device: Device, vocabulary: usize, data: DataId) -> Settings {
@@ -165,6 +173,10 @@ pub struct Changes {
     /// Probability of dropout [default: 0]
     #[arg(long, value_name = "P")]
     dropout: Option<f64>,
+    /// Compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory
+    #[arg(long)]
+    recompute: bool,
     /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     precision: Option<Precision>,
@@ -206,6 +218,7 @@ impl Changes {
         set(&mut model.heads, self.heads);
         set(&mut model.dim, self.dim);
         set(&mut model.dropout, self.dropout);
+        set(&mut model.recompute, self.recompute.then_some(true));
         set(&mut settings.precision, self.precision);
         set(&mut settings.batch, self.batch);
         set(&mut settings.accumulate, self.accumulate);
@@ -280,8 +293,8 @@ impl TrainOptions {
             Some(earlier) => {
                 let mut settings = Settings { data, ..earlier.clone() };
                 if let Some(size) = self.size {
-                    let dropout = earlier.model.dropout;
-                    settings.model = ModelConfig { dropout, ..size.model(vocabulary) };
+                    let ModelConfig { dropout, recompute, .. } = earlier.model;
+                    settings.model = ModelConfig { dropout, recompute, ..size.model(vocabulary) };
                 }
                 self.changes.apply(settings)
             }

@@ -201,8 +201,15 @@ mod tests {
     use crate::model::ModelConfig;
 
     fn model() -> Gpt {
-        let config =
-            ModelConfig { vocabulary: 320, context: 8, layers: 1, heads: 1, dim: 8, dropout: 0.0 };
+        let config = ModelConfig {
+            vocabulary: 320,
+            context: 8,
+            layers: 1,
+            heads: 1,
+            dim: 8,
+            dropout: 0.0,
+            recompute: false,
+        };
         Gpt::new(&config, Device::Cpu, 1).unwrap()
     }
 

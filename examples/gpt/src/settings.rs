@@ -5,6 +5,7 @@ use crate::model::ModelConfig;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use tch_extension::optim::schedule::Schedule;
 
 /// The learning rate ends at this part of its peak.
 const LAST_RATE: f64 = 0.1;
@@ -76,13 +77,8 @@ impl Settings {
     /// The learning rate of the step after `done` steps: it rises evenly to its peak and then falls
     /// along half a cosine to a tenth of it.
     pub fn learning_rate(&self, done: i64) -> f64 {
-        if done < self.warm_up {
-            return self.lr * (done + 1) as f64 / (self.warm_up + 1) as f64;
-        }
-        let length = (self.steps - self.warm_up).max(1) as f64;
-        let part = ((done - self.warm_up) as f64 / length).min(1.0);
-        let cosine = 0.5 * (1.0 + (std::f64::consts::PI * part).cos());
-        self.lr * (LAST_RATE + (1.0 - LAST_RATE) * cosine)
+        let schedule = Schedule::cosine(self.warm_up as u64, self.steps as u64, LAST_RATE);
+        self.lr * schedule.factor(done as u64)
     }
 
     /// Tokens of a step.
@@ -137,6 +133,7 @@ pub mod tests {
                 heads: 2,
                 dim: 8,
                 dropout: 0.1,
+                recompute: false,
             },
             precision: Precision::F32,
             batch: 2,

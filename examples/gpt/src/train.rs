@@ -128,10 +128,10 @@ impl<'a> Run<'a> {
         let held_out = HeldOut::new(tokens.clone(), rows, context, options.eval_windows)?;
         device::check_memory(device, settings.model.training_bytes(rows * context))?;
         let model = Rc::new(Gpt::new(&settings.model, device, seed)?);
-        let trainer = Trainer::new(model.clone(), &settings, !options.no_capture)?;
+        let mut trainer = Trainer::new(model.clone(), &settings, !options.no_capture)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
-            checkpoint.copy_into(&tensors(&model, &trainer))?;
+            resume(checkpoint, &model, &mut trainer)?;
             step = checkpoint.state.step;
             say(&format!("continues after step {step}, from {}", checkpoint.path.display()))?;
         } else {
@@ -237,7 +237,7 @@ impl<'a> Run<'a> {
         // The losses first: a checkpoint promises those of all steps before it.
         self.log.sync()?;
         let folder = self.options.out.join(checkpoint::FOLDER);
-        let tensors = tensors(&self.model, &self.trainer);
+        let tensors = tensors(&self.model, &self.trainer)?;
         checkpoint::save(&folder, self.step, &self.settings, &tensors)?;
         self.saved = Some(self.step);
         self.plot()
@@ -296,12 +296,27 @@ fn peak(settings: &Settings, device: Device) -> Option<f64> {
     settings.precision.half().and_then(|_| device::peak_tflops(device))
 }
 
-/// The tensors in use that a checkpoint has.
-fn tensors(model: &Gpt, trainer: &Trainer) -> Vec<(String, Tensor)> {
+/// What stands before the names of the optimizer's tensors in a checkpoint.
+const OPTIMIZER: &str = "optimizer.";
+
+/// The tensors that a checkpoint has.
+fn tensors(model: &Gpt, trainer: &Trainer) -> Result<Vec<(String, Tensor)>> {
     let mut tensors = model_tensors(model);
-    let state = trainer.state().into_iter();
-    tensors.extend(state.map(|(name, tensor)| (format!("optimizer.{name}"), tensor)));
-    tensors
+    let state = trainer.state()?.into_iter();
+    tensors.extend(state.map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
+    Ok(tensors)
+}
+
+/// Goes to where the checkpoint was written.
+fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result<()> {
+    let state = checkpoint.with_prefix(OPTIMIZER);
+    ensure!(
+        !state.is_empty(),
+        "{} was imported, and has no optimizer's state: give --init in place of --resume, and another --out",
+        checkpoint.path.display()
+    );
+    checkpoint.copy_into(&model_tensors(model))?;
+    trainer.load_state(&state)
 }
 
 /// The mean loss over the held-out windows.
