@@ -55,8 +55,10 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 }
 
 fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
-    let mut builds: Vec<&[&str]> =
-        vec![&["test", "--workspace", "--no-run"], &["build", "--examples"]];
+    let [workspace, exclude, gpt] = cargo::ALL_BUT_GPT;
+    let tests = ["test", "--no-run", workspace, exclude, gpt];
+    let mut builds: Vec<&[&str]> = vec![&tests, &["build", "--examples"]];
+    builds.extend([&["test", "--no-run", "-p", gpt][..], &["build", "-p", gpt]]);
     if options.benches {
         builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
     }
@@ -86,8 +88,12 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
 
 /// The packages whose programs are useful on another machine. `xtask` and `tch-extension-build` are
 /// not among them.
-const PACKAGES: [&str; 3] =
-    ["Cargo.toml", "tests/downstream/Cargo.toml", "examples/extension/Cargo.toml"];
+const PACKAGES: [&str; 4] = [
+    "Cargo.toml",
+    "tests/downstream/Cargo.toml",
+    "examples/extension/Cargo.toml",
+    "examples/gpt/Cargo.toml",
+];
 
 /// The program that one of cargo's messages reports, if it belongs to one of [`PACKAGES`].
 fn program(message: &Value, root: &Path) -> Option<Program> {
@@ -100,7 +106,7 @@ fn program(message: &Value, root: &Path) -> Option<Program> {
     let folder = match target["kind"][0].as_str()? {
         "example" => "examples",
         "bench" => "benches",
-        // Only the stand-alone example has a binary. Its unit-test program is left out.
+        // Only examples have binaries. Their unit-test programs are left out.
         "bin" if message["profile"]["test"] == true => return None,
         "bin" => "examples",
         _ if message["profile"]["test"] == true => "tests",

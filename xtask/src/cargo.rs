@@ -8,6 +8,12 @@ use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
+/// Selects all packages but the one whose dependencies are not everybody's. It is tested by a step of
+/// `ci` of its own, and otherwise with `-p gpt`.
+pub const ALL_BUT_GPT: [&str; 3] = ["--workspace", "--exclude", GPT];
+/// The package in `examples/gpt`.
+pub const GPT: &str = "gpt";
+
 /// A cargo command with the environment that set-up found.
 pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));

@@ -47,6 +47,7 @@ const STEPS: &[Step] = &[
     ("misuse", Ci::misuse),
     ("tests", Ci::tests),
     ("operators, each instruction set", Ci::operators_per_isa),
+    ("examples/gpt", Ci::gpt),
     ("stand-alone example", Ci::example),
     ("docs/write-an-operator.md", Ci::page),
     (OTHER_LIBTORCH, Ci::other_libtorch),
@@ -159,7 +160,7 @@ impl Ci {
     /// Builds what the tests run. Building the library alone would select other features of its
     /// dependencies and so compile it twice.
     fn build(&self) -> Result<Vec<Value>> {
-        cargo::messages(&mut self.cargo(&["test", "--workspace", "--no-run"]))
+        cargo::messages(self.cargo(&["test", "--no-run"]).args(cargo::ALL_BUT_GPT))
     }
 
     fn weak_symbols(&self) -> Result<()> {
@@ -182,7 +183,7 @@ impl Ci {
     }
 
     fn tests(&self) -> Result<()> {
-        let mut command = self.test(&["--workspace"]);
+        let mut command = self.test(&cargo::ALL_BUT_GPT);
         if self.has_vision {
             // In this run, a torchvision that cannot be loaded is a failure and not a reason to
             // skip a test.
@@ -229,6 +230,10 @@ impl Ci {
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
         command.env("OMP_WAIT_POLICY", "passive");
         cargo::run(&mut command)
+    }
+
+    fn gpt(&self) -> Result<()> {
+        cargo::run(&mut self.test(&["-p", cargo::GPT]))
     }
 
     /// Builds and tests the example by itself and runs its program, as its user would.

@@ -26,7 +26,8 @@ cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares; --op lstm, gru
   test [--tch 0.26] [ARGUMENTS]
-                     the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`.
+                     the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`. Those of
+                     examples/gpt, which has dependencies of its own, are `cargo test -p gpt`.
                      With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
@@ -123,7 +124,8 @@ fn test(args: &[String]) -> Result<ExitCode> {
     let mut ready = setup::run(&repo)?;
     ready.changes.extend(setup::one_test_at_a_time());
     setup::vision(&repo, &ready)?;
-    let mut command = cargo::command(&repo, &ready.changes, &["test", "--workspace"]);
+    let mut command = cargo::command(&repo, &ready.changes, &["test"]);
+    command.args(cargo::ALL_BUT_GPT);
     command.args(args);
     Err(cargo::become_command(command))
 }

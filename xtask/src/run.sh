@@ -14,6 +14,8 @@ run.sh COMMAND [ARGUMENTS]
   test [NAME…] [-- ARGUMENTS]   every test program, or the named ones; ARGUMENTS go to each
   bench [WORD…]                 each operator against its rivals, as a table and as bench.json
   rivals [WORD…]                what a Python user would call instead (torch.compile; Liger, Quack where installed): rivals.json
+  gpt [ARGUMENTS]               GPT-2: `gpt train`, `gpt sample` and others (examples/gpt)
+  versus-pytorch [ARGUMENTS]    GPT-2 in Rust and in PyTorch, in turns: versus.json and versus.svg; --size char|124m, --steps N
   criterion [ARGUMENTS]         the same with criterion's statistics
   demo [ARGUMENTS]              the character-level language model
   exec FILE [ARGUMENTS]         any program of the bundle, such as tests/lltm_cell
@@ -347,6 +349,14 @@ case $command in
     # machine.
     [[ -n ${OMP_WAIT_POLICY+set} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
     run_program "$here/examples/char_lltm" "$@"
+    ;;
+  gpt)
+    prepare
+    run_program "$here/examples/gpt" "$@"
+    ;;
+  versus-pytorch)
+    prepare
+    exec "${PYTHON:-python3}" "$here/files/examples/gpt/versus_pytorch.py" --gpt "$here/examples/gpt" --out "$out" "$@"
     ;;
   exec)
     prepare

@@ -51,8 +51,10 @@ pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
     changes.extend(setup::one_test_at_a_time());
     lock(repo, &other, &changes)?;
     let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
-    let all = ["test", "--workspace"];
-    let mut command = cargo::command(&other, &changes, if has_packages { &all[..1] } else { &all });
+    let mut command = cargo::command(&other, &changes, &["test"]);
+    if !has_packages {
+        command.args(cargo::ALL_BUT_GPT);
+    }
     command.args(args);
     Ok(command)
 }

@@ -1,0 +1,292 @@
+//! A fixed number of steps on given batches with given weights, for comparisons with another
+//! program that trains the same.
+
+use crate::data::{Loader, Order, windows};
+use crate::device::{self, Precision};
+use crate::files::{prepare_folder, write_bytes, write_whole};
+use crate::model::Gpt;
+use crate::options::Size;
+use crate::progress::say;
+use crate::settings::{DataId, Settings};
+use crate::step::Trainer;
+use crate::tokens::{Part, Tokens};
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::io::BufRead;
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::time::Instant;
+use tch::{Device, Kind, Tensor};
+use tch_extension::cuda;
+use tch_extension::nn::state_dict;
+
+const SETTINGS: &str = "settings.json";
+const WEIGHTS: &str = "weights.safetensors";
+const BATCHES: &str = "batches.safetensors";
+/// Rounds of which each is timed. One before them is not.
+const ROUNDS: i64 = 5;
+
+#[derive(Debug, clap::Args)]
+pub struct BenchOptions {
+    /// The folder with settings, weights and batches; --write makes it
+    #[arg(long, value_name = "FOLDER")]
+    pub inputs: PathBuf,
+    /// Write --inputs from the data of this folder, which `prepare` wrote, and train nothing
+    #[arg(long, value_name = "FOLDER")]
+    pub write: Option<PathBuf>,
+    /// With --write: the model's size and the rows of a batch
+    #[arg(long, value_enum, default_value_t = Size::Char)]
+    pub size: Size,
+    /// With --write: the steps of the whole run
+    #[arg(long, value_name = "N", default_value_t = 300)]
+    pub steps: i64,
+    /// With --write: the rows of the embedding [default: the vocabulary, as a multiple of 64]
+    #[arg(long, value_name = "N")]
+    pub rows_of_embedding: Option<i64>,
+    /// With --write: seed of the weights and of the order of the batches
+    #[arg(long, default_value_t = 1)]
+    pub seed: i64,
+    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
+    #[arg(long, value_enum)]
+    pub precision: Option<Precision>,
+    /// Compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory
+    #[arg(long)]
+    pub recompute: bool,
+    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
+    #[arg(long)]
+    pub no_capture: bool,
+    /// Train as many steps as each line on stdin says, and print the result of each
+    #[arg(long)]
+    pub by_line: bool,
+}
+
+/// The subcommand. `begun` is when the program began.
+pub fn run(options: &BenchOptions, begun: Instant) -> Result<()> {
+    match &options.write {
+        Some(data) => write(options, data),
+        None => Bench::new(options, begun)?.run(options.by_line),
+    }
+}
+
+fn write(options: &BenchOptions, data: &Path) -> Result<()> {
+    ensure!(
+        (1..=1_000_000).contains(&options.steps),
+        "--steps {} is out of range: give 1 to 1000000",
+        options.steps
+    );
+    let tokens = Tokens::open(data)?;
+    let id = DataId {
+        vocabulary: String::new(),
+        tokens: tokens.len(Part::Train),
+        checksum: tokens.checksum(),
+    };
+    let mut settings = options.size.settings(Device::Cpu, tokens.vocabulary(), id);
+    if let Some(rows) = options.rows_of_embedding {
+        ensure!(
+            rows >= tokens.vocabulary() as i64,
+            "--rows-of-embedding {rows} is too small: give {} or more",
+            tokens.vocabulary()
+        );
+        settings.model.vocabulary = rows;
+    }
+    (settings.steps, settings.accumulate, settings.seed) = (options.steps, 1, options.seed);
+    settings.warm_up = settings.warm_up.min(options.steps / 10);
+    settings.check()?;
+    let model = Gpt::new(&settings.model, Device::Cpu, settings.seed)?;
+    let order = Order::new(tokens.len(Part::Train), settings.model.context, settings.seed)?;
+    prepare_folder("--inputs", &options.inputs)?;
+    state_dict::save(&model.variables, options.inputs.join(WEIGHTS), &Default::default())?;
+    let windows_needed = (settings.steps * settings.batch) as u64;
+    let starts: Vec<usize> = (0..windows_needed).map(|window| order.start(window)).collect();
+    let context = settings.model.context as usize;
+    let all = windows(&tokens, Part::Train, starts.into_iter(), context)?;
+    let shape = [2, settings.steps, settings.batch, settings.model.context];
+    let batches = all.f_view(shape)?.f_to_kind(Kind::Int)?;
+    write_whole(&options.inputs.join(BATCHES), |path| {
+        Ok(Tensor::write_safetensors(&[("batches", &batches)], path)?)
+    })?;
+    write_bytes(
+        &options.inputs.join(SETTINGS),
+        serde_json::to_string_pretty(&Inputs::of(&settings))?,
+    )?;
+    say(&format!("{} batches in {}", settings.steps, options.inputs.display()))
+}
+
+/// The settings as another program reads them: with all numbers as numbers.
+#[derive(Debug, Serialize, Deserialize)]
+struct Inputs {
+    vocabulary: i64,
+    context: i64,
+    layers: i64,
+    heads: i64,
+    dim: i64,
+    batch: i64,
+    steps: i64,
+    warm_up: i64,
+    clip: f64,
+    weight_decay: f64,
+    /// The learning rate of each step.
+    rates: Vec<f64>,
+    /// For `--precision` and the rest of our own settings.
+    settings: Settings,
+}
+
+impl Inputs {
+    fn of(settings: &Settings) -> Inputs {
+        let model = &settings.model;
+        Inputs {
+            vocabulary: model.vocabulary,
+            context: model.context,
+            layers: model.layers,
+            heads: model.heads,
+            dim: model.dim,
+            batch: settings.batch,
+            steps: settings.steps,
+            warm_up: settings.warm_up,
+            clip: settings.clip,
+            weight_decay: settings.weight_decay,
+            rates: (0..settings.steps).map(|step| settings.learning_rate(step)).collect(),
+            settings: settings.clone(),
+        }
+    }
+}
+
+struct Bench {
+    device: Device,
+    settings: Settings,
+    rates: Vec<f64>,
+    trainer: Trainer,
+    loader: Loader,
+    /// Seconds from the program's begin until it was ready for the first step.
+    ready: f64,
+    /// The same, and those of the first step.
+    first_step: Option<f64>,
+    step: i64,
+}
+
+impl Bench {
+    fn new(options: &BenchOptions, begun: Instant) -> Result<Bench> {
+        let device = device::parse(&options.device)?;
+        let file = options.inputs.join(SETTINGS);
+        let text = std::fs::read_to_string(&file).with_context(|| {
+            format!("cannot read {} (make --inputs with `bench --write`)", file.display())
+        })?;
+        let Inputs { rates, mut settings, .. } = serde_json::from_str(&text)
+            .with_context(|| format!("{} is not what --write makes", file.display()))?;
+        settings.precision = options.precision.unwrap_or(Precision::of(device));
+        settings.model.recompute = options.recompute;
+        settings.check()?;
+        if device.is_cuda() {
+            cuda::reset_peak_memory_stats(device)?;
+        }
+        let model = Gpt::zeros(&settings.model, device)?;
+        state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
+        let loader = loader(&options.inputs.join(BATCHES), &settings, device)?;
+        let trainer = Trainer::new(Rc::new(model), &settings, !options.no_capture)?;
+        let ready = begun.elapsed().as_secs_f64();
+        Ok(Bench { device, settings, rates, trainer, loader, ready, first_step: None, step: 0 })
+    }
+
+    fn run(mut self, by_line: bool) -> Result<()> {
+        if by_line {
+            say(&json!({"ready": true}).to_string())?;
+            for line in std::io::stdin().lock().lines() {
+                let line = line.context("cannot read stdin")?;
+                let Ok(steps) = line.trim().parse() else {
+                    bail!("stdin: expected a number of steps, got {line:?}: give one on each line");
+                };
+                let (seconds, losses) = self.round(steps)?;
+                let result = json!({"steps": steps, "seconds": seconds, "losses": losses});
+                say(&result.to_string())?;
+            }
+            return say(&self.summary()?.to_string());
+        }
+        let each = (self.settings.steps / (ROUNDS + 1)).max(1);
+        let mut losses = Vec::new();
+        let mut times = Vec::new();
+        while self.step < self.settings.steps {
+            let steps = each.min(self.settings.steps - self.step);
+            let (seconds, of_round) = self.round(steps)?;
+            losses.extend(of_round);
+            times.push(seconds / steps as f64);
+        }
+        // The first round warms up.
+        times.remove(0);
+        times.sort_by(f64::total_cmp);
+        let mut summary = self.summary()?;
+        if let Some(each) = times.get(times.len() / 2) {
+            let tokens = self.settings.tokens_per_step() as f64;
+            summary["ms_per_step"] = json!(1e3 * each);
+            summary["tokens_per_s"] = json!(tokens / each);
+        }
+        summary["losses"] = json!(losses);
+        say(&summary.to_string())
+    }
+
+    /// Trains some steps and returns the seconds that they took, and their losses.
+    fn round(&mut self, steps: i64) -> Result<(f64, Vec<f64>)> {
+        ensure!(
+            steps >= 1 && self.step + steps <= self.settings.steps,
+            "expected 1 to {} steps, got {steps}",
+            self.settings.steps - self.step
+        );
+        let begun = Instant::now();
+        let mut losses = Vec::new();
+        for _ in 0..steps {
+            let rate = self.rates.get(self.step as usize).copied();
+            let rate = rate.context("the settings lack a learning rate")?;
+            let loss = self.trainer.step(&mut self.loader, self.step, rate)?;
+            if self.first_step.is_none() {
+                loss.f_double_value(&[])?;
+                self.first_step = Some(self.ready + begun.elapsed().as_secs_f64());
+            }
+            losses.push(loss);
+            self.step += 1;
+        }
+        // Copying the losses to the host waits for the device.
+        let losses: Vec<f64> = Tensor::f_stack(&losses, 0)?.f_to_kind(Kind::Double)?.try_into()?;
+        Ok((begun.elapsed().as_secs_f64(), losses))
+    }
+
+    fn summary(&self) -> Result<serde_json::Value> {
+        let memory = match self.device.is_cuda() {
+            true => Some(cuda::memory_stats(self.device)?),
+            false => None,
+        };
+        let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
+        Ok(json!({
+            "device": device::describe(self.device),
+            "precision": self.settings.precision.name(),
+            "parameters": self.settings.model.parameters(),
+            "steps": self.step,
+            "kernels": self.trainer.stats().kernels,
+            "first_step_s": self.first_step,
+            "peak_MiB": memory.map(|memory| mib(memory.peak_allocated)),
+            "reserved_MiB": memory.map(|memory| mib(memory.peak_reserved)),
+        }))
+    }
+}
+
+/// Loads the batches of a file, from the beginning again after the last one.
+fn loader(file: &Path, settings: &Settings, device: Device) -> Result<Loader> {
+    let name = file.display();
+    let tensors = Tensor::read_safetensors(file).with_context(|| format!("cannot read {name}"))?;
+    let found = tensors.into_iter().find(|(name, _)| name == "batches");
+    let (_, batches) = found.with_context(|| format!("{name} has no tensor \"batches\""))?;
+    let (rows, context) = (settings.batch, settings.model.context);
+    let size = batches.size();
+    ensure!(
+        matches!(size[..], [2, steps, b, t] if steps > 0 && (b, t) == (rows, context)),
+        "{name}: expected batches [2, steps, {rows}, {context}], got {size:?}"
+    );
+    let source = move |index: u64| {
+        let index = (index % size[1] as u64) as i64;
+        Ok(batches.f_select(1, index)?.f_to_kind(Kind::Int64)?.f_contiguous()?)
+    };
+    Loader::from(Box::new(source), rows, context, device)
+}

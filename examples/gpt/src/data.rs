@@ -1,0 +1,310 @@
+//! Which tokens a step is trained on, and how they come to the device.
+
+use crate::tokens::{Part, Tokens};
+use anyhow::{Result, ensure};
+use std::rc::Rc;
+use tch::{Device, Kind, Tensor};
+use tch_extension::args;
+use tch_extension::cuda::{Event, Stream, StreamGuard};
+use tch_extension::library::Operator;
+
+/// The order in which windows of the text are trained on: each once an epoch, in an order and at an
+/// offset that the seed and the epoch decide. So a number of a window says where it is, and a
+/// resumed run needs to know nothing else.
+#[derive(Clone, Debug)]
+pub struct Order {
+    /// The windows of an epoch.
+    windows: u64,
+    context: u64,
+    seed: u64,
+}
+
+impl Order {
+    /// The order of windows of `context` tokens, each with the token after it.
+    pub fn new(tokens: usize, context: i64, seed: i64) -> Result<Order> {
+        let context = context as u64;
+        // The offset takes up to a window less one token.
+        let windows = (tokens as u64).saturating_sub(context) / context;
+        ensure!(
+            windows > 0,
+            "the text has {tokens} tokens to train on, and --context {context} needs {}: lower it, or give a \
+             longer text",
+            2 * context
+        );
+        Ok(Order { windows, context, seed: seed as u64 })
+    }
+
+    /// Where the `index`-th window of the training begins.
+    pub fn start(&self, index: u64) -> usize {
+        let (epoch, place) = (index / self.windows, index % self.windows);
+        let key = mix(self.seed ^ mix(epoch));
+        let offset = mix(key) % self.context;
+        (self.permuted(place, key) * self.context + offset) as usize
+    }
+
+    /// A permutation of the windows: a Feistel network over the next power of four, applied until
+    /// the result is a window.
+    fn permuted(&self, place: u64, key: u64) -> u64 {
+        let half = (64 - (self.windows - 1).leading_zeros()).div_ceil(2).max(1);
+        let mask = (1 << half) - 1;
+        let mut value = place;
+        loop {
+            let (mut left, mut right) = (value >> half, value & mask);
+            for round in 0..4 {
+                (left, right) = (right, left ^ (mix(key ^ mix(right << 3 | round)) & mask));
+            }
+            value = left << half | right;
+            if value < self.windows {
+                return value;
+            }
+        }
+    }
+}
+
+/// Mixes the bits of a number: the finaliser of SplitMix64.
+pub fn mix(value: u64) -> u64 {
+    let value = value.wrapping_add(0x9E37_79B9_7F4A_7C15);
+    let value = (value ^ (value >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
+    value ^ (value >> 31)
+}
+
+/// The inputs and the targets of a step, `[B, T]` each, of kind Int64.
+pub type Batch = (Tensor, Tensor);
+
+/// Takes a window and the token after it apart.
+fn batch(tokens: &Tensor) -> Result<Batch> {
+    Ok((tokens.f_get(0)?, tokens.f_get(1)?))
+}
+
+/// Fills `[2, B, T]` with the inputs and the targets of windows that begin at `starts`.
+pub fn windows(
+    tokens: &Tokens,
+    part: Part,
+    starts: impl ExactSizeIterator<Item = usize>,
+    context: usize,
+) -> Result<Tensor> {
+    let rows = starts.len();
+    let (mut inputs, mut targets) = (vec![0; rows * context], vec![0; rows * context]);
+    let mut window = vec![0; context + 1];
+    for (row, start) in starts.enumerate() {
+        tokens.read(part, start, &mut window);
+        let place = row * context..(row + 1) * context;
+        inputs[place.clone()].copy_from_slice(&window[..context]);
+        targets[place].copy_from_slice(&window[1..]);
+    }
+    inputs.append(&mut targets);
+    Ok(Tensor::f_from_slice(&inputs)?.f_view([2, rows as i64, context as i64])?)
+}
+
+/// The inputs and targets of the `index`-th batch, `[2, B, T]` on the CPU.
+type Source = Box<dyn Fn(u64) -> Result<Tensor>>;
+
+/// Brings batches to the device. On a GPU, the next batch is copied from pinned memory, on a stream
+/// of its own, while the current one is trained on.
+pub struct Loader {
+    source: Source,
+    ahead: Option<Ahead>,
+}
+
+impl Loader {
+    /// Loads the text's windows in an order.
+    pub fn new(
+        tokens: Rc<Tokens>,
+        order: Order,
+        rows: i64,
+        context: i64,
+        device: Device,
+    ) -> Result<Loader> {
+        let rows_per_batch = rows as u64;
+        let source = move |index: u64| {
+            let first = index * rows_per_batch;
+            let starts: Vec<usize> =
+                (first..first + rows_per_batch).map(|window| order.start(window)).collect();
+            windows(&tokens, Part::Train, starts.into_iter(), context as usize)
+        };
+        Loader::from(Box::new(source), rows, context, device)
+    }
+
+    /// Loads the batches of a source, `[2, rows, context]` each.
+    pub fn from(source: Source, rows: i64, context: i64, device: Device) -> Result<Loader> {
+        let ahead = match device {
+            Device::Cuda(_) => Some(Ahead::new(rows, context, device)?),
+            _ => None,
+        };
+        Ok(Loader { source, ahead })
+    }
+
+    /// The `index`-th batch of the training. On a GPU its tensors hold it until the next but one is
+    /// asked for, and work on the current stream may use it at once.
+    pub fn batch(&mut self, index: u64) -> Result<Batch> {
+        let Some(ahead) = &mut self.ahead else {
+            return batch(&(self.source)(index)?);
+        };
+        if !ahead.has(index) {
+            ahead.fill(index, &(self.source)(index)?)?;
+        }
+        let current = ahead.wait_for(index)?;
+        ahead.fill(index + 1, &(self.source)(index + 1)?)?;
+        batch(&current)
+    }
+}
+
+/// Two batches on the device: one in use, and one that is being copied.
+struct Ahead {
+    copies: Stream,
+    /// `copy_`, of which tch has only the form that waits for the copy.
+    copy: Operator,
+    slots: [Slot; 2],
+}
+
+struct Slot {
+    pinned: Tensor,
+    on_device: Tensor,
+    copied: Event,
+    holds: Option<u64>,
+}
+
+impl Ahead {
+    fn new(rows: i64, context: i64, device: Device) -> Result<Ahead> {
+        // tch's form passes a device, about which libtorch prints a warning.
+        let pin = Operator::find("aten::pin_memory")?;
+        let slot = || -> Result<Slot> {
+            let shape = [2, rows, context];
+            let pageable = Tensor::f_zeros(shape, (Kind::Int64, Device::Cpu))?;
+            Ok(Slot {
+                pinned: pin.call(args![&pageable])?,
+                on_device: Tensor::f_zeros(shape, (Kind::Int64, device))?,
+                copied: Event::without_timing(device)?,
+                holds: None,
+            })
+        };
+        let copy = Operator::find("aten::copy_")?.no_grad();
+        Ok(Ahead { copies: Stream::new(device)?, copy, slots: [slot()?, slot()?] })
+    }
+
+    fn has(&self, index: u64) -> bool {
+        self.slots[(index % 2) as usize].holds == Some(index)
+    }
+
+    /// Begins to copy a batch, after the work that uses what was in its place.
+    fn fill(&mut self, index: u64, batch: &Tensor) -> Result<()> {
+        let slot = &mut self.slots[(index % 2) as usize];
+        // The last copy from this pinned memory, of the batch before the last one, must have ended.
+        if slot.holds.take().is_some() {
+            slot.copied.synchronize()?;
+        }
+        slot.pinned.f_copy_(batch)?;
+        self.copies.wait_stream(&Stream::current(slot.on_device.device())?)?;
+        let _guard = StreamGuard::new(&self.copies)?;
+        let _: Tensor =
+            self.copy.call(args![&slot.on_device, &slot.pinned, non_blocking = true])?;
+        slot.copied.record()?;
+        slot.holds = Some(index);
+        Ok(())
+    }
+
+    /// Makes later work on the current stream wait for the copy.
+    fn wait_for(&self, index: u64) -> Result<Tensor> {
+        let slot = &self.slots[(index % 2) as usize];
+        Stream::current(slot.on_device.device())?.wait(&slot.copied)?;
+        Ok(slot.on_device.shallow_clone())
+    }
+}
+
+/// The held-out text in batches, always the same: `count` windows that are spread evenly, or all.
+pub struct HeldOut {
+    tokens: Rc<Tokens>,
+    starts: Vec<usize>,
+    rows: usize,
+    context: usize,
+}
+
+impl HeldOut {
+    pub fn new(tokens: Rc<Tokens>, rows: i64, context: i64, count: i64) -> Result<HeldOut> {
+        let (all, context) = (tokens.len(Part::HeldOut), context as usize);
+        let windows = all.saturating_sub(1) / context;
+        ensure!(
+            windows > 0,
+            "the text has {all} tokens that are held out, and --context {context} needs {}: lower it, raise \
+             --held-out, or give a longer text",
+            context + 1
+        );
+        let count = (count as usize).min(windows);
+        let starts = (0..count).map(|index| index * windows / count * context).collect();
+        Ok(HeldOut { tokens, starts, rows: rows as usize, context })
+    }
+
+    /// The batches. The last one may have fewer rows.
+    pub fn batches(&self, device: Device) -> impl Iterator<Item = Result<Batch>> + '_ {
+        self.starts.chunks(self.rows).map(move |starts| {
+            let starts = starts.iter().copied();
+            let on_host = windows(&self.tokens, Part::HeldOut, starts, self.context)?;
+            batch(&on_host.f_to_device(device)?)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn every_window_comes_once_an_epoch_and_lies_inside_the_text() {
+        for tokens in [20, 64, 1000, 12_345] {
+            let order = Order::new(tokens, 10, 3).unwrap();
+            for epoch in 0..3 {
+                let first = epoch * order.windows;
+                let starts: BTreeSet<usize> =
+                    (first..first + order.windows).map(|index| order.start(index)).collect();
+                assert_eq!(starts.len() as u64, order.windows, "{tokens} tokens");
+                assert!(starts.last().unwrap() + 10 < tokens);
+                let offsets: BTreeSet<usize> = starts.iter().map(|start| start % 10).collect();
+                assert_eq!(offsets.len(), 1);
+            }
+        }
+        assert!(Order::new(19, 10, 3).is_err());
+    }
+
+    #[test]
+    fn the_seed_and_the_epoch_decide_the_order() {
+        let starts = |seed, from: u64| -> Vec<usize> {
+            let order = Order::new(10_000, 10, seed).unwrap();
+            (from..from + 50).map(|index| order.start(index)).collect()
+        };
+        assert_eq!(starts(1, 0), starts(1, 0));
+        assert_ne!(starts(1, 0), starts(2, 0));
+        assert_ne!(starts(1, 0), starts(1, Order::new(10_000, 10, 1).unwrap().windows));
+        let sorted = starts(1, 0).is_sorted();
+        assert!(!sorted, "the windows are in the order of the text");
+    }
+
+    fn tokens() -> (tempfile::TempDir, Rc<Tokens>) {
+        let folder = tempfile::tempdir().unwrap();
+        let all: Vec<u32> = (0..200).collect();
+        crate::tokens::write(folder.path(), ([0; 32], 256), 0.2, |writer| writer.write(&all))
+            .unwrap();
+        let tokens = Rc::new(Tokens::open(folder.path()).unwrap());
+        (folder, tokens)
+    }
+
+    #[test]
+    fn targets_follow_their_inputs() {
+        let (_folder, tokens) = tokens();
+        let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
+        let mut loader = Loader::new(tokens.clone(), order, 3, 8, Device::Cpu).unwrap();
+        let (x, y) = loader.batch(5).unwrap();
+        assert_eq!((x.size(), x.kind()), (vec![3, 8], Kind::Int64));
+        assert_eq!(&x + 1, y);
+        assert_eq!(x, loader.batch(5).unwrap().0);
+        assert_ne!(x, loader.batch(6).unwrap().0);
+
+        let held_out = HeldOut::new(tokens, 3, 8, 100).unwrap();
+        let batches: Vec<Batch> = held_out.batches(Device::Cpu).collect::<Result<_>>().unwrap();
+        let rows: Vec<i64> = batches.iter().map(|(x, _)| x.size()[0]).collect();
+        assert_eq!(rows, [3, 1]);
+        assert_eq!(&batches[0].0 + 1, batches[0].1);
+        assert_eq!(batches[0].0.int64_value(&[0, 0]), 160);
+    }
+}

@@ -1,0 +1,170 @@
+//! Where a model runs, in which kind, and how fast that device could be.
+
+use anyhow::{Result, bail, ensure};
+use std::process::Command;
+use tch::{Cuda, Device, Kind};
+use tch_extension::cuda;
+
+/// The device that `--device` names.
+pub fn parse(name: &str) -> Result<Device> {
+    match name {
+        "auto" if cuda::is_compiled() => Ok(Device::cuda_if_available()),
+        "auto" | "cpu" => Ok(Device::Cpu),
+        "cuda" => parse_cuda(0),
+        _ => match name.strip_prefix("cuda:").map(str::parse) {
+            Some(Ok(index)) => parse_cuda(index),
+            _ => bail!(
+                "--device {name:?} is unknown: give auto, cpu, cuda or cuda:N, such as cuda:0"
+            ),
+        },
+    }
+}
+
+fn parse_cuda(index: i64) -> Result<Device> {
+    ensure!(
+        Cuda::is_available(),
+        "--device cuda: libtorch sees no CUDA device (no GPU or driver, or a libtorch built for CPU only); \
+         give --device cpu, or let `cargo xtask doctor` say what is missing"
+    );
+    let count = Cuda::device_count();
+    ensure!(
+        (0..count).contains(&index),
+        "--device cuda:{index} does not exist: this machine has {count}, cuda:0 to cuda:{}",
+        count - 1
+    );
+    ensure!(
+        cuda::is_compiled(),
+        "--device cuda: this program was built without CUDA; give --device cpu, or set TCH_EXTENSION_CUDA=1, \
+         which compiles the kernels or says what is missing"
+    );
+    Ok(Device::Cuda(index as usize))
+}
+
+/// The kind in which products are computed.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// Float, the products, too
+    F32,
+    /// Products in BFloat16, under autocast; weights, norms and sums stay in Float
+    Bf16,
+}
+
+impl Precision {
+    /// The usual one for a device.
+    pub fn of(device: Device) -> Precision {
+        if device.is_cuda() { Precision::Bf16 } else { Precision::F32 }
+    }
+
+    /// The kind of autocast.
+    pub fn half(self) -> Option<Kind> {
+        match self {
+            Precision::F32 => None,
+            Precision::Bf16 => Some(Kind::BFloat16),
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Precision::F32 => "f32",
+            Precision::Bf16 => "bf16",
+        }
+    }
+}
+
+/// Refuses what cannot fit in main memory. Linux grants memory that it does not have and later kills
+/// the process that touches it, so a failed allocation would end the program without a message. (A
+/// GPU's allocator does fail with a message.)
+pub fn check_memory(device: Device, needed: u64) -> Result<()> {
+    let available = if device == Device::Cpu { available_bytes() } else { None };
+    ensure!(
+        available.is_none_or(|available| needed <= available),
+        "these sizes need about {} MiB of memory and {} MiB are free: lower --batch, --context or --size",
+        needed >> 20,
+        available.unwrap_or_default() >> 20
+    );
+    Ok(())
+}
+
+fn available_bytes() -> Option<u64> {
+    let table = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes << 10)
+}
+
+/// The name of a device, as far as it is known.
+pub fn describe(device: Device) -> String {
+    match device {
+        Device::Cuda(index) => {
+            let name = gpu_name(index).unwrap_or_else(|| "a GPU".to_string());
+            format!("cuda:{index}, {name}")
+        }
+        _ => format!("cpu, {} threads", tch::get_num_threads()),
+    }
+}
+
+/// The device's name by the driver's own program. It does not know of `CUDA_VISIBLE_DEVICES`, which
+/// is a list of its indices or identifiers.
+fn gpu_name(index: usize) -> Option<String> {
+    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok().filter(|list| !list.is_empty());
+    let id = match &visible {
+        Some(list) => list.split(',').nth(index)?.trim().to_string(),
+        None => index.to_string(),
+    };
+    let query = ["--query-gpu=name", "--format=csv,noheader", "-i", &id];
+    let output = Command::new("nvidia-smi").args(query).output().ok()?;
+    let name = String::from_utf8(output.stdout).ok()?.lines().next()?.trim().to_string();
+    (output.status.success() && !name.is_empty()).then_some(name)
+}
+
+/// A GPU's peak rate of BFloat16 products with sums in Float, without sparsity, in TFLOP/s, from
+/// NVIDIA's data sheets.
+const PEAKS: [(&str, f64); 12] = [
+    ("B200", 2250.0),
+    ("GH200", 989.4),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("A100", 311.9),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("A40", 149.7),
+    ("RTX 4090", 165.2),
+    ("A10", 125.0),
+];
+
+/// The peak rate of a device in BFloat16, in TFLOP/s, if its name is known.
+pub fn peak_tflops(device: Device) -> Option<f64> {
+    let Device::Cuda(index) = device else { return None };
+    peak_of(&gpu_name(index)?)
+}
+
+fn peak_of(name: &str) -> Option<f64> {
+    PEAKS.iter().find(|(known, _)| name.contains(known)).map(|(_, peak)| *peak)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peaks_go_by_the_name() {
+        assert_eq!(peak_of("NVIDIA H100 80GB HBM3"), Some(989.4));
+        assert_eq!(peak_of("NVIDIA H100 PCIe"), Some(756.0));
+        assert_eq!(peak_of("NVIDIA A100-SXM4-80GB"), Some(311.9));
+        assert_eq!(peak_of("NVIDIA L40S"), Some(362.0));
+        assert_eq!(peak_of("Quadro 600"), None);
+    }
+
+    #[test]
+    fn unknown_devices_are_refused() {
+        assert_eq!(parse("cpu").unwrap(), Device::Cpu);
+        for name in ["gpu", "cuda:", "cuda:x", ""] {
+            assert!(parse(name).unwrap_err().to_string().contains("--device"), "{name}");
+        }
+    }
+}

@@ -1,0 +1,136 @@
+//! Files that are written completely or not at all, and the files of a folder.
+
+use anyhow::{Context, Result, bail, ensure};
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// The ending of a file that is still being written.
+const PARTIAL: &str = ".partial";
+
+/// Writes a file completely or not at all. `write` fills a temporary file in the same folder, which
+/// replaces the target only when it is complete and on the disk. If anything fails before, or if the
+/// program is killed, the target stays unchanged.
+pub fn write_whole(target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
+    let cannot = || format!("cannot write {} (is the disk full?)", target.display());
+    let folder = folder_of(target);
+    let name = target.file_name().unwrap_or_default().to_string_lossy();
+    let partial = temporary(folder, &name).with_context(cannot)?;
+    write(partial.path()).with_context(cannot)?;
+    File::open(partial.path()).and_then(|file| file.sync_all()).with_context(cannot)?;
+    partial.persist(target).with_context(cannot)?;
+    // The new name is stored in the folder, which must be synchronised, too.
+    File::open(folder).and_then(|folder| folder.sync_all()).with_context(cannot)
+}
+
+/// [`write_whole`] of bytes that are there already.
+pub fn write_bytes(target: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
+    write_whole(target, |path| Ok(fs::write(path, bytes)?))
+}
+
+fn folder_of(target: &Path) -> &Path {
+    target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn temporary(folder: &Path, name: &str) -> std::io::Result<tempfile::NamedTempFile> {
+    tempfile::Builder::new()
+        .prefix(&format!(".{name}."))
+        .suffix(PARTIAL)
+        // The permissions of an ordinary file, instead of 0600 for a private one. The umask still
+        // applies.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)
+}
+
+/// Makes the folder that an option names, if need be.
+pub fn make_folder(option: &str, folder: &Path) -> Result<()> {
+    let name = folder.display();
+    ensure!(
+        !folder.exists() || folder.is_dir(),
+        "{option} {name} is not a folder: give another one"
+    );
+    fs::create_dir_all(folder).with_context(|| cannot_write(option, folder))
+}
+
+fn cannot_write(option: &str, folder: &Path) -> String {
+    format!("cannot write to {option} {} (give a folder that you may write to)", folder.display())
+}
+
+/// [`make_folder`], which also removes what a killed run was still writing, and checks that files can
+/// be written there.
+pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
+    make_folder(option, folder)?;
+    let cannot = || cannot_write(option, folder);
+    for entry in fs::read_dir(folder).with_context(cannot)? {
+        let entry = entry.with_context(cannot)?;
+        let name = entry.file_name();
+        let name = name.to_string_lossy();
+        if name.starts_with('.') && name.ends_with(PARTIAL) {
+            fs::remove_file(entry.path()).with_context(cannot)?;
+        }
+    }
+    temporary(folder, "probe").with_context(cannot)?;
+    Ok(())
+}
+
+/// Keeps other processes out of a folder until it is dropped or the process ends, in whatever way.
+pub fn lock(option: &str, folder: &Path) -> Result<File> {
+    let path = folder.join(".lock");
+    let cannot = || cannot_write(option, folder);
+    let file = File::options().create(true).append(true).open(&path).with_context(cannot)?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(fs::TryLockError::WouldBlock) => bail!(
+            "{option} {} is in use by another process: wait for it, or give another folder",
+            folder.display()
+        ),
+        Err(fs::TryLockError::Error(error)) => Err(error).with_context(cannot),
+    }
+}
+
+/// The root of this repository, if the program finds it. Cargo sets the variable for programs that
+/// it runs; a bundle's script sets it to the folder with the bundle's copy of the sources.
+pub fn repository() -> Option<PathBuf> {
+    let from_cargo = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
+    let folders = [from_cargo, Some(env!("CARGO_MANIFEST_DIR").into())];
+    let is_root =
+        |folder: &&Path| folder.join("csrc").is_dir() && folder.join("src/lib.rs").is_file();
+    folders.iter().flatten().find_map(|folder| folder.ancestors().find(is_root).map(PathBuf::from))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_that_cannot_be_written_stays_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("a");
+        write_bytes(&file, "old").unwrap();
+        let failed = write_whole(&file, |path| {
+            fs::write(path, "half")?;
+            anyhow::bail!("stopped")
+        });
+        assert!(format!("{:#}", failed.unwrap_err()).contains("stopped"));
+        assert_eq!(fs::read(&file).unwrap(), b"old");
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_folder_is_locked_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let first = lock("--out", folder.path()).unwrap();
+        assert!(lock("--out", folder.path()).unwrap_err().to_string().contains("another process"));
+        drop(first);
+        lock("--out", folder.path()).unwrap();
+    }
+
+    #[test]
+    fn partial_files_are_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join(".a.x1.partial"), "half").unwrap();
+        fs::write(folder.path().join("b"), "whole").unwrap();
+        prepare_folder("--out", folder.path()).unwrap();
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

@@ -1,0 +1,101 @@
+//! Trains GPT-2 with this crate's operators: from text to a model that generates, and to Hugging
+//! Face's format.
+//! ```text
+//! cargo run -p gpt                                  # a small model on this repository's own text
+//! cargo run -p gpt -- train --text book.txt --size char --out runs/book
+//! cargo run -p gpt -- sample --from runs/book --prompt "It was"
+//! cargo run -p gpt -- help
+//! ```
+
+mod bench;
+mod checkpoint;
+mod data;
+mod device;
+mod export;
+mod files;
+mod guard;
+mod log;
+mod model;
+mod options;
+mod plot;
+mod prepare;
+mod progress;
+mod sample;
+mod settings;
+mod step;
+mod tokenizer;
+mod tokens;
+mod train;
+
+use anyhow::Result;
+use clap::{Parser, Subcommand};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// Trains GPT-2 and generates text. Without a command, it trains a small model on this repository's
+/// text.
+#[derive(Debug, Parser)]
+#[command(name = "gpt", allow_negative_numbers = true, args_override_self = true)]
+struct Program {
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train a model
+    #[command(allow_negative_numbers = true)]
+    Train(Box<options::TrainOptions>),
+    /// Turn texts into a token file and a vocabulary, for `train --data`
+    #[command(allow_negative_numbers = true)]
+    Prepare(PrepareOptions),
+    /// Generate text with a trained model
+    #[command(allow_negative_numbers = true)]
+    Sample(sample::SampleOptions),
+    /// Write a model in the format of Hugging Face's transformers
+    Export(export::ExportOptions),
+    /// Read a GPT-2 in the format of Hugging Face's transformers
+    Import(export::ImportOptions),
+    /// Draw the losses of runs
+    Plot(plot::PlotOptions),
+    /// Time steps on given batches, for a comparison
+    Bench(bench::BenchOptions),
+}
+
+#[derive(Debug, clap::Args)]
+struct PrepareOptions {
+    #[command(flatten)]
+    text: prepare::TextOptions,
+    /// Folder for the token file and the vocabulary
+    #[arg(long, value_name = "FOLDER")]
+    out: PathBuf,
+}
+
+fn main() -> ExitCode {
+    let begun = Instant::now();
+    let program = Program::parse();
+    match guard::without_panics(|| run(program, begun)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            progress::error(&error);
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(program: Program, begun: Instant) -> Result<()> {
+    let default = || Program::parse_from(["gpt", "train"]).command;
+    match program.command.or_else(default) {
+        None => Ok(()),
+        Some(Command::Train(options)) => train::run(&options),
+        Some(Command::Prepare(options)) => {
+            progress::say(&prepare::prepare(&options.text, "--out", &options.out)?)
+        }
+        Some(Command::Sample(options)) => sample::run(&options),
+        Some(Command::Export(options)) => export::export(&options),
+        Some(Command::Import(options)) => export::import(&options),
+        Some(Command::Plot(options)) => plot::run(&options),
+        Some(Command::Bench(options)) => bench::run(&options, begun),
+    }
+}

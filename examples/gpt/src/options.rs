@@ -1,0 +1,383 @@
+//! The options of `train`, and what stands in for those that are not given.
+
+use crate::device::Precision;
+use crate::model::ModelConfig;
+use crate::prepare::TextOptions;
+use crate::sample::Drawing;
+use crate::settings::{DataId, Settings};
+use anyhow::{Result, ensure};
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+use tch::Device;
+
+/// A model's size, with batch, steps and learning rate that suit it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Size {
+    /// 4 layers of 128 features, context 64: about two minutes on two CPU cores
+    Mini,
+    /// 6 layers of 384 features, context 256: minutes on a GPU
+    Char,
+    /// GPT-2: 12 layers of 768 features, context 1024
+    #[value(name = "124m")]
+    M124,
+    /// GPT-2 medium: 24 layers of 1024 features
+    #[value(name = "350m")]
+    M350,
+    /// GPT-2 large: 36 layers of 1280 features
+    #[value(name = "774m")]
+    M774,
+}
+
+/// What a size stands for.
+struct Preset {
+    context: i64,
+    layers: i64,
+    heads: i64,
+    dim: i64,
+    batch: i64,
+    accumulate: i64,
+    steps: i64,
+    lr: f64,
+    warm_up: i64,
+}
+
+impl Size {
+    pub fn of(device: Device) -> Size {
+        if device.is_cuda() { Size::Char } else { Size::Mini }
+    }
+
+    #[rustfmt::skip]
+    fn preset(self) -> Preset {
+        let gpt2 = |layers, heads, dim, batch, accumulate, lr| Preset {
+            context: 1024, layers, heads, dim, batch, accumulate, steps: 20_000, lr, warm_up: 700,
+        };
+        match self {
+            Size::Mini => Preset {
+                context: 64, layers: 4, heads: 4, dim: 128, batch: 12, accumulate: 1, steps: 2000, lr: 3e-3, warm_up: 100,
+            },
+            Size::Char => Preset {
+                context: 256, layers: 6, heads: 6, dim: 384, batch: 64, accumulate: 1, steps: 5000, lr: 1e-3, warm_up: 100,
+            },
+            Size::M124 => gpt2(12, 12, 768, 16, 30, 6e-4),
+            Size::M350 => gpt2(24, 16, 1024, 8, 60, 3e-4),
+            Size::M774 => gpt2(36, 20, 1280, 4, 120, 2.5e-4),
+        }
+    }
+
+    /// The model of this size, for a vocabulary of so many tokens.
+    pub fn model(self, vocabulary: usize) -> ModelConfig {
+        let Preset { context, layers, heads, dim, .. } = self.preset();
+        ModelConfig {
+            vocabulary: padded(vocabulary),
+            context,
+            layers,
+            heads,
+            dim,
+            dropout: 0.0,
+            recompute: false,
+        }
+    }
+
+    pub fn settings(self, device: Device, vocabulary: usize, data: DataId) -> Settings {
+        let Preset { batch, accumulate, steps, lr, warm_up, .. } = self.preset();
+        Settings {
+            model: self.model(vocabulary),
+            precision: Precision::of(device),
+            batch,
+            accumulate,
+            steps,
+            lr,
+            warm_up,
+            weight_decay: 0.1,
+            clip: 1.0,
+            seed: 1,
+            data,
+        }
+    }
+}
+
+/// The rows of an embedding: a multiple of 64, so that the products of the last layer are fast.
+pub fn padded(vocabulary: usize) -> i64 {
+    vocabulary.next_multiple_of(64) as i64
+}
+
+#[derive(Debug, Args)]
+pub struct TrainOptions {
+    /// The model's size, with its batch, steps and learning rate [default: mini on the CPU, char on
+    /// a GPU]
+    #[arg(long, value_enum)]
+    pub size: Option<Size>,
+    #[command(flatten)]
+    pub text: TextOptions,
+    /// Data that `prepare` wrote, in place of a text
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["text", "vocabulary", "vocabulary_size", "vocabulary_from", "held_out"])]
+    pub data: Option<PathBuf>,
+    /// Folder for checkpoints, losses and their plot
+    #[arg(long, value_name = "FOLDER", default_value = "runs/gpt")]
+    pub out: PathBuf,
+    /// Continue the run in --out, if it has a checkpoint
+    #[arg(long)]
+    pub resume: bool,
+    /// Begin with the weights of this run, the --out of `train` or `import`; it needs the same
+    /// vocabulary
+    #[arg(long, value_name = "FOLDER", conflicts_with = "resume")]
+    pub init: Option<PathBuf>,
+    /// Begin again where --out has a run already
+    #[arg(long, conflicts_with = "resume")]
+    pub overwrite: bool,
+    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    #[command(flatten)]
+    pub changes: Changes,
+    /// Measure the held-out loss after every N steps and at the end [default: a tenth of the steps]
+    #[arg(long, value_name = "N")]
+    pub eval_every: Option<i64>,
+    /// Windows of the held-out text that are measured
+    #[arg(long, value_name = "N", default_value_t = 256)]
+    pub eval_windows: i64,
+    /// Write a checkpoint after every N steps and at the end [default: a tenth of the steps]
+    #[arg(long, value_name = "N")]
+    pub save_every: Option<i64>,
+    /// Read the losses from the device after every N steps
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub log_every: i64,
+    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
+    #[arg(long)]
+    pub no_capture: bool,
+    /// The device's peak in TFLOP/s, for the MFU [default: by the GPU's name]
+    #[arg(long, value_name = "TFLOPS")]
+    pub peak: Option<f64>,
+    /// Tokens to generate at the end; 0 for none
+    #[arg(long, value_name = "N", default_value_t = 300)]
+    pub sample: i64,
+    #[command(flatten)]
+    pub drawing: Drawing,
+}
+
+/// Settings that are given instead of the size's, or instead of those of the run that is continued.
+#[derive(Debug, Args)]
+pub struct Changes {
+    /// Tokens of a sequence
+    #[arg(long, value_name = "N")]
+    context: Option<i64>,
+    /// Blocks of the model
+    #[arg(long, value_name = "N")]
+    layers: Option<i64>,
+    /// Heads of attention
+    #[arg(long, value_name = "N")]
+    heads: Option<i64>,
+    /// Features of a token
+    #[arg(long, value_name = "N")]
+    dim: Option<i64>,
+    /// Probability of dropout [default: 0]
+    #[arg(long, value_name = "P")]
+    dropout: Option<f64>,
+    /// Compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory
+    #[arg(long)]
+    recompute: bool,
+    /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
+    #[arg(long, value_enum)]
+    precision: Option<Precision>,
+    /// Rows of a batch
+    #[arg(long, value_name = "N")]
+    batch: Option<i64>,
+    /// Batches of a step, whose gradients are added up
+    #[arg(long, value_name = "N")]
+    accumulate: Option<i64>,
+    /// Steps of the whole run
+    #[arg(long, value_name = "N")]
+    steps: Option<i64>,
+    /// Peak learning rate of AdamW; it falls to a tenth along a cosine
+    #[arg(long, value_name = "RATE")]
+    lr: Option<f64>,
+    /// Steps until the peak
+    #[arg(long, value_name = "N")]
+    warm_up: Option<i64>,
+    /// Decay of matrices [default: 0.1]
+    #[arg(long, value_name = "DECAY")]
+    weight_decay: Option<f64>,
+    /// Largest norm of all gradients together [default: 1]
+    #[arg(long, value_name = "NORM")]
+    clip: Option<f64>,
+    /// Seed of the initial weights, the order of the text and dropout [default: 1]
+    #[arg(long)]
+    seed: Option<i64>,
+}
+
+impl Changes {
+    /// The settings with what was given.
+    pub fn apply(&self, mut settings: Settings) -> Settings {
+        fn set<T: Copy>(target: &mut T, given: Option<T>) {
+            *target = given.unwrap_or(*target);
+        }
+        let model = &mut settings.model;
+        set(&mut model.context, self.context);
+        set(&mut model.layers, self.layers);
+        set(&mut model.heads, self.heads);
+        set(&mut model.dim, self.dim);
+        set(&mut model.dropout, self.dropout);
+        set(&mut model.recompute, self.recompute.then_some(true));
+        set(&mut settings.precision, self.precision);
+        set(&mut settings.batch, self.batch);
+        set(&mut settings.accumulate, self.accumulate);
+        set(&mut settings.steps, self.steps);
+        set(&mut settings.lr, self.lr);
+        set(&mut settings.warm_up, self.warm_up);
+        set(&mut settings.weight_decay, self.weight_decay);
+        set(&mut settings.clip, self.clip);
+        set(&mut settings.seed, self.seed);
+        settings
+    }
+
+    /// The settings with the model's sizes that were given, and no steps of warm-up after the end.
+    pub fn apply_to_preset(&self, settings: Settings) -> Settings {
+        let mut settings = self.apply(settings);
+        if self.warm_up.is_none() {
+            settings.warm_up = settings.warm_up.min(settings.steps / 10);
+        }
+        settings
+    }
+}
+
+impl TrainOptions {
+    /// Checks what does not depend on the data.
+    pub fn check(&self) -> Result<()> {
+        let counts = [
+            ("--eval-every", self.eval_every.unwrap_or(1)),
+            ("--eval-windows", self.eval_windows),
+            ("--save-every", self.save_every.unwrap_or(1)),
+            ("--log-every", self.log_every),
+        ];
+        for (option, value) in counts {
+            ensure!(
+                (1..=1 << 40).contains(&value),
+                "{option} {value} is out of range: give 1 to {}",
+                1_i64 << 40
+            );
+        }
+        if let Some(peak) = self.peak {
+            ensure!(
+                peak > 0.0 && peak <= 1e9,
+                "--peak {peak:?} is out of range: give TFLOP/s above 0, up to 1e9"
+            );
+        }
+        crate::sample::check_length("--sample", self.sample)?;
+        self.drawing.check()?;
+        // Whatever the data are: so that nothing is prepared for settings that cannot be.
+        let size = self.size.unwrap_or(Size::Mini);
+        let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
+        self.changes.apply_to_preset(size.settings(Device::Cpu, 256, data)).check()
+    }
+
+    /// The settings of a new run, perhaps with the model of another one, `init`, or of the run that is
+    /// continued, from which nothing may differ.
+    pub fn settings(
+        &self,
+        device: Device,
+        vocabulary: usize,
+        data: DataId,
+        earlier: Option<&Settings>,
+        init: Option<&Settings>,
+    ) -> Result<Settings> {
+        let settings = match earlier {
+            None => {
+                let preset = self.size.unwrap_or(Size::of(device));
+                let mut settings = preset.settings(device, vocabulary, data);
+                if let Some(init) = init {
+                    settings.model = ModelConfig { dropout: 0.0, ..init.model.clone() };
+                }
+                self.changes.apply_to_preset(settings)
+            }
+            Some(earlier) => {
+                let mut settings = Settings { data, ..earlier.clone() };
+                if let Some(size) = self.size {
+                    let ModelConfig { dropout, recompute, .. } = earlier.model;
+                    settings.model = ModelConfig { dropout, recompute, ..size.model(vocabulary) };
+                }
+                self.changes.apply(settings)
+            }
+        };
+        settings.check()?;
+        if let Some((option, before, now)) =
+            earlier.and_then(|earlier| settings.difference(earlier))
+        {
+            let option = match option.as_str() {
+                "--vocabulary" | "--tokens" | "--checksum" => "the data".to_string(),
+                _ => option,
+            };
+            anyhow::bail!(
+                "{option} of the run in {} was {before}, and is {now} now: leave it out to --resume, or give \
+                 another --out",
+                self.out.display()
+            );
+        }
+        Ok(settings)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Program {
+        #[command(flatten)]
+        options: TrainOptions,
+    }
+
+    fn options(line: &str) -> TrainOptions {
+        Program::parse_from(format!("gpt {line}").split_whitespace()).options
+    }
+
+    fn data() -> DataId {
+        DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7 }
+    }
+
+    fn settings(line: &str, earlier: Option<&Settings>) -> Result<Settings> {
+        options(line).settings(Device::Cpu, 256, data(), earlier, None)
+    }
+
+    #[test]
+    fn sizes_are_gpt_2_s() {
+        let parameters = |size: Size| size.model(50257).parameters();
+        // GPT-2 has 124 439 808, and here 47 rows of padding more.
+        assert_eq!(parameters(Size::M124), 124_439_808 + 47 * 768);
+        assert_eq!(Size::M124.model(50257).vocabulary, 50304);
+        assert_eq!(parameters(Size::M350), 354_823_168 + 47 * 1024);
+    }
+
+    #[test]
+    fn what_is_given_replaces_the_size_s() {
+        let found = settings("--size char --layers 2 --lr 0.5 --steps 50", None).unwrap();
+        assert_eq!((found.model.layers, found.model.dim, found.lr), (2, 384, 0.5));
+        assert_eq!(found.warm_up, 5);
+        assert!(settings("--batch 0", None).unwrap_err().to_string().contains("--batch 0"));
+    }
+
+    #[test]
+    fn a_continued_run_keeps_its_settings() {
+        let earlier = settings("--layers 2 --lr 0.5", None).unwrap();
+        assert_eq!(settings("", Some(&earlier)).unwrap(), earlier);
+        assert_eq!(settings("--lr 0.5", Some(&earlier)).unwrap(), earlier);
+        let refused = |line| settings(line, Some(&earlier)).unwrap_err().to_string();
+        assert!(refused("--lr 0.25").contains("--lr of the run in runs/gpt was 0.5"));
+        assert!(refused("--size char").contains("--context"));
+        let other = DataId { tokens: 999, ..data() };
+        let error =
+            options("").settings(Device::Cpu, 256, other, Some(&earlier), None).unwrap_err();
+        assert!(error.to_string().contains("the data of the run"), "{error}");
+    }
+
+    #[test]
+    fn impossible_numbers_are_refused() {
+        for line in ["--eval-every 0", "--log-every -1", "--sample -1", "--peak 0", "--top-k 0"] {
+            let option = line.split(' ').next().unwrap();
+            let line = line.replacen(' ', "=", 1);
+            let error = options(&line).check().unwrap_err().to_string();
+            assert!(error.starts_with(option), "{error}");
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! What decides a run's curve, and the learning rate of each step.
+
+use crate::device::Precision;
+use crate::model::ModelConfig;
+use anyhow::{Result, ensure};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+use tch_extension::optim::schedule::Schedule;
+
+/// The learning rate ends at this part of its peak.
+const LAST_RATE: f64 = 0.1;
+
+/// Everything that the losses of a run depend on, apart from the kind of device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    pub model: ModelConfig,
+    pub precision: Precision,
+    /// Rows of a batch.
+    pub batch: i64,
+    /// Batches of a step.
+    pub accumulate: i64,
+    pub steps: i64,
+    /// The peak of the learning rate.
+    #[serde(with = "exact")]
+    pub lr: f64,
+    /// Steps until the peak.
+    pub warm_up: i64,
+    #[serde(with = "exact")]
+    pub weight_decay: f64,
+    /// The largest norm of all gradients together.
+    #[serde(with = "exact")]
+    pub clip: f64,
+    pub seed: i64,
+    pub data: DataId,
+}
+
+/// What tells data apart.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DataId {
+    /// The hash of the vocabulary, in hexadecimal digits.
+    pub vocabulary: String,
+    /// The number of tokens to train on.
+    pub tokens: usize,
+    /// The checksum of all tokens.
+    pub checksum: u32,
+}
+
+impl Settings {
+    pub fn check(&self) -> Result<()> {
+        self.model.check()?;
+        let numbers = [
+            ("--batch", self.batch, 1, 1 << 20),
+            ("--accumulate", self.accumulate, 1, 1 << 20),
+            ("--steps", self.steps, 1, 1 << 40),
+            ("--warm-up", self.warm_up, 0, 1 << 40),
+        ];
+        for (option, value, low, high) in numbers {
+            ensure!(
+                (low..=high).contains(&value),
+                "{option} {value} is out of range: give {low} to {high}"
+            );
+        }
+        for (option, value) in [("--lr", self.lr), ("--clip", self.clip)] {
+            ensure!(
+                value > 0.0 && value <= 1e30,
+                "{option} {value:?} is out of range: give a number above 0, up to 1e30"
+            );
+        }
+        ensure!(
+            (0.0..=1e30).contains(&self.weight_decay),
+            "--weight-decay {:?} is out of range: give a number from 0 to 1e30",
+            self.weight_decay
+        );
+        Ok(())
+    }
+
+    /// The learning rate of the step after `done` steps: it rises evenly to its peak and then falls
+    /// along half a cosine to a tenth of it.
+    pub fn learning_rate(&self, done: i64) -> f64 {
+        let schedule = Schedule::cosine(self.warm_up as u64, self.steps as u64, LAST_RATE);
+        self.lr * schedule.factor(done as u64)
+    }
+
+    /// Tokens of a step.
+    pub fn tokens_per_step(&self) -> i64 {
+        self.batch * self.accumulate * self.model.context
+    }
+
+    /// The first difference from the settings of an earlier run: the option, its value there and
+    /// here.
+    pub fn difference(&self, earlier: &Settings) -> Option<(String, String, String)> {
+        let values = |settings: &Settings| serde_json::to_value(settings).unwrap_or_default();
+        first_difference("", &values(earlier), &values(self))
+    }
+}
+
+fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<(String, String, String)> {
+    match (earlier, now) {
+        (Value::Object(earlier), Value::Object(now)) => earlier.iter().find_map(|(name, value)| {
+            first_difference(name, value, now.get(name).unwrap_or(&Value::Null))
+        }),
+        _ if earlier == now => None,
+        _ => {
+            let shown = |value: &Value| value.to_string().replace('"', "");
+            Some((format!("--{}", name.replace('_', "-")), shown(earlier), shown(now)))
+        }
+    }
+}
+
+/// Keeps every bit of a number, which JSON's numbers need not.
+pub mod exact {
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&format!("{value:?}"))
+    }
+
+    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    }
+}
+
+#[cfg(test)]
+pub mod tests {
+    use super::*;
+
+    pub fn settings() -> Settings {
+        Settings {
+            model: ModelConfig {
+                vocabulary: 64,
+                context: 8,
+                layers: 2,
+                heads: 2,
+                dim: 8,
+                dropout: 0.1,
+                recompute: false,
+            },
+            precision: Precision::F32,
+            batch: 2,
+            accumulate: 2,
+            steps: 100,
+            lr: 1e-3 / 3.0,
+            warm_up: 10,
+            weight_decay: 0.1,
+            clip: 1.0,
+            seed: 1,
+            data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7 },
+        }
+    }
+
+    #[test]
+    fn settings_survive_a_file_bit_by_bit() {
+        for lr in [1e-3 / 3.0, f64::MIN_POSITIVE, 0.1 + 0.2, 8.41e21] {
+            let settings = Settings { lr, ..settings() };
+            let text = serde_json::to_string(&settings).unwrap();
+            assert_eq!(serde_json::from_str::<Settings>(&text).unwrap(), settings);
+        }
+    }
+
+    #[test]
+    fn a_difference_has_the_option_s_name() {
+        let earlier = settings();
+        let mut now = settings();
+        assert_eq!(now.difference(&earlier), None);
+        now.warm_up = 20;
+        let found = now.difference(&earlier).unwrap();
+        assert_eq!(found, ("--warm-up".to_string(), "10".to_string(), "20".to_string()));
+        let mut now = settings();
+        now.model.layers = 3;
+        assert_eq!(now.difference(&earlier).unwrap().0, "--layers");
+    }
+
+    #[test]
+    fn the_rate_rises_and_then_falls_to_a_tenth() {
+        let settings = settings();
+        let rates: Vec<f64> = (0..100).map(|step| settings.learning_rate(step)).collect();
+        assert!(rates[0] > 0.0 && rates[..11].is_sorted());
+        assert_eq!(rates[10], settings.lr);
+        assert!(rates[10..].is_sorted_by(|a, b| a >= b));
+        assert!((settings.learning_rate(100) / settings.lr - 0.1).abs() < 1e-12);
+        let one = Settings { steps: 1, warm_up: 0, ..settings };
+        assert_eq!(one.learning_rate(0), one.lr);
+    }
+}

@@ -1,0 +1,253 @@
+//! Vocabularies: bytes, or byte pairs that are trained here.
+
+use crate::files::write_bytes;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use serde_json::{Map, Value, json};
+use sha2::{Digest, Sha256};
+use std::path::Path;
+use tokenizers::decoders::byte_level::ByteLevel;
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::{AddedToken, NormalizerWrapper, TokenizerBuilder};
+
+/// The file of a vocabulary, in the format of Hugging Face's tokenizers.
+pub const FILE: &str = "tokenizer.json";
+/// The token between documents of a byte-pair vocabulary, as in GPT-2.
+pub const END_OF_TEXT: &str = "<|endoftext|>";
+/// The smallest byte-pair vocabulary: all bytes, and the end of a text.
+pub const SMALLEST: usize = 257;
+
+/// What turns text into tokens and back.
+pub struct Tokenizer {
+    /// The contents of the file.
+    json: String,
+    way: Way,
+}
+
+enum Way {
+    /// A token is a byte.
+    Bytes,
+    Pairs(Box<tokenizers::Tokenizer>),
+}
+
+impl Tokenizer {
+    /// The vocabulary of all bytes, for any data.
+    pub fn bytes() -> Tokenizer {
+        Tokenizer { json: bytes_value().to_string(), way: Way::Bytes }
+    }
+
+    /// Trains byte pairs on texts, until there are `size` tokens or no pair occurs twice.
+    pub fn train(texts: impl Iterator<Item = String> + Send, size: usize) -> Result<Tokenizer> {
+        ensure!(size >= SMALLEST, "--vocabulary-size {size} is too small: give {SMALLEST} or more");
+        let mut trainer = BpeTrainer::builder()
+            .show_progress(false)
+            .vocab_size(size)
+            .min_frequency(2)
+            .special_tokens(vec![AddedToken::from(END_OF_TEXT, true)])
+            .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+            .build();
+        let level = ByteLevel::new(false, true, true);
+        let json = TokenizerBuilder::default()
+            .with_model(BPE::default())
+            .with_normalizer(None::<NormalizerWrapper>)
+            .with_pre_tokenizer(Some(level))
+            .with_post_processor(Some(level))
+            .with_decoder(Some(level))
+            .build()
+            .and_then(|mut tokenizer| tokenizer.train(&mut trainer, texts)?.to_string(false))
+            .map_err(|error| anyhow!("cannot train the vocabulary: {error}"))?;
+        Tokenizer::parse(json)
+    }
+
+    /// Reads `tokenizer.json` of a folder.
+    pub fn load(folder: &Path) -> Result<Tokenizer> {
+        let file = folder.join(FILE);
+        let json = std::fs::read_to_string(&file)
+            .with_context(|| format!("cannot read the vocabulary {}", file.display()))?;
+        Tokenizer::parse(json)
+            .with_context(|| format!("{} is no vocabulary of this program", file.display()))
+    }
+
+    pub fn parse(json: String) -> Result<Tokenizer> {
+        // As values, because the order of a JSON object says nothing.
+        if serde_json::from_str::<Value>(&json).is_ok_and(|value| value == bytes_value()) {
+            return Ok(Tokenizer::bytes());
+        }
+        let tokenizer = tokenizers::Tokenizer::from_bytes(&json)
+            .map_err(|error| anyhow!("expected a tokenizer.json: {error}"))?;
+        Ok(Tokenizer { json, way: Way::Pairs(Box::new(tokenizer)) })
+    }
+
+    /// Writes `tokenizer.json` to a folder.
+    pub fn save(&self, folder: &Path) -> Result<()> {
+        write_bytes(&folder.join(FILE), &self.json)
+    }
+
+    /// What tells vocabularies apart.
+    pub fn hash(&self) -> [u8; 32] {
+        match &self.way {
+            Way::Bytes => Sha256::digest("bytes").into(),
+            Way::Pairs(_) => Sha256::digest(&self.json).into(),
+        }
+    }
+
+    /// [`Tokenizer::hash`] in hexadecimal digits.
+    pub fn hash_in_hex(&self) -> String {
+        self.hash().iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// The number of tokens.
+    pub fn len(&self) -> usize {
+        match &self.way {
+            Way::Bytes => 256,
+            Way::Pairs(pairs) => pairs.get_vocab_size(true),
+        }
+    }
+
+    /// The token after each document, if there is one.
+    pub fn end_of_text(&self) -> Option<u32> {
+        match &self.way {
+            Way::Bytes => None,
+            Way::Pairs(pairs) => pairs.token_to_id(END_OF_TEXT),
+        }
+    }
+
+    /// Whether any bytes can be encoded, and not only UTF-8.
+    pub fn takes_any_bytes(&self) -> bool {
+        matches!(self.way, Way::Bytes)
+    }
+
+    /// Encodes pieces of text, in parallel if there are several. Byte pairs need UTF-8.
+    pub fn encode(&self, pieces: &[Vec<u8>]) -> Result<Vec<u32>> {
+        let pairs = match &self.way {
+            Way::Bytes => {
+                return Ok(pieces.iter().flatten().map(|&byte| u32::from(byte)).collect());
+            }
+            Way::Pairs(pairs) => pairs,
+        };
+        let texts: Vec<&str> =
+            pieces.iter().map(|piece| std::str::from_utf8(piece)).collect::<Result<_, _>>()?;
+        let encoded = pairs
+            .encode_batch_fast(texts, false)
+            .map_err(|error| anyhow!("cannot encode the text: {error}"))?;
+        Ok(encoded.iter().flat_map(|encoding| encoding.get_ids()).copied().collect())
+    }
+
+    /// The text of tokens. Bytes that are no UTF-8 are shown as the replacement character.
+    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
+        match &self.way {
+            Way::Bytes => {
+                let bytes: Vec<u8> = tokens.iter().map(|&token| token as u8).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Way::Pairs(pairs) => pairs
+                .decode(tokens, true)
+                .map_err(|error| anyhow!("cannot decode the tokens: {error}")),
+        }
+    }
+}
+
+/// The vocabulary of bytes in the format of Hugging Face's tokenizers: byte pairs without a pair. A
+/// byte's token is its value.
+fn bytes_value() -> Value {
+    let names: Map<String, Value> = byte_names()
+        .iter()
+        .enumerate()
+        .map(|(byte, name)| (name.to_string(), json!(byte)))
+        .collect();
+    let level = json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false});
+    let model = json!({
+        "type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+        "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": names, "merges": []
+    });
+    json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+        "pre_tokenizer": level, "post_processor": level, "decoder": level, "model": model
+    })
+}
+
+/// GPT-2's names of the bytes: printable ones stand for themselves, and the others for the
+/// characters from U+0100 on.
+fn byte_names() -> [char; 256] {
+    let is_printable = |byte: u8| matches!(byte, b'!'..=b'~' | 0xA1..=0xAC | 0xAE..=0xFF);
+    let mut others = (0x100..).filter_map(char::from_u32);
+    std::array::from_fn(|byte| match byte as u8 {
+        byte if is_printable(byte) => byte as char,
+        _ => others.next().unwrap_or(char::REPLACEMENT_CHARACTER),
+    })
+}
+
+/// The kind of vocabulary that is made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Vocabulary {
+    /// The 256 bytes
+    Bytes,
+    /// Byte pairs, as in GPT-2, trained on the text
+    Bpe,
+}
+
+/// Checks that a size given for a vocabulary is one that it can have.
+pub fn check_size(kind: Vocabulary, size: Option<usize>) -> Result<()> {
+    match (kind, size) {
+        (Vocabulary::Bytes, Some(size)) => bail!(
+            "--vocabulary-size {size} is for --vocabulary bpe: leave it out, because there are 256 bytes"
+        ),
+        (Vocabulary::Bpe, Some(size)) if !(SMALLEST..=1 << 20).contains(&size) => {
+            bail!("--vocabulary-size {size} is out of range: give {SMALLEST} to {}", 1 << 20)
+        }
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TEXT: &str = "the cat and the other cat, naïve — and the \u{7}bell\n";
+
+    #[test]
+    fn bytes_are_their_own_tokens_in_the_library_s_eyes_too() {
+        let ours = Tokenizer::bytes();
+        let theirs = tokenizers::Tokenizer::from_bytes(&ours.json).unwrap();
+        let tokens = ours.encode(&[TEXT.into()]).unwrap();
+        assert_eq!(tokens, TEXT.bytes().map(u32::from).collect::<Vec<_>>());
+        assert_eq!(theirs.encode_fast(TEXT, false).unwrap().get_ids(), tokens);
+        assert_eq!(theirs.decode(&tokens, true).unwrap(), TEXT);
+        assert_eq!(ours.decode(&tokens).unwrap(), TEXT);
+        assert_eq!((ours.len(), theirs.get_vocab_size(true)), (256, 256));
+    }
+
+    #[test]
+    fn trained_pairs_shorten_the_text_and_give_it_back() {
+        let texts = || std::iter::repeat_n(TEXT.to_string(), 20);
+        let pairs = Tokenizer::train(texts(), 300).unwrap();
+        let tokens = pairs.encode(&[TEXT.into()]).unwrap();
+        assert!(tokens.len() < TEXT.len() * 3 / 4, "{} of {}", tokens.len(), TEXT.len());
+        assert_eq!(pairs.decode(&tokens).unwrap(), TEXT);
+        assert!(pairs.len() > 257 && pairs.len() <= 300);
+        assert_eq!(pairs.end_of_text(), Some(0));
+
+        let folder = tempfile::tempdir().unwrap();
+        pairs.save(folder.path()).unwrap();
+        let again = Tokenizer::load(folder.path()).unwrap();
+        assert_eq!(again.hash(), pairs.hash());
+        assert_eq!(again.encode(&[TEXT.into()]).unwrap(), tokens);
+        // Training gives the same vocabulary again.
+        assert_eq!(Tokenizer::train(texts(), 300).unwrap().hash(), pairs.hash());
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_refused_by_pairs_only() {
+        let odd = [vec![0xFF, 0xFE]];
+        assert_eq!(Tokenizer::bytes().encode(&odd).unwrap(), [0xFF, 0xFE]);
+        let pairs = Tokenizer::train(std::iter::once(TEXT.to_string()), 260).unwrap();
+        assert!(pairs.encode(&odd).is_err());
+    }
+
+    #[test]
+    fn sizes_that_cannot_be_are_refused() {
+        assert!(check_size(Vocabulary::Bytes, Some(300)).is_err());
+        assert!(check_size(Vocabulary::Bpe, Some(256)).is_err());
+        assert!(check_size(Vocabulary::Bpe, Some(257)).is_ok());
+        assert!(check_size(Vocabulary::Bytes, None).is_ok());
+    }
+}

@@ -1,0 +1,206 @@
+//! Runs the program in the way that its users do: on files, with good and bad input.
+
+mod kills;
+mod place;
+
+use place::*;
+use std::fs;
+use std::process::Command;
+
+#[test]
+fn trains_evaluates_saves_and_samples() {
+    let place = Place::new();
+    let printed = succeeded(&place.train(&["--steps", "60", "--lr", "0.01"]));
+    for expected in ["tokens to train on", "M parameters", "sample at temperature", "held out"] {
+        assert!(printed.contains(expected), "no {expected:?} in:\n{printed}");
+    }
+    let losses = place.losses("out");
+    assert_eq!(losses.len(), 60);
+    assert!(losses[59] < losses[0] - 1.0, "from {} to {}", losses[0], losses[59]);
+    let names = names(&place.path("out"));
+    assert_eq!(
+        names,
+        [".lock", "checkpoints", "data", "losses.jsonl", "losses.svg", "tokenizer.json"]
+    );
+    assert_eq!(place.checkpoints("out").len(), 2);
+    let picture = fs::read_to_string(place.path("out/losses.svg")).unwrap();
+    assert!(picture.contains("training") && picture.contains("held out"));
+
+    let out = text(&place.path("out"));
+    let sample = |seed| {
+        let line = ["sample", "--from", &out, "--prompt", "the", "--length", "40", "--seed", seed];
+        succeeded(&place.run(&[&line[..], &["--device", "cpu"]].concat()))
+    };
+    assert_eq!(sample("1"), sample("1"));
+    assert_ne!(sample("1"), sample("2"));
+    assert!(sample("1").starts_with("the"));
+}
+
+#[test]
+fn the_seed_decides_everything() {
+    let place = Place::new();
+    let curve = |out: &str, options: &[&str]| {
+        let out = text(&place.path(out));
+        succeeded(&place.train(&[&["--out", &out, "--dropout", "0.1"], options].concat()));
+        fs::read(place.path(&out).join("losses.jsonl")).unwrap()
+    };
+    assert_eq!(curve("a", &[]), curve("b", &[]));
+    assert_ne!(curve("a2", &["--seed", "2"]), curve("b2", &[]));
+}
+
+/// Two batches of half the rows see the same windows as one batch of all of them.
+#[test]
+fn accumulated_batches_are_one_large_batch() {
+    let place = Place::new();
+    let losses = |out: &str, options: &[&str]| {
+        let folder = text(&place.path(out));
+        succeeded(&place.train(&[&["--out", &folder], options].concat()));
+        place.losses(out)
+    };
+    let whole = losses("whole", &["--batch", "4"]);
+    let halves = losses("halves", &["--batch", "2", "--accumulate", "2"]);
+    for (step, (whole, halves)) in whole.iter().zip(&halves).enumerate() {
+        assert!((whole - halves).abs() < 1e-3, "step {step}: {whole} and {halves}");
+    }
+}
+
+#[test]
+fn prepared_byte_pairs_are_trained_on() {
+    let place = Place::new();
+    let (texts, data) = (text(&place.path("text.txt")), text(&place.path("data")));
+    let line = ["prepare", "--text", &texts, "--out", &data, "--vocabulary", "bpe"];
+    let printed = succeeded(&place.run(&[&line[..], &["--vocabulary-size", "300"]].concat()));
+    assert!(printed.contains("tokens to train on"), "{printed}");
+    assert_eq!(names(&place.path("data")), ["tokenizer.json", "tokens.bin"]);
+    let mut options = vec!["train", "--data", &data];
+    options.extend(&TINY[2..]);
+    let out = text(&place.path("out"));
+    options.extend(["--out", &out]);
+    let printed = succeeded(&place.run(&options));
+    assert!(printed.contains("vocabulary 320"), "{printed}");
+}
+
+#[test]
+fn another_run_s_weights_are_a_beginning() {
+    let place = Place::new();
+    succeeded(&place.train(&["--steps", "60", "--lr", "0.01"]));
+    let (first, second) = (text(&place.path("out")), text(&place.path("second")));
+    succeeded(&place.train(&["--init", &first, "--out", &second]));
+    let (before, after) = (place.losses("out"), place.losses("second"));
+    assert!(after[0] < before[0] - 1.0, "{} after {}", after[0], before[0]);
+}
+
+#[test]
+fn bench_trains_the_given_batches_from_the_given_weights() {
+    let place = Place::new();
+    let (texts, data) = (text(&place.path("text.txt")), text(&place.path("data")));
+    succeeded(&place.run(&["prepare", "--text", &texts, "--out", &data]));
+    let inputs = text(&place.path("inputs"));
+    let size = ["--size", "mini", "--steps", "6"];
+    succeeded(&place.run(&[&["bench", "--inputs", &inputs, "--write", &data][..], &size].concat()));
+    let files = ["batches.safetensors", "settings.json", "weights.safetensors"];
+    assert_eq!(names(&place.path("inputs")), files);
+    let bench = ["bench", "--inputs", &inputs, "--device", "cpu"];
+    let printed = succeeded(&place.run(&bench));
+    let result: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let losses = result["losses"].as_array().unwrap();
+    assert_eq!(losses.len(), 6);
+    assert!(losses[5].as_f64().unwrap() < losses[0].as_f64().unwrap());
+    assert!(result["ms_per_step"].as_f64().unwrap() > 0.0);
+    assert!(result["first_step_s"].as_f64().unwrap() > 0.0);
+
+    // The same steps in lines.
+    let by_line = place.run_with(&[&bench[..], &["--by-line"]].concat(), "2\n4\n");
+    let printed = succeeded(&by_line);
+    let lines: Vec<serde_json::Value> =
+        printed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), 4);
+    assert_eq!(lines[0]["ready"], true);
+    let by_line = [&lines[1]["losses"], &lines[2]["losses"]];
+    let by_line: Vec<_> = by_line.iter().flat_map(|part| part.as_array().unwrap()).collect();
+    assert!(by_line.iter().copied().eq(losses));
+    assert_eq!(lines[3]["steps"], 6);
+}
+
+#[test]
+fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
+    let place = Place::new();
+    succeeded(&place.train(&["--steps", "2"]));
+    let out = text(&place.path("out"));
+    let cases: &[(&[&str], &str)] = &[
+        (&["--steps", "2"], "--resume to continue it, --overwrite to begin again"),
+        (&["--overwrite", "--batch", "0"], "--batch 0 is out of range"),
+        (&["--overwrite", "--context", "100000"], "--context 100000 needs"),
+        (&["--overwrite", "--dim", "65536", "--layers", "1000"], "MiB are free: lower --batch"),
+        (&["--overwrite", "--heads", "3"], "--dim 8 is no multiple of --heads 3"),
+        (&["--overwrite", "--lr", "nan"], "--lr NaN is out of range"),
+        (&["--overwrite", "--device", "gpu"], "--device \"gpu\" is unknown"),
+        (&["--overwrite", "--text", "/no/such"], "--text /no/such does not exist"),
+        (&["--overwrite", "--held-out", "1"], "--held-out 1.0 is out of range"),
+        (
+            &["--overwrite", "--vocabulary-size", "300"],
+            "--vocabulary-size 300 is for --vocabulary bpe",
+        ),
+        (&["--overwrite", "--temperature", "0"], "--temperature 0.0 is out of range"),
+        (&["--overwrite", "--init", "/no/such"], "--init /no/such has no checkpoint"),
+        (&["--resume", "--lr", "0.5"], "--lr of the run in"),
+        (&["--overwrite", "--lr", "1e30", "--steps", "50"], "lower --lr"),
+    ];
+    let before = place.checkpoints("out");
+    for (index, (options, expected)) in cases.iter().enumerate() {
+        let error = failed(&place.train(options));
+        assert!(error.contains(expected), "{options:?}: {error}");
+        let is_last = index + 1 == cases.len();
+        assert!(is_last || place.checkpoints("out") == before, "{options:?} changed the run");
+    }
+    for (line, expected) in [
+        (&["sample", "--from", "/no/such"][..], "--from /no/such has no checkpoint"),
+        (&["sample", "--from", &out, "--top-k", "0"], "--top-k 0 is out of range"),
+        (&["export", "--from", "/no/such", "--to", &out], "--from /no/such has no checkpoint"),
+        (&["import", "--from", "/no/such", "--to", &out], "config.json"),
+        (&["bench", "--inputs", "/no/such"], "--write"),
+        (&["prepare", "--out", "/proc/x"], "--out /proc/x"),
+    ] {
+        let error = failed(&place.run(line));
+        assert!(error.contains(expected), "{line:?}: {error}");
+    }
+}
+
+/// Loads an exported model with transformers and compares its logits with this program's.
+#[test]
+fn transformers_computes_the_same_logits() {
+    const SCRIPT: &str = r#"
+import json, sys, torch
+from transformers import AutoTokenizer, GPT2LMHeadModel
+folder, prompt = sys.argv[1:]
+model, info = GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
+assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"], info
+tokenizer = AutoTokenizer.from_pretrained(folder)
+ids = tokenizer(prompt, return_tensors="pt").input_ids
+assert tokenizer.decode(ids[0]) == prompt
+with torch.no_grad():
+    print(json.dumps(model.eval()(ids).logits[0, -1].tolist()))
+"#;
+    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_string());
+    let has = Command::new(&python).args(["-c", "import torch, transformers"]).output();
+    if !has.is_ok_and(|output| output.status.success()) {
+        eprintln!(
+            "SKIPPED transformers_computes_the_same_logits: {python} has no torch and transformers"
+        );
+        return;
+    }
+    let place = Place::new();
+    succeeded(&place.train(&["--steps", "20", "--lr", "0.01"]));
+    let (out, to) = (text(&place.path("out")), text(&place.path("exported")));
+    succeeded(&place.run(&["export", "--from", &out, "--to", &to]));
+    let prompt = "the cat";
+    let theirs =
+        succeeded(&Command::new(&python).args(["-c", SCRIPT, &to, prompt]).output().unwrap());
+    let theirs: Vec<f64> = serde_json::from_str(theirs.trim()).unwrap();
+    let line = ["sample", "--from", &out, "--prompt", prompt, "--logits", "--device", "cpu"];
+    let ours: Vec<f64> = serde_json::from_str(succeeded(&place.run(&line)).trim()).unwrap();
+    assert_eq!(ours.len(), theirs.len());
+    for (token, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+        assert!((ours - theirs).abs() < 1e-4, "token {token}: {ours} and {theirs}");
+    }
+}
