@@ -40,6 +40,7 @@ mod lstm;
 mod machine;
 mod matmul_add_relu;
 mod mlp_ways;
+mod optim;
 mod random;
 mod rms_norm;
 mod rnn;
@@ -54,11 +55,11 @@ use tch::Device;
 
 macro_rules! cases {
     ($($operator:ident of $family:literal { $($rest:tt)* })*) => {
-        &[autograd::cases, $($operator::cases),*]
+        &[autograd::cases, optim::cases, $($operator::cases),*]
     };
 }
 
-/// The cases of autograd and of each operator.
+/// The cases of autograd, of the optimizers and of each operator.
 const OPERATORS: &[fn(Device) -> Vec<Case>] = operators!(cases);
 
 /// The tables that `lstm` and `gru` have in addition.

@@ -43,6 +43,6 @@ mod autograd_page {}
 mod porting_page {}
 
 /// Runs the examples of docs/training.md as tests.
-#[cfg(all(doctest, feature = "norm", feature = "gemm", feature = "train"))]
+#[cfg(all(doctest, feature = "norm", feature = "gemm", feature = "optim", feature = "train"))]
 #[doc = include_str!("../docs/training.md")]
 mod training_page {}

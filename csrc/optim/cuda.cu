@@ -267,7 +267,7 @@ __device__ __forceinline__ Sum square_span(const OptimSpan& span, const Part& pa
   }
 }
 
-// Sums over a block, always in the same order. The first thread gets the result.
+// Sums over a block, always in the same order. All threads get the result.
 __device__ __forceinline__ Totals sum_of_block(double squares, double infinite) {
   __shared__ double of_warp[2][kThreads / kWarp];
   const auto add_over_warp = [](double value) {

@@ -78,7 +78,7 @@ struct OptimCoefficients {
 struct OptimSpan {
   // What is updated: the parameter, or its master weights.
   void* weight;
-  // Gets the updated weights, rounded: the parameter of master weights, or a shadow. May be
+  // Gets the updated weights, rounded to a half kind: the parameter of master weights. May be
   // null.
   void* rounded;
   void* gradient;
@@ -126,7 +126,8 @@ struct OptimStep {
   // `[2]`: the sum of the squares of the gradients, and the number of chunks with one that is
   // infinite or NaN. Null if nobody asks for them.
   double* totals;
-  // `[chunks, 2]`: the same per chunk.
+  // `[chunks + 1, 2]`: the same per chunk. The last launch of several may have no chunk, and its
+  // only block then writes after all others.
   double* partials;
   // `[1]`: a counter, 0 between kernels.
   uint32_t* ticket;

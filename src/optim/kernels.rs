@@ -69,7 +69,7 @@ const COEFFICIENTS: i64 = 9;
 pub(super) struct Span {
     /// What is updated: the parameter, or its master weights.
     weight: *mut c_void,
-    /// Gets the updated weights, rounded: the parameter of master weights, or a shadow. May be
+    /// Gets the updated weights, rounded to a half kind: the parameter of master weights. May be
     /// null.
     rounded: *mut c_void,
     gradient: *mut c_void,
@@ -118,7 +118,8 @@ pub(super) struct Step {
     /// `[2]`: the sum of the squares of the gradients, and the number of chunks with one that is
     /// infinite or NaN. Null if nobody asks for them.
     totals: *mut f64,
-    /// `[chunks, 2]`: the same per chunk.
+    /// `[chunks + 1, 2]`: the same per chunk. The last launch of several may have no chunk, and its
+    /// only block then writes after all others.
     partials: *mut f64,
     /// `[1]`: a counter, 0 between kernels.
     ticket: *mut u32,
@@ -311,8 +312,6 @@ pub(super) struct Update<'a> {
     pub facts: Facts,
     /// `[len]`, `Float`: for a parameter of a half kind.
     pub master: Option<&'a Owned>,
-    /// `[len]`, of a half kind: for a parameter of kind `Float`.
-    pub shadow: Option<(&'a Owned, Kind)>,
     /// `[len]`, `Float`, or `Double` for a parameter of that kind.
     pub first: Option<&'a Owned>,
     pub second: Option<&'a Owned>,
@@ -326,14 +325,9 @@ impl Update<'_> {
     fn span(&self) -> Result<Span> {
         let Facts { parameter, gradient } = self.facts;
         let data = |owned: Option<&Owned>| owned.map_or(null_mut(), |owned| owned.data);
-        let (weight, kind, rounded, rounded_kind) = match (self.master, self.shadow) {
-            (Some(master), _) => {
-                (master.data, kind_code(Kind::Float)?, parameter.data, parameter.kind)
-            }
-            (None, Some((shadow, kind))) => {
-                (parameter.data, parameter.kind, shadow.data, kind_code(kind)?)
-            }
-            (None, None) => (parameter.data, parameter.kind, null_mut(), -1),
+        let (weight, kind, rounded, rounded_kind) = match self.master {
+            Some(master) => (master.data, kind_code(Kind::Float)?, parameter.data, parameter.kind),
+            None => (parameter.data, parameter.kind, null_mut(), -1),
         };
         Ok(Span {
             weight,
@@ -431,7 +425,7 @@ impl Scratch {
         let of = |len: i64| Tensor::f_empty([len], (Kind::Double, device));
         Ok(Scratch {
             totals: of(2)?,
-            partials: of(2 * spans.chunks.max(1))?,
+            partials: of(2 * (spans.chunks + 1))?,
             coefficients: of(COEFFICIENTS * spans.len())?,
         })
     }

@@ -25,6 +25,7 @@
 mod config;
 mod gradients;
 mod kernels;
+mod numbers;
 mod optimizer;
 mod plan;
 pub mod schedule;

@@ -121,6 +121,24 @@ impl Optimizer {
         Ok(())
     }
 
+    /// Makes the buffers of SGD that a new momentum needs, before a step that is captured would.
+    pub(super) fn make_buffers(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for parameter in &mut self.parameters {
+            let has_momentum = self.groups[parameter.group].hyper.first != 0.0;
+            let Some(state) = parameter.state.as_mut().filter(|_| has_momentum) else { continue };
+            // A step refuses parameters that were moved or converted.
+            let tensor = &parameter.tensor;
+            let is_as_before =
+                tensor.device() == state.device && tensor.numel() as i64 == state.len;
+            if state.first.is_none() && is_as_before {
+                let moment = zeros_like(&parameter.tensor, compute_kind(state.kind))?;
+                state.first = Some(moment);
+            }
+        }
+        Ok(())
+    }
+
     fn make_state(
         &mut self,
         index: usize,

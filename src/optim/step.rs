@@ -100,7 +100,6 @@ impl Optimizer {
             updates.push(Update {
                 facts: each.facts,
                 master: state.master.as_ref(),
-                shadow: None,
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
                 step: &state.step,

@@ -53,7 +53,7 @@ fn numbers_out_of_range_are_refused() {
         ),
         (
             text(optimizer.f_set_lr_group(2, 1.0)),
-            "Optimizer::set_lr_group: group: expected one of the groups [0], got 2; Path::set_group puts new \
+            "Optimizer::set_lr_group: group: expected one of the groups {0}, got 2; Path::set_group puts new \
              variables into a group",
         ),
         (

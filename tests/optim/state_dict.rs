@@ -9,6 +9,8 @@ use tch_extension::nn::state_dict::{load_tensors, save_tensors};
 use tch_extension::testing::devices;
 
 type State = BTreeMap<String, Tensor>;
+/// What is changed in a state, and what the error says then.
+type Case<'a> = (&'a dyn Fn(&mut State), &'a str);
 
 /// A folder that is removed afterwards, and a file in it.
 fn place() -> (tempfile::TempDir, PathBuf) {
@@ -106,7 +108,7 @@ fn states_that_do_not_fit_change_nothing() {
             state
         };
         let ones = |size: &[i64]| Tensor::ones(size, (Kind::Float, device));
-        let cases: [(&dyn Fn(&mut State), &str); 7] = [
+        let cases: [Case<'_>; 7] = [
             (&|state| drop(state.remove("exp_avg_sq.w1")), "no exp_avg_sq.w1"),
             (&|state| drop(state.remove("step.w0")), "no step.w0"),
             (&|state| drop(state.remove("group.0.lr")), "no group.0.lr"),

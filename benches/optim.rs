@@ -1,0 +1,214 @@
+//! A step of AdamW over all parameters, with and without clipping by the norm.
+
+use crate::common::{Case, Provider, Work};
+use std::cell::RefCell;
+use tch::nn::{self, OptimizerConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_extension::Result;
+use tch_extension::args;
+use tch_extension::library::Operator;
+use tch_extension::optim;
+
+const LR: f64 = 1e-4;
+const MAX_NORM: f64 = 1.0;
+
+/// The 148 tensors of GPT-2 with `width` features, 12 blocks, a context of 1024 and as many tokens.
+fn gpt2(width: i64, tokens: i64, context: i64) -> Vec<Vec<i64>> {
+    let norm = || [vec![width], vec![width]];
+    let linear = |inputs: i64, outputs: i64| [vec![outputs, inputs], vec![outputs]];
+    let block = || {
+        let products = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)];
+        let linears =
+            products.into_iter().flat_map(move |(inputs, outputs)| linear(inputs, outputs));
+        norm().into_iter().chain(norm()).chain(linears)
+    };
+    let embeddings = [vec![tokens, width], vec![context, width]];
+    embeddings.into_iter().chain((0..12).flat_map(|_| block())).chain(norm()).collect()
+}
+
+/// The 5 tensors of the demo's model.
+fn demo() -> Vec<Vec<i64>> {
+    vec![vec![96, 32], vec![384, 160], vec![384], vec![128, 96], vec![96]]
+}
+
+/// Leaves that have these gradients.
+fn with_gradients(gradients: &[Tensor]) -> (VarStore, Vec<Tensor>) {
+    let vs = VarStore::new(gradients.first().map_or(Device::Cpu, Tensor::device));
+    let leaf = |(index, gradient): (usize, &Tensor)| {
+        let leaf = vs.root().zeros(&format!("w{index}"), &gradient.size());
+        (&leaf * gradient).sum(Kind::Float).backward();
+        leaf
+    };
+    let leaves = gradients.iter().enumerate().map(leaf).collect();
+    (vs, leaves)
+}
+
+/// A provider whose state is made in the first call, and kept.
+fn provider<S: 'static>(
+    name: &'static str,
+    make: impl Fn(&[Tensor]) -> Result<S> + 'static,
+    step: impl Fn(&mut S) -> Result<()> + 'static,
+) -> Provider {
+    let state: RefCell<Option<S>> = RefCell::new(None);
+    let call = move |gradients: &[Tensor]| {
+        let mut state = state.borrow_mut();
+        let state = match &mut *state {
+            Some(state) => state,
+            none => none.insert(make(gradients)?),
+        };
+        let _no_grad = tch::no_grad_guard();
+        step(state)?;
+        Ok(Vec::new())
+    };
+    Provider::new(name, call).without_backward()
+}
+
+/// tch's optimizer. Its clipping waits for the device.
+fn tchs(clips: bool) -> Provider {
+    let make = |gradients: &[Tensor]| {
+        let (vs, _) = with_gradients(gradients);
+        Ok((nn::AdamW::default().build(&vs, LR)?, vs))
+    };
+    provider("tch", make, move |(optimizer, _)| {
+        if clips {
+            optimizer.clip_grad_norm(MAX_NORM);
+        }
+        optimizer.step();
+        Ok(())
+    })
+}
+
+fn ours(clips: bool) -> Provider {
+    let make = move |gradients: &[Tensor]| {
+        let (vs, _) = with_gradients(gradients);
+        let mut optimizer = optim::OptimizerConfig::build(optim::AdamW::default(), &vs, LR)?;
+        optimizer.set_clip_norm(clips.then_some(MAX_NORM));
+        Ok((optimizer, vs))
+    };
+    provider("ours", make, |(optimizer, _)| optimizer.f_step())
+}
+
+/// What torch.optim keeps, and libtorch's operators that work on lists of tensors.
+struct Lists {
+    weights: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+    first: Vec<Tensor>,
+    second: Vec<Tensor>,
+    steps: Vec<Tensor>,
+    lr: Tensor,
+    is_fused: bool,
+    clips: bool,
+}
+
+impl Lists {
+    fn new(gradients: &[Tensor], is_fused: bool, clips: bool) -> Result<Self> {
+        let zeros = || gradients.iter().map(Tensor::zeros_like).collect::<Vec<_>>();
+        let device = gradients.first().map_or(Device::Cpu, Tensor::device);
+        let step = |_| Tensor::zeros([0_i64; 0], (Kind::Float, device));
+        Ok(Lists {
+            weights: zeros(),
+            gradients: gradients.iter().map(Tensor::copy).collect(),
+            first: zeros(),
+            second: zeros(),
+            steps: gradients.iter().map(step).collect(),
+            lr: Tensor::full([0_i64; 0], LR, (Kind::Float, device)),
+            is_fused,
+            clips,
+        })
+    }
+
+    fn step(&mut self) -> Result<()> {
+        if self.clips {
+            self.clip()?;
+        }
+        call("aten::_foreach_add_.Scalar", args![&self.steps, 1])?;
+        if self.is_fused { self.fused() } else { self.foreach() }
+    }
+
+    /// torch.nn.utils.clip_grad_norm_
+    fn clip(&self) -> Result<()> {
+        let norms: Vec<Tensor> =
+            Operator::find("aten::_foreach_norm.Scalar")?.call(args![&self.gradients])?;
+        let norm = Tensor::f_stack(&norms, 0)?.f_norm()?;
+        let clip =
+            norm.f_add_scalar(1e-6)?.f_reciprocal()?.f_mul_scalar(MAX_NORM)?.f_clamp_max(1.0)?;
+        call("aten::_foreach_mul_.Tensor", args![&self.gradients, &clip])
+    }
+
+    fn fused(&self) -> Result<()> {
+        let none: Vec<Tensor> = Vec::new();
+        // On the CPU, torch passes the learning rate as a number.
+        let arguments = args![
+            &self.weights,
+            &self.gradients,
+            &self.first,
+            &self.second,
+            &none,
+            &self.steps,
+            beta1 = 0.9,
+            beta2 = 0.999,
+            weight_decay = 0.01,
+            eps = 1e-8,
+            amsgrad = false,
+            maximize = false
+        ];
+        match self.lr.device() {
+            Device::Cpu => call("aten::_fused_adamw_", arguments.named("lr", LR)),
+            _ => call("aten::_fused_adamw_.tensor_lr", arguments.named("lr", &self.lr)),
+        }
+    }
+
+    /// torch.optim.AdamW with foreach, whose bias correction is computed on the CPU: here that of
+    /// one step, which takes as long.
+    fn foreach(&self) -> Result<()> {
+        let Lists { weights, gradients, first, second, .. } = self;
+        call("aten::_foreach_mul_.Scalar", args![weights, 1.0 - LR * 0.01])?;
+        call("aten::_foreach_lerp_.Scalar", args![first, gradients, 0.1])?;
+        call("aten::_foreach_mul_.Scalar", args![second, 0.999])?;
+        call("aten::_foreach_addcmul_.Scalar", args![second, gradients, gradients, 0.001])?;
+        let roots: Vec<Tensor> = Operator::find("aten::_foreach_sqrt")?.call(args![second])?;
+        call("aten::_foreach_div_.Scalar", args![&roots, 0.5])?;
+        call("aten::_foreach_add_.Scalar", args![&roots, 1e-8])?;
+        call("aten::_foreach_addcdiv_.Scalar", args![weights, first, &roots, -LR])
+    }
+}
+
+fn call(name: &str, arguments: tch_extension::library::Args<'_>) -> Result<()> {
+    Operator::find(name)?.call::<()>(arguments)
+}
+
+fn lists(name: &'static str, is_fused: bool, clips: bool) -> Provider {
+    provider(name, move |gradients| Lists::new(gradients, is_fused, clips), Lists::step)
+}
+
+/// On the CPU, a GPT-2 that is small enough for its caches' sake and ours.
+pub fn cases(device: Device) -> Vec<Case> {
+    let gpt2 = match device {
+        Device::Cpu => ("GPT-2, 96 wide", gpt2(96, 6283, 128)),
+        _ => ("GPT-2", gpt2(768, 50257, 1024)),
+    };
+    let mut cases = Vec::new();
+    for (model, sizes) in [gpt2, ("demo", demo())] {
+        let values: i64 = sizes.iter().map(|size| size.iter().product::<i64>()).sum();
+        for clips in [false, true] {
+            // Weights and moments are read and written, and gradients are read once, or twice.
+            let words = if clips { 8 } else { 7 };
+            cases.push(Case {
+                operator: "optim",
+                point: format!("{model}{}", if clips { ", clipped" } else { "" }),
+                kind: Kind::Float,
+                device,
+                tf32: false,
+                inputs: sizes.iter().map(|size| (size.clone(), 1e-3)).collect(),
+                work: [Work::new(Kind::Float, words * values, 0), Work::default()],
+                providers: vec![
+                    tchs(clips),
+                    lists("foreach", false, clips),
+                    lists("fused", true, clips),
+                    ours(clips),
+                ],
+            });
+        }
+    }
+    cases
+}
