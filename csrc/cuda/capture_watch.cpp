@@ -48,9 +48,9 @@ std::unique_ptr<at::ObserverContext> on_start(const at::RecordFunction& function
   std::lock_guard<std::mutex> lock(watched().mutex);
   CaptureReport& report = watched().report;
   if (report.culprit.empty() && is_invalid(watched().stream)) {
-    report.culprit = report.last.empty() ? "what ran first"
-                                         : "what ran after " + report.last +
-                                               ", which is no operation of libtorch,";
+    report.culprit = report.last.empty()
+                         ? "what ran first"
+                         : "what ran after " + report.last + ", which is no operation of libtorch,";
   }
   report.last = description();
   return nullptr;

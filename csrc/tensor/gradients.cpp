@@ -10,9 +10,9 @@
 
 using namespace tch_extension;
 
-// Makes gradients[i] the `grad` of tensors[i]. A null pointer or an undefined tensor removes it. The
-// caller made sure that shapes, kinds and devices fit. If `changed` is true, autograd is told that
-// the tensors' values change.
+// Makes gradients[i] the `grad` of tensors[i]. A null pointer or an undefined tensor removes it.
+// The caller made sure that shapes, kinds and devices fit. If `changed` is true, autograd is told
+// that the tensors' values change.
 TCH_EXTENSION_API Message tch_extension_set_gradients(const at::Tensor* const* tensors,
                                                       const at::Tensor* const* gradients,
                                                       size_t len, bool changed) {

@@ -265,7 +265,9 @@ fn cannot_be_captured(op: &str, culprit: &str, text: &str) -> Error {
     // are general advice.
     let reason = text.find("CUDA error").map_or(text, |start| &text[start..]);
     let reason = reason.split('\n').next().and_then(|line| line.split("\\n").next());
-    refused(op, format!("{culprit} cannot be captured: {}", reason.unwrap_or_default()))
+    let reason = reason.unwrap_or_default();
+    let way_out = "leave it out of what is captured, and keep values on the GPU";
+    refused(op, format!("{culprit} cannot be captured: {reason}; {way_out}"))
 }
 
 /// Detects captures that other code has begun.

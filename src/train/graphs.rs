@@ -84,6 +84,14 @@ impl Graphs {
         Ok(Some(self.shapes.len() - 1))
     }
 
+    /// Forgets a shape with which no call ended well, which otherwise would take another's place.
+    pub fn forget_unused(&mut self, index: usize) {
+        let Shape { accumulate, step, .. } = &self.shapes[index];
+        if accumulate.warm + step.warm == 0 {
+            self.shapes.remove(index);
+        }
+    }
+
     pub fn shape(&mut self, index: usize) -> &mut Shape {
         &mut self.shapes[index]
     }

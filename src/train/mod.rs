@@ -47,13 +47,15 @@
 //!
 //! - The rules of [`cuda::Graph`](crate::cuda::Graph) hold: no waiting for the GPU, no shapes that
 //!   depend on values. An operation that cannot be captured gives an error with its name, even if
-//!   it panics, as `double_value` does. That call changed no parameter, and removed the gradients.
-//!   Call [`Step::set_capture`] with false to go on without graphs.
+//!   it panics, as `double_value` does. That call changed no parameter, and the next begins a
+//!   step. Call [`Step::set_capture`] with false to go on without graphs.
 //! - What the closure does on the CPU happens in the warm-up and the capture only. This includes
-//!   branches, counters and hooks of tensors; [`Step::recapture`] does it all anew. Numbers that change from step to step belong into
-//!   tensors: those of the batch, or others on the GPU that are changed in place between steps.
+//!   branches, counters and hooks of tensors; [`Step::recapture`] does it all anew. Numbers that
+//!   change from step to step belong into tensors: those of the batch, or others on the GPU that are
+//!   changed in place between steps.
 //! - It must not change the batch, and must not keep tensors that have a graph of autograd from one
-//!   call to the next.
+//!   call to the next. During a capture, no other such tensor that depends on the parameters may be
+//!   alive: its graph would draw another stream into the capture.
 //! - [`Autocast`](crate::amp::Autocast) belongs into the closure, as a guard that ends in it.
 //!   Each call begins and ends with an empty cache of casts. For kind `Half`, give the step a
 //!   scaler: [`Step::with_scaler`].
@@ -63,9 +65,10 @@
 //! The step owns the gradients of its parameters. After a call they are those of the batches of this
 //! step so far, at the same addresses for each graph; what was written to them by hand before a step
 //! is discarded. With one batch per step, they are absent before the backward pass, which then
-//! writes instead of adding, and each graph has gradients of its own: after a replay, `grad` is that
-//! of the graph which ran. With [`accumulate`](StepOptions::accumulate), all graphs add to the same
-//! tensors, and a parameter that once had a gradient has zeros in later steps that do not use it.
+//! writes instead of adding. Each graph then has gradients of its own, which take memory for each
+//! shape, and after a replay `grad` is that of the graph which ran. With
+//! [`accumulate`](StepOptions::accumulate), all graphs add to the same tensors, and a parameter that
+//! once had a gradient has zeros in later steps that do not use it.
 //!
 //! [`Step::after_backward`] is the place for collectives and for changes of gradients.
 //!

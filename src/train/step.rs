@@ -135,6 +135,7 @@ where
     pub fn step_with_extra(&mut self, batch: &[&Tensor]) -> Result<StepOutput> {
         let batch = self.checked(batch)?;
         self.follow_parameters()?;
+        let device = self.device_of_graphs(STEP)?;
         if std::mem::replace(&mut self.has_failed, true) {
             // The closure panicked, so nobody cleaned up.
             self.start_anew()?;
@@ -143,7 +144,7 @@ where
             true => Part::Accumulate,
             false => Part::Step,
         };
-        let output = match self.device_of_graphs(STEP)? {
+        let output = match device {
             None => self.run_here(&batch, part),
             Some(device) => self.run_on(device, &batch, part),
         };
@@ -316,9 +317,12 @@ where
         let is_warm = shape.way(part).warm >= self.options.warm_up;
         if !is_warm {
             let inputs: Vec<Tensor> = shape.inputs.iter().map(Tensor::shallow_clone).collect();
-            let output = self.run_aside(&current, &side, &inputs, part)?;
-            self.graphs.shape(index).way(part).warm += 1;
-            return Ok(output);
+            let output = self.run_aside(&current, &side, &inputs, part);
+            match output.is_ok() {
+                true => self.graphs.shape(index).way(part).warm += 1,
+                false => self.graphs.forget_unused(index),
+            }
+            return output;
         }
         if shape.way(part).captured.is_none() {
             let captured = self.capture(&side, index, part)?;

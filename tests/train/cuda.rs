@@ -295,3 +295,25 @@ fn cuda_the_cache_may_be_emptied_between_steps() {
     }
     same_bits(&step.into_optimizer().weights, &expected.weights);
 }
+
+#[test]
+fn cuda_a_shape_that_fails_takes_no_place() {
+    let Some(device) = caching_or_skip("cuda_a_shape_that_fails_takes_no_place") else { return };
+    let _serial = serially();
+    let (model, optimizer) = Model::new(device, 0.0);
+    let with = StepOptions { warm_up: 1, max_shapes: 1, ..Default::default() };
+    let mut step = Step::new(with, optimizer, |batch: &[Tensor]| match batch {
+        [_, _] => model.loss(batch),
+        _ => Err(Error::msg("a target is missing")),
+    })
+    .expect("a step");
+    let (x, y) = batch(1, 8);
+    refuses(step.step(&[&x]), &["a target is missing"]);
+    for _ in 0..3 {
+        let _ = step.step(&[&x, &y]).expect("a loss");
+    }
+    assert_eq!((step.stats().graphs, step.stats().replays), (1, 2));
+    refuses(step.step(&[&x]), &["a target is missing"]);
+    let _ = step.step(&[&x, &y]).expect("a loss");
+    assert_eq!((step.stats().graphs, step.stats().replays), (1, 3));
+}
