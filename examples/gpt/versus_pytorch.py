@@ -112,6 +112,7 @@ class Run:
         with open(os.path.join(inputs, "settings.json")) as file:
             self.settings = json.load(file)
         if self.is_cuda:
+            torch.cuda.init()
             torch.cuda.reset_peak_memory_stats()
         with torch.device(device):
             self.model = make_model(self.settings)

@@ -55,10 +55,12 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 }
 
 fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
-    let [workspace, exclude, gpt] = cargo::ALL_BUT_GPT;
-    let tests = ["test", "--no-run", workspace, exclude, gpt];
-    let mut builds: Vec<&[&str]> = vec![&tests, &["build", "--examples"]];
-    builds.extend([&["test", "--no-run", "-p", gpt][..], &["build", "-p", gpt]]);
+    let mut builds: Vec<&[&str]> = vec![
+        &["test", "--no-run", "--workspace", "--exclude", cargo::GPT],
+        &["build", "--examples"],
+        &["test", "--no-run", "-p", cargo::GPT],
+        &["build", "-p", cargo::GPT],
+    ];
     if options.benches {
         builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
     }

@@ -307,4 +307,20 @@ mod tests {
         assert_eq!(&batches[0].0 + 1, batches[0].1);
         assert_eq!(batches[0].0.int64_value(&[0, 0]), 160);
     }
+
+    #[test]
+    fn cuda_batches_are_those_of_the_cpu() {
+        let test = "cuda_batches_are_those_of_the_cpu";
+        let Some(device) = tch_extension::testing::cuda_or_skip(test) else { return };
+        let (_folder, tokens) = tokens();
+        let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
+        let loader = |device| Loader::new(tokens.clone(), order.clone(), 3, 8, device).unwrap();
+        let (mut here, mut there) = (loader(Device::Cpu), loader(device));
+        for index in [0, 1, 2, 3, 7, 8, 8, 2, 3, 4, 5, 6] {
+            let (x, y) = here.batch(index).unwrap();
+            let (gpu_x, gpu_y) = there.batch(index).unwrap();
+            assert_eq!((gpu_x.device(), gpu_y.device()), (device, device));
+            assert_eq!((x, y), (gpu_x.to_device(Device::Cpu), gpu_y.to_device(Device::Cpu)));
+        }
+    }
 }

@@ -53,7 +53,7 @@ impl Size {
         };
         match self {
             Size::Mini => Preset {
-                context: 64, layers: 4, heads: 4, dim: 128, batch: 12, accumulate: 1, steps: 2000, lr: 3e-3, warm_up: 100,
+                context: 64, layers: 4, heads: 4, dim: 128, batch: 12, accumulate: 1, steps: 3000, lr: 3e-3, warm_up: 100,
             },
             Size::Char => Preset {
                 context: 256, layers: 6, heads: 6, dim: 384, batch: 64, accumulate: 1, steps: 5000, lr: 1e-3, warm_up: 100,
