@@ -112,8 +112,9 @@ impl AllGathered<'_> {
 
     /// Tells autograd that the parameters have changed.
     pub fn bump_versions(&self) -> Result<()> {
-        let changed = self.all.iter().map(|gathered| &self.parameters[gathered.index].tensor);
-        kernels::bump_versions(changed)
+        let parameters = || self.all.iter().map(|gathered| &self.parameters[gathered.index]);
+        let masters = parameters().filter_map(|parameter| parameter.shared_master.as_ref());
+        kernels::bump_versions(parameters().map(|parameter| &parameter.tensor).chain(masters))
     }
 
     /// Tells autograd that kernels have changed the accumulated gradients.

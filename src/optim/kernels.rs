@@ -149,7 +149,8 @@ pub(super) struct Store {
     values: [f64; 6],
 }
 
-/// Whether a tensor can be updated, and what is in the way.
+/// Whether a tensor can be updated, and what is in the way. C++ makes the values.
+#[allow(dead_code)]
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Readiness {

@@ -3,11 +3,11 @@
 use super::config::{self, Algorithm};
 use super::gradients::{self, Gradients};
 use super::kernels::{self, Hyper, Limit, Rule, Spans};
-use super::state::{Place, State};
+use super::state::{Place, State, is_half};
 use super::step::Scaling;
 use crate::amp::ScaledGradients;
 use crate::ffi::amp::identity;
-use crate::{Error, Result};
+use crate::{Error, Result, check};
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -83,6 +83,8 @@ pub(super) struct Parameter {
     pub group: usize,
     /// `None` before the first step with a gradient.
     pub state: Option<State>,
+    /// Master weights that the caller keeps.
+    pub shared_master: Option<Tensor>,
 }
 
 /// Parameters with the same numbers.
@@ -165,7 +167,13 @@ impl Optimizer {
         gradients::check_parameters(&existing.chain(new).collect::<Vec<_>>())?;
         for NamedTensor { name, tensor, group } in tensors {
             let group = self.group_index(group, false);
-            self.parameters.push(Parameter { name, tensor, group, state: None });
+            self.parameters.push(Parameter {
+                name,
+                tensor,
+                group,
+                state: None,
+                shared_master: None,
+            });
         }
         Ok(())
     }
@@ -433,6 +441,73 @@ impl Optimizer {
         self.has_master_weights = on;
         Ok(())
     }
+
+    /// Shares the master weights of parameters of a half kind with the caller: a step updates these
+    /// tensors, and the parameters get their rounded values. So a model computes with weights of a
+    /// half kind and has them in `Float`, too, as under autocast, but without a cast in each step.
+    /// The parameters' values of the moment should be the rounded ones of `masters`. Master weights
+    /// that are shared are not part of the optimizer's state in files: save them with the model.
+    ///
+    /// ```
+    /// # use tch::{Device, Kind, Tensor};
+    /// # use tch_extension::optim::{AdamW, NamedTensor, OptimizerConfig};
+    /// let weight = Tensor::from_slice(&[1.0_f32, 2.0]);
+    /// let rounded = weight.to_kind(Kind::BFloat16).set_requires_grad(true); // what the model uses
+    /// let named = NamedTensor { name: "w".into(), tensor: rounded.shallow_clone(), group: 0 };
+    /// let mut optimizer = AdamW::default().build_of(vec![named], 1e-4)?;
+    /// optimizer.f_set_masters(&[("w", &weight)])?;
+    /// for _ in 0..10 {
+    ///     optimizer.backward_step(&rounded.square().sum(Kind::Float));
+    /// }
+    /// assert!((weight.double_value(&[0]) - 0.999).abs() < 1e-4);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// After the first step of a parameter; for a name that no parameter has; when a parameter is not
+    /// of a half kind, or its master weights are not of kind `Float` with its size, strides and
+    /// device. Then nothing was changed.
+    pub fn f_set_masters(&mut self, masters: &[(&str, &Tensor)]) -> Result<()> {
+        self.add_missing_variables()?;
+        let op = "Optimizer::set_masters";
+        let mut places = Vec::new();
+        for (name, master) in masters {
+            let place = self.parameters.iter().position(|parameter| parameter.name == *name);
+            let Some(place) = place else {
+                let expected = "the name of a parameter";
+                return Err(Error::argument(op, "masters", expected, format!("{name:?}"), ""));
+            };
+            check_master(op, &self.parameters[place], master)?;
+            places.push(place);
+        }
+        for (place, (_, master)) in places.into_iter().zip(masters) {
+            self.parameters[place].shared_master = Some(master.detach());
+        }
+        Ok(())
+    }
+}
+
+fn check_master(op: &str, parameter: &Parameter, master: &Tensor) -> Result<()> {
+    let Parameter { name, tensor, state, .. } = parameter;
+    if state.is_some() {
+        let hint = "call it right after build";
+        return Err(Error::argument(op, name, "a parameter without steps", "steps", hint));
+    }
+    let kind = tensor.f_kind()?;
+    if !is_half(kind) {
+        let hint = "a parameter of kind Float is its own master weight";
+        return Err(Error::argument(op, name, "kind Half or BFloat16", format!("{kind:?}"), hint));
+    }
+    let master = check!(op, name, master).defined()?.kind_in(&[Kind::Float])?;
+    let facts = |tensor: &Tensor| (tensor.size(), tensor.stride(), tensor.device());
+    let (expected, found) = (facts(tensor), facts(master.tensor()));
+    if expected != found {
+        let shown = |(size, strides, device): (Vec<i64>, Vec<i64>, Device)| {
+            format!("shape {size:?} with strides {strides:?} on {device:?}")
+        };
+        return Err(master.refuse(shown(expected), shown(found), ""));
+    }
+    Ok(())
 }
 
 fn check_max(op: &str, max: f64) -> Result<()> {

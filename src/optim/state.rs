@@ -156,12 +156,18 @@ impl Optimizer {
             // SGD without momentum got some.
             Some(state) => state.first = Some(moment()?),
             none => {
-                let has_master = has_master_weights && is_half(kind);
+                let master = match &parameter.shared_master {
+                    Some(shared) => Some(Owned::new(shared.shallow_clone())),
+                    None if has_master_weights && is_half(kind) => {
+                        Some(master_of(&parameter.tensor)?)
+                    }
+                    None => None,
+                };
                 *none = Some(State {
                     device,
                     kind,
                     len: fact.len,
-                    master: has_master.then(|| master_of(&parameter.tensor)).transpose()?,
+                    master,
                     first: has_buffer.then(moment).transpose()?,
                     second: (rule == Rule::AdamW).then(moment).transpose()?,
                     step: Owned::new(Tensor::f_zeros([1], (Kind::Int64, device))?),

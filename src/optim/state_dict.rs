@@ -113,13 +113,16 @@ impl Optimizer {
     /// Not copies: nobody else may get them.
     fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let mut tensors = BTreeMap::new();
-        for Parameter { name, state, .. } in &self.parameters {
+        for Parameter { name, state, shared_master, .. } in &self.parameters {
             let step = Part::Step.word(self.rule);
             if state.is_none() {
                 let none = Tensor::f_from_slice(&[0_i64])?.f_squeeze()?;
                 tensors.insert(format!("{step}.{name}"), none);
             }
             for part in Part::ALL {
+                if part == Part::Master && shared_master.is_some() {
+                    continue;
+                }
                 let Some(owned) = state.as_ref().and_then(|state| part.of(state)) else { continue };
                 let tensor = owned.tensor();
                 let tensor =
@@ -264,7 +267,7 @@ impl Optimizer {
         self.make_states(op, &facts)?;
         for (parameter, found) in self.parameters.iter().zip(&found) {
             if let Some(state) = &parameter.state {
-                apply(found, &parameter.tensor, state)?;
+                apply(found, parameter, state)?;
             }
         }
         Ok(())
@@ -334,7 +337,8 @@ impl Optimizer {
 
     fn has_master_of(&self, parameter: &Parameter) -> Result<bool> {
         let kind = parameter.tensor.f_kind()?;
-        Ok(self.has_master_weights && super::state::is_half(kind))
+        let is_ours = parameter.shared_master.is_none();
+        Ok(is_ours && self.has_master_weights && super::state::is_half(kind))
     }
 
     /// The numbers of each group.
@@ -376,7 +380,7 @@ fn number(tensor: &Tensor) -> Result<Option<f64>> {
 }
 
 /// Copies what was found.
-fn apply(found: &Found<'_>, parameter: &Tensor, state: &State) -> Result<()> {
+fn apply(found: &Found<'_>, parameter: &Parameter, state: &State) -> Result<()> {
     let copy = |to: Option<&Owned>, from: Option<&Tensor>| -> Result<()> {
         let Some(to) = to else { return Ok(()) };
         let mut to = to.tensor().shallow_clone();
@@ -388,7 +392,9 @@ fn apply(found: &Found<'_>, parameter: &Tensor, state: &State) -> Result<()> {
     };
     copy(state.first.as_ref(), found.first)?;
     copy(state.second.as_ref(), found.second)?;
-    copy(state.master.as_ref(), Some(found.master.unwrap_or(parameter)))?;
+    if parameter.shared_master.is_none() {
+        copy(state.master.as_ref(), Some(found.master.unwrap_or(&parameter.tensor)))?;
+    }
     copy(Some(&state.step), Some(&Tensor::f_from_slice(&[found.steps])?))
 }
 

@@ -5,6 +5,7 @@ mod clipping;
 mod cuda;
 mod errors;
 mod groups;
+mod masters;
 mod reference;
 mod scaler;
 mod state_dict;

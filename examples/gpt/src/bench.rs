@@ -184,8 +184,11 @@ impl Bench {
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
         }
-        let model = Gpt::zeros(&settings.model, device)?;
+        let mut model = Gpt::zeros(&settings.model, device)?;
         state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
+        if let Some(kind) = settings.precision.half() {
+            model.round(kind)?;
+        }
         let loader = loader(&options.inputs.join(BATCHES), &settings, device)?;
         let trainer = Trainer::new(Rc::new(model), &settings, !options.no_capture)?;
         let ready = begun.elapsed().as_secs_f64();

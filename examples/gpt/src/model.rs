@@ -97,6 +97,16 @@ pub struct Gpt {
     positions: Embedding,
     blocks: Vec<TransformerBlock>,
     norm: Norm,
+    /// Empty unless [`Gpt::round`] was called.
+    rounded: Vec<Rounded>,
+}
+
+/// A weight that the model has in `Float` and computes with in a half kind.
+struct Rounded {
+    name: String,
+    weight: Tensor,
+    /// The variable of the layer.
+    variable: Tensor,
 }
 
 impl Gpt {
@@ -117,9 +127,39 @@ impl Gpt {
             positions: embedding(&root / "wpe", config.context, dim, of_tokens),
             blocks,
             norm: norm(&root / "ln_f", dim, block.norm),
+            rounded: Vec::new(),
             config: config.clone(),
             variables,
         })
+    }
+
+    /// Gives the linear layers of the blocks weights of a half kind, rounded from those in `Float`.
+    /// Autocast would round them in each step, and cast their gradients back.
+    pub fn round(&mut self, kind: Kind) -> Result<()> {
+        for (name, mut variable) in self.named_variables() {
+            if !(name.contains(".attn.") || name.contains(".mlp.")) {
+                continue;
+            }
+            let weight = variable.f_detach_copy()?;
+            // The layer has the same tensor, so it gets the new memory, too.
+            variable.f_set_data(&weight.f_to_kind(kind)?)?;
+            self.rounded.push(Rounded { name, weight, variable });
+        }
+        Ok(())
+    }
+
+    /// Rounds the weights again, after those in `Float` were changed.
+    pub fn round_again(&self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        for Rounded { weight, variable, .. } in &self.rounded {
+            variable.shallow_clone().f_copy_(weight)?;
+        }
+        Ok(())
+    }
+
+    /// The weights in `Float` that are rounded before the model computes with them, by name.
+    pub fn masters(&self) -> Vec<(&str, &Tensor)> {
+        self.rounded.iter().map(|rounded| (rounded.name.as_str(), &rounded.weight)).collect()
     }
 
     /// A model with GPT-2's initial weights, which the seed decides on each kind of device: normal
@@ -140,9 +180,13 @@ impl Gpt {
         Ok(model)
     }
 
-    /// All variables, sorted by name.
+    /// All weights in `Float`, sorted by name.
     pub fn named_variables(&self) -> Vec<(String, Tensor)> {
-        let mut all: Vec<_> = self.variables.variables().into_iter().collect();
+        let mut all = self.variables.variables();
+        for Rounded { name, weight, .. } in &self.rounded {
+            all.insert(name.clone(), weight.shallow_clone());
+        }
+        let mut all: Vec<_> = all.into_iter().collect();
         all.sort_by(|a, b| a.0.cmp(&b.0));
         all
     }
@@ -179,6 +223,8 @@ impl Gpt {
         inputs: &Tensor,
         caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
+        let half = self.rounded.first().map(|rounded| rounded.variable.f_kind()).transpose()?;
+        let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
         let start = caches.first().map_or(0, KvCache::len);
         let hidden = self.hidden(inputs, start, false, Some(caches))?;
         let last = hidden.f_select(1, -1)?;
@@ -277,6 +323,36 @@ mod tests {
             let whole = model.next_logits(&whole, &mut model.caches()).unwrap();
             assert!(one.allclose(&whole, 1e-4, 1e-5, false), "at {place}");
         }
+    }
+
+    /// Autocast rounds in the same places, so the numbers are the same.
+    #[test]
+    fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
+        let of = |rounds: bool| {
+            let mut model = Gpt::new(&config(), Device::Cpu, 3).unwrap();
+            if rounds {
+                model.round(Kind::BFloat16).unwrap();
+            }
+            tch::manual_seed(5);
+            let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
+            let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
+            let loss = model.loss(&inputs, &targets, Some(Kind::BFloat16), true).unwrap();
+            loss.backward();
+            let variables = model.variables.variables().into_iter();
+            let mut gradients: Vec<_> =
+                variables.map(|(name, variable)| (name, variable.grad())).collect();
+            gradients.sort_by(|a, b| a.0.cmp(&b.0));
+            let logits = tch::no_grad(|| model.next_logits(&inputs, &mut model.caches()).unwrap());
+            (loss, gradients, logits, model.masters().len())
+        };
+        let (rounded, cast) = (of(true), of(false));
+        assert_eq!((rounded.3, cast.3), (16, 0));
+        assert_eq!(rounded.0.double_value(&[]), cast.0.double_value(&[]));
+        for ((name, found), (_, expected)) in rounded.1.iter().zip(&cast.1) {
+            assert_eq!(found.to_kind(Kind::Float), expected.to_kind(Kind::Float), "{name}");
+        }
+        assert_eq!(rounded.1[0].1.kind(), Kind::BFloat16, "{}", rounded.1[0].0);
+        assert!(rounded.2.to_kind(Kind::Float).allclose(&cast.2, 2e-2, 2e-2, false));
     }
 
     #[test]

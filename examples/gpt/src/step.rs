@@ -29,6 +29,7 @@ impl Trainer {
         // As in GPT-2: biases and norms do not decay.
         optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
         optimizer.f_set_clip_norm(Some(settings.clip))?;
+        optimizer.f_set_masters(&model.masters())?;
         let half = settings.precision.half();
         let closure: Closure = Box::new(move |batch: &[Tensor]| match batch {
             [inputs, targets] => model.loss(inputs, targets, half, true),

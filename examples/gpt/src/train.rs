@@ -127,7 +127,11 @@ impl<'a> Run<'a> {
         let order = Order::new(tokens.len(Part::Train), context, seed)?;
         let held_out = HeldOut::new(tokens.clone(), rows, context, options.eval_windows)?;
         device::check_memory(device, settings.model.training_bytes(rows * context))?;
-        let model = Rc::new(Gpt::new(&settings.model, device, seed)?);
+        let mut model = Gpt::new(&settings.model, device, seed)?;
+        if let Some(kind) = settings.precision.half() {
+            model.round(kind)?;
+        }
+        let model = Rc::new(model);
         let mut trainer = Trainer::new(model.clone(), &settings, !options.no_capture)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
@@ -288,7 +292,8 @@ fn begin_with(init: &Checkpoint, model: &Gpt, settings: &Settings) -> Result<()>
          run"
     );
     init.copy_into(&model_tensors(model))
-        .context("--init does not fit: leave out --size and the model's sizes")
+        .context("--init does not fit: leave out --size and the model's sizes")?;
+    model.round_again()
 }
 
 /// The rate to compare with: that of the kind in which products are computed.
@@ -316,6 +321,7 @@ fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result
         checkpoint.path.display()
     );
     checkpoint.copy_into(&model_tensors(model))?;
+    model.round_again()?;
     trainer.load_state(&state)
 }
 

@@ -1,0 +1,106 @@
+//! Master weights that the caller keeps.
+
+use super::*;
+use tch_extension::testing::devices;
+
+fn build(leaves: &[Tensor]) -> Optimizer {
+    AdamW::default().build_of(named(leaves), 0.01).expect("an optimizer")
+}
+
+/// The leaves' values in `Float`, with the leaves' strides.
+fn masters_of(leaves: &[Tensor]) -> Vec<Tensor> {
+    leaves.iter().map(|leaf| leaf.detach().to_kind(Kind::Float)).collect()
+}
+
+fn share(optimizer: &mut Optimizer, masters: &[Tensor]) -> tch_extension::Result<()> {
+    let names: Vec<String> = (0..masters.len()).map(|index| format!("w{index}")).collect();
+    let pairs: Vec<_> = names.iter().map(String::as_str).zip(masters).collect();
+    optimizer.f_set_masters(&pairs)
+}
+
+#[test]
+fn shared_masters_have_the_values_of_own_ones() {
+    let _alone = serially();
+    for device in devices() {
+        for kind in [Kind::Half, Kind::BFloat16] {
+            tch::manual_seed(21);
+            let first = leaves(&SIZES, kind, device);
+            let second: Vec<Tensor> =
+                first.iter().map(|leaf| leaf.detach().copy().set_requires_grad(true)).collect();
+            let masters = masters_of(&second);
+            let (mut own, mut shared) = (build(&first), build(&second));
+            share(&mut shared, &masters).expect("shared");
+            for seed in 0..4 {
+                for (leaves, optimizer) in [(&first, &mut own), (&second, &mut shared)] {
+                    tch::manual_seed(seed);
+                    accumulate(leaves, 1.0);
+                    optimizer.step();
+                }
+            }
+            assert_eq!(bits(&first), bits(&second), "{kind:?} on {device:?}");
+            let state = own.state_dict();
+            for (index, master) in masters.iter().enumerate() {
+                let expected = &state[&format!("master.w{index}")];
+                assert_eq!(bits(&[master.shallow_clone()]), bits(&[expected.shallow_clone()]));
+            }
+            assert!(shared.state_dict().keys().all(|name| !name.starts_with("master")));
+        }
+    }
+}
+
+/// The file has no master weights, and loading it leaves those of the caller alone.
+#[test]
+fn a_resumed_run_goes_on_from_the_callers_masters() {
+    let _alone = serially();
+    for device in devices() {
+        tch::manual_seed(22);
+        let first = leaves(&SIZES, Kind::BFloat16, device);
+        let masters = masters_of(&first);
+        let mut optimizer = build(&first);
+        share(&mut optimizer, &masters).expect("shared");
+        let train = |leaves: &[Tensor], optimizer: &mut Optimizer, seeds: std::ops::Range<i64>| {
+            for seed in seeds {
+                tch::manual_seed(seed);
+                accumulate(leaves, 1.0);
+                optimizer.step();
+            }
+        };
+        train(&first, &mut optimizer, 0..3);
+        let (state, saved) = (optimizer.state_dict(), copies(&masters));
+        train(&first, &mut optimizer, 3..5);
+
+        let round = |master: &Tensor| master.to_kind(Kind::BFloat16).set_requires_grad(true);
+        let resumed: Vec<Tensor> = saved.iter().map(round).collect();
+        let mut other = build(&resumed);
+        share(&mut other, &saved).expect("shared");
+        other.load_state_dict(&state);
+        train(&resumed, &mut other, 3..5);
+        assert_eq!(bits(&resumed), bits(&first));
+        assert_eq!(bits(&saved), bits(&masters));
+    }
+}
+
+#[test]
+fn what_cannot_be_a_master_is_refused_by_name() {
+    let _alone = serially();
+    let leaves = leaves(&[&[3, 4], &[5]], Kind::BFloat16, CPU);
+    let mut optimizer = build(&leaves);
+    let masters = masters_of(&leaves);
+    let mut refused =
+        |name: &str, master: &Tensor| text(optimizer.f_set_masters(&[(name, master)]));
+    assert_eq!(
+        refused("w7", &masters[0]),
+        "Optimizer::set_masters: masters: expected the name of a parameter, got \"w7\""
+    );
+    assert!(refused("w0", &masters[0].to_kind(Kind::Double)).contains("w0: expected kind Float"));
+    assert!(refused("w0", &masters[1]).contains("w0: expected shape [3, 4] with strides [4, 1]"));
+    assert!(refused("w0", &masters[0].tr().contiguous().tr()).contains("strides [1, 3]"));
+    assert!(refused("w0", &Tensor::new()).contains("w0"));
+    let float = super::leaves(&[&[2]], Kind::Float, CPU);
+    let of_float = text(build(&float).f_set_masters(&[("w0", &float[0])]));
+    assert!(of_float.contains("expected kind Half or BFloat16, got Float"), "{of_float}");
+    accumulate(&leaves, 1.0);
+    optimizer.step();
+    let late = text(optimizer.f_set_masters(&[("w1", &masters[1])]));
+    assert!(late.contains("w1: expected a parameter without steps, got steps"), "{late}");
+}
