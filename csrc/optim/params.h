@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-// Whether a tensor can be updated, and what is in the way.
+// Whether a tensor can be updated, and what is in the way. C++ makes the values.
 enum class OptimReadiness : int32_t {
   Ready,
   // A parameter without a gradient.
