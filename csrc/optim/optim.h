@@ -35,6 +35,12 @@ TCH_EXTENSION_HOST_DEVICE double clip_of(double squares, double max_norm) {
   return clip > 1 ? 1 : clip;
 }
 
+// An infinite maximum only measures. The norm may be infinite, too, and the quotient would be NaN.
+TCH_EXTENSION_HOST_DEVICE bool is_clipped(const OptimStep& step) {
+  constexpr double kMost = 1.7976931348623157e308;
+  return step.max_norm != nullptr && *step.max_norm <= kMost;
+}
+
 // What the scan found in all gradients.
 struct Totals {
   double squares;
@@ -74,7 +80,7 @@ TCH_EXTENSION_HOST_DEVICE void prepare(const OptimStep& step, const OptimSpan& s
   OptimCoefficients c{};
   c.skip = skip ? 1 : 0;
   c.inverse_scale = inverse_of(step.grad_scale);
-  c.clip = step.max_norm == nullptr ? 1 : clip_of(totals.squares, *step.max_norm);
+  c.clip = is_clipped(step) ? clip_of(totals.squares, *step.max_norm) : 1;
   c.first = hyper.first;
   const int64_t steps = *span.step + 1;
   bool counts = !skip;

@@ -2,7 +2,7 @@
 //! checked before anything is changed.
 
 use super::kernels::{self, Fact, Facts, Readiness};
-use super::optimizer::{KINDS, Parameter};
+use super::optimizer::{KINDS, Parameter, SharedMaster, check_master};
 use super::state::Needs;
 use crate::{Error, Result};
 use std::collections::HashSet;
@@ -58,6 +58,7 @@ pub(super) fn gather<'a>(
         }
         let device = check_parameter(op, &parameter.name, &facts.parameter)?;
         check_state(op, parameter, &facts.parameter, device)?;
+        check_shared_master(op, parameter)?;
         check_gradient(op, parameter, &facts)?;
         let (mut copied, mut copy) = (None, None);
         if facts.gradient.readiness == Readiness::OtherLayout {
@@ -113,7 +114,8 @@ impl AllGathered<'_> {
     /// Tells autograd that the parameters have changed.
     pub fn bump_versions(&self) -> Result<()> {
         let parameters = || self.all.iter().map(|gathered| &self.parameters[gathered.index]);
-        let masters = parameters().filter_map(|parameter| parameter.shared_master.as_ref());
+        let masters =
+            parameters().filter_map(|parameter| Some(&parameter.shared_master.as_ref()?.tensor));
         kernels::bump_versions(parameters().map(|parameter| &parameter.tensor).chain(masters))
     }
 
@@ -128,8 +130,7 @@ impl AllGathered<'_> {
 }
 
 /// Checks tensors that are to be updated together.
-pub(super) fn check_parameters(parameters: &[(&String, &Tensor)]) -> Result<()> {
-    let op = "Optimizer::build";
+pub(super) fn check_parameters(op: &str, parameters: &[(&str, &Tensor)]) -> Result<()> {
     let mut names = HashSet::new();
     for (name, _) in parameters {
         if !names.insert(*name) {
@@ -174,6 +175,7 @@ pub(super) fn parameter_facts(op: &str, parameters: &[Parameter]) -> Result<Vec<
         let fact = facts.parameter;
         let device = check_parameter(op, &parameter.name, &fact)?;
         check_state(op, parameter, &fact, device)?;
+        check_shared_master(op, parameter)?;
         Ok(Needs { index, fact, has_buffer: false })
     });
     needs.collect()
@@ -218,6 +220,20 @@ fn check_state(op: &str, parameter: &Parameter, fact: &Fact, device: Device) -> 
     let got = format!("{} values {kind:?} on {device:?}", fact.len);
     let hint = "build the optimizer after parameters are converted or moved";
     Err(Error::argument(op, &parameter.name, expected, got, hint))
+}
+
+/// Checks that the caller's master weights are where they were. Before the first step, also that the
+/// parameter is what it was.
+fn check_shared_master(op: &str, parameter: &Parameter) -> Result<()> {
+    let Some(SharedMaster { tensor, address }) = &parameter.shared_master else { return Ok(()) };
+    if tensor.data_ptr().addr() != *address {
+        let (argument, expected) = (&parameter.name, "master weights in the memory of before");
+        return Err(Error::argument(op, argument, expected, "other memory", "do not resize them"));
+    }
+    match parameter.state {
+        Some(_) => Ok(()),
+        None => check_master(op, &parameter.name, &parameter.tensor, tensor),
+    }
 }
 
 fn check_gradient(op: &str, parameter: &Parameter, facts: &Facts) -> Result<()> {

@@ -297,7 +297,8 @@ unsafe impl Send for Owned {}
 
 impl Owned {
     /// Takes a tensor of which no other handle exists, or none that is used for anything but
-    /// reading and writing values.
+    /// reading and writing values. The caller of `Optimizer::f_set_masters` has another handle, so
+    /// each step compares that tensor's address.
     pub fn new(tensor: Tensor) -> Self {
         let data = tensor.data_ptr();
         Owned { tensor, data }

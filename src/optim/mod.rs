@@ -9,7 +9,7 @@
 //!
 //! Compared with tch's, which are libtorch's C++ optimizers:
 //!
-//! - A step of any number of parameters is two kernels instead of a dozen per parameter.
+//! - A step of up to 368 parameters is two kernels instead of a dozen per parameter.
 //! - A step can be captured in a [`cuda::Graph`](crate::cuda::Graph). tch's would write the bias
 //!   correction of one step, and the learning rate, into the graph for ever.
 //! - Gradients are clipped by their norm while parameters are updated

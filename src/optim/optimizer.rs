@@ -10,6 +10,7 @@ use crate::ffi::amp::identity;
 use crate::{Error, Result, check};
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use tch::nn::{VarStore, Variables};
 use tch::{Device, Kind, Tensor};
@@ -25,7 +26,8 @@ pub struct NamedTensor {
     pub group: usize,
 }
 
-/// An optimizer that updates all its parameters in two kernels. [`AdamW`](super::AdamW) and
+/// An optimizer that updates all its parameters in two kernels (up to 368 on one device; more take
+/// further launches). [`AdamW`](super::AdamW) and
 /// [`Sgd`](super::Sgd) build it. It has the functions of tch's [`Optimizer`](tch::nn::Optimizer);
 /// those that begin with `f_` return an error where the others panic.
 ///
@@ -36,12 +38,14 @@ pub struct NamedTensor {
 /// Half kinds are computed in `Float`; see [`set_master_weights`](Self::set_master_weights).
 ///
 /// **On the device** are the learning rate and the other numbers of each group, the number of steps
-/// of each parameter and the norm of the gradients. No function waits for a GPU. A step that was
+/// of each parameter and the norm of the gradients. No step waits for a GPU, unless its
+/// parameters are on several devices. A step that was
 /// captured in a [`cuda::Graph`](crate::cuda::Graph) counts its replays, and reads what
 /// [`set_lr`](Self::set_lr) and the like have written since. Before the capture, a first step must
 /// have made the state. Call such functions, and replay, on one stream.
 ///
-/// **Determinism**: equal values give equal bits on one device, whatever ran before.
+/// **Determinism**: equal values give equal bits on one device, whatever ran before. On CUDA the order
+/// in which a gradient's squares are added depends on whether its address is a multiple of 16.
 ///
 /// ```
 /// use tch::nn::{self, Module};
@@ -62,6 +66,8 @@ pub struct NamedTensor {
 /// ```
 #[derive(Debug)]
 pub struct Optimizer {
+    /// That of no other optimizer of the process: a captured graph has the addresses of one.
+    id: u64,
     pub(super) rule: Rule,
     /// The numbers of a group that does not exist yet.
     pub(super) defaults: Hyper,
@@ -73,6 +79,8 @@ pub struct Optimizer {
     pub(super) places: Vec<Place>,
     pub(super) has_master_weights: bool,
     pub(super) max_norm: Option<f64>,
+    /// Whether a step has measured a norm since `max_norm` was set.
+    pub(super) has_norm: bool,
 }
 
 #[derive(Debug)]
@@ -83,8 +91,14 @@ pub(super) struct Parameter {
     pub group: usize,
     /// `None` before the first step with a gradient.
     pub state: Option<State>,
-    /// Master weights that the caller keeps.
-    pub shared_master: Option<Tensor>,
+    pub shared_master: Option<SharedMaster>,
+}
+
+/// Master weights that the caller keeps.
+#[derive(Debug)]
+pub(super) struct SharedMaster {
+    pub tensor: Tensor,
+    pub address: usize,
 }
 
 /// Parameters with the same numbers.
@@ -110,7 +124,9 @@ fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
 
 impl Optimizer {
     fn new(Algorithm { rule, hyper }: Algorithm) -> Self {
+        static LAST: AtomicU64 = AtomicU64::new(0);
         Optimizer {
+            id: LAST.fetch_add(1, Ordering::Relaxed),
             rule,
             defaults: hyper,
             store: None,
@@ -120,6 +136,7 @@ impl Optimizer {
             places: Vec::new(),
             has_master_weights: true,
             max_norm: None,
+            has_norm: false,
         }
     }
 
@@ -162,9 +179,10 @@ impl Optimizer {
     }
 
     fn add(&mut self, tensors: Vec<NamedTensor>) -> Result<()> {
-        let existing = self.parameters.iter().map(|known| (&known.name, &known.tensor));
-        let new = tensors.iter().map(|new| (&new.name, &new.tensor));
-        gradients::check_parameters(&existing.chain(new).collect::<Vec<_>>())?;
+        let existing = self.parameters.iter().map(|known| (known.name.as_str(), &known.tensor));
+        let new = tensors.iter().map(|new| (new.name.as_str(), &new.tensor));
+        let all: Vec<_> = existing.chain(new).collect();
+        gradients::check_parameters("Optimizer::build", &all)?;
         for NamedTensor { name, tensor, group } in tensors {
             let group = self.group_index(group, false);
             self.parameters.push(Parameter {
@@ -283,6 +301,7 @@ impl Optimizer {
     /// # Errors
     /// As for [`f_backward_step`](Self::f_backward_step), and when `max` is negative or NaN.
     pub fn f_backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        check_max("Optimizer::backward_step_clip", max)?;
         self.f_zero_grad()?;
         loss.f_backward()?;
         self.f_clip_grad_value(max)?;
@@ -301,6 +320,7 @@ impl Optimizer {
     /// # Errors
     /// As for [`f_backward_step_clip`](Self::f_backward_step_clip).
     pub fn f_backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        check_max("Optimizer::backward_step_clip_norm", max)?;
         self.f_zero_grad()?;
         loss.f_backward()?;
         let _norm = self.f_clip_grad_norm(max)?;
@@ -391,6 +411,7 @@ impl Optimizer {
                 kernels::store(&[max], &place.max_norm, place.device)?;
             }
         }
+        self.has_norm &= self.max_norm.is_some() && max.is_some();
         self.max_norm = max;
         Ok(())
     }
@@ -408,7 +429,7 @@ impl Optimizer {
     /// # Errors
     /// Errors of CUDA.
     pub fn f_grad_norm(&self) -> Result<Option<Tensor>> {
-        let Some(place) = self.places.first().filter(|_| self.max_norm.is_some()) else {
+        let Some(place) = self.places.first().filter(|_| self.has_norm) else {
             return Ok(None);
         };
         let _no_grad = tch::no_grad_guard();
@@ -446,7 +467,8 @@ impl Optimizer {
     /// tensors, and the parameters get their rounded values. So a model computes with weights of a
     /// half kind and has them in `Float`, too, as under autocast, but without a cast in each step.
     /// The parameters' values of the moment should be the rounded ones of `masters`. Master weights
-    /// that are shared are not part of the optimizer's state in files: save them with the model.
+    /// that are shared are not part of the optimizer's state in files: save them with the model. A
+    /// replay of a graph changes them without autograd's notice.
     ///
     /// ```
     /// # use tch::{Device, Kind, Tensor};
@@ -477,22 +499,29 @@ impl Optimizer {
                 let expected = "the name of a parameter";
                 return Err(Error::argument(op, "masters", expected, format!("{name:?}"), ""));
             };
-            check_master(op, &self.parameters[place], master)?;
+            let Parameter { name, tensor, state, .. } = &self.parameters[place];
+            if state.is_some() {
+                let hint = "call it right after build";
+                let expected = "a parameter without steps";
+                return Err(Error::argument(op, name, expected, "steps", hint));
+            }
+            check_master(op, name, tensor, master)?;
             places.push(place);
         }
+        let names: Vec<_> =
+            masters.iter().map(|(name, _)| format!("the master of {name}")).collect();
+        let new = names.iter().map(String::as_str).zip(masters.iter().map(|(_, master)| *master));
+        let parameters = self.parameters.iter().map(|known| (known.name.as_str(), &known.tensor));
+        gradients::check_parameters(op, &parameters.chain(new).collect::<Vec<_>>())?;
         for (place, (_, master)) in places.into_iter().zip(masters) {
-            self.parameters[place].shared_master = Some(master.detach());
+            let (tensor, address) = (master.f_detach()?, master.data_ptr().addr());
+            self.parameters[place].shared_master = Some(SharedMaster { tensor, address });
         }
         Ok(())
     }
 }
 
-fn check_master(op: &str, parameter: &Parameter, master: &Tensor) -> Result<()> {
-    let Parameter { name, tensor, state, .. } = parameter;
-    if state.is_some() {
-        let hint = "call it right after build";
-        return Err(Error::argument(op, name, "a parameter without steps", "steps", hint));
-    }
+pub(super) fn check_master(op: &str, name: &str, tensor: &Tensor, master: &Tensor) -> Result<()> {
     let kind = tensor.f_kind()?;
     if !is_half(kind) {
         let hint = "a parameter of kind Float is its own master weight";
@@ -541,7 +570,7 @@ impl crate::amp::Optimizer for Optimizer {
     /// What decides which kernels a step runs, and on which memory.
     fn revision(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
+        (self.id, self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
         for Parameter { group, state, .. } in &self.parameters {
             let has_buffer = state.as_ref().is_some_and(|state| state.first.is_some());
             (group, state.is_some(), has_buffer).hash(&mut hasher);

@@ -157,7 +157,7 @@ impl Optimizer {
             Some(state) => state.first = Some(moment()?),
             none => {
                 let master = match &parameter.shared_master {
-                    Some(shared) => Some(Owned::new(shared.shallow_clone())),
+                    Some(shared) => Some(Owned::new(shared.tensor.shallow_clone())),
                     None if has_master_weights && is_half(kind) => {
                         Some(master_of(&parameter.tensor)?)
                     }

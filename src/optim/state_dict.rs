@@ -317,7 +317,8 @@ impl Optimizer {
             used.insert(key);
         }
         // torch's SGD counts nothing: what matters is whether there is a buffer.
-        let counts = self.rule == Rule::AdamW || matches!(writer, Writer::Us);
+        let has_moment = found.first.is_some() || found.second.is_some();
+        let counts = has_moment && self.rule == Rule::AdamW || matches!(writer, Writer::Us);
         found.steps = steps.unwrap_or(i64::from(found.first.is_some()));
         let mut lacks = |part: Part| {
             let key = writer.key(part.word(self.rule), &parameter.name);

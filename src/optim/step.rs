@@ -76,9 +76,13 @@ impl Optimizer {
             .map(|device| self.batch(&gathered, device, scaling))
             .collect::<Result<Vec<_>>>()?;
         self.launch(batches.iter().map(|batch| self.call(batch)).collect(), &batches)?;
+        let has_norm = self.max_norm.is_some() && !batches.is_empty();
         gathered.bump_versions()?;
         let is_scaled = matches!(scaling, Scaling::Scaled(_));
-        Ok(batches.into_iter().filter(|_| is_scaled).filter_map(|batch| batch.found_inf).collect())
+        let found = batches.into_iter().filter(|_| is_scaled).filter_map(|batch| batch.found_inf);
+        let found = found.collect();
+        self.has_norm |= has_norm;
+        Ok(found)
     }
 
     fn place(&self, device: Device) -> Result<&Place> {

@@ -92,6 +92,11 @@ impl Graphs {
         }
     }
 
+    /// The same for all shapes.
+    pub fn forget_all_unused(&mut self) {
+        self.shapes.retain(|Shape { accumulate, step, .. }| accumulate.warm + step.warm > 0);
+    }
+
     pub fn shape(&mut self, index: usize) -> &mut Shape {
         &mut self.shapes[index]
     }

@@ -108,8 +108,10 @@
 //! # Several at once
 //!
 //! Steps may exist next to one another and move to other threads. While one captures, no other
-//! thread may draw random numbers on a GPU or replay a graph. Calls on different streams wait for
-//! one another on the GPU. Dropping a step waits for its work.
+//! thread may draw random numbers on a GPU or replay a graph. Calls of one
+//! step on different streams wait for one another on the GPU. Steps that draw random numbers share
+//! the generator's state, so use one stream for them, or let one wait for the other. Dropping a step
+//! waits for its work.
 //!
 //! In Python this is `torch.cuda.graph` around the whole step, or
 //! `torch.cuda.make_graphed_callables`; see PyTorch's notes on whole-network capture.

@@ -6,11 +6,12 @@ use crate::ffi::gradients as ffi;
 use crate::{Error, Result, check};
 use tch::{Device, Tensor};
 
-/// An optimizer's parameters, and the addresses that a graph was captured with.
+/// An optimizer's parameters, and what a graph was captured with: their addresses, and whether they
+/// are trained.
 #[derive(Debug)]
 pub(super) struct Parameters {
     tensors: Vec<Tensor>,
-    addresses: Vec<usize>,
+    captured: Vec<(usize, bool)>,
 }
 
 impl Parameters {
@@ -23,8 +24,8 @@ impl Parameters {
         for (place, tensor) in tensors.iter().enumerate() {
             check!(op, &format!("parameter {place}"), tensor).defined()?;
         }
-        let addresses = addresses(&tensors).collect();
-        Ok(Parameters { tensors, addresses })
+        let captured = in_a_graph(&tensors).collect();
+        Ok(Parameters { tensors, captured })
     }
 
     pub fn tensors(&self) -> &[Tensor] {
@@ -50,9 +51,10 @@ impl Parameters {
         self.tensors.first().map_or(Device::Cpu, Tensor::device)
     }
 
-    /// Whether a parameter has other memory than before, as after `set_data` or `to_device`.
-    pub fn have_moved(&self) -> bool {
-        addresses(&self.tensors).ne(self.addresses.iter().copied())
+    /// Whether a parameter has other memory than before, as after `set_data` or `to_device`, or was
+    /// frozen or unfrozen.
+    pub fn have_changed(&self) -> bool {
+        in_a_graph(&self.tensors).ne(self.captured.iter().copied())
     }
 
     /// Whether these are the optimizer's parameters, in the same order.
@@ -82,8 +84,8 @@ impl Parameters {
     }
 }
 
-fn addresses(tensors: &[Tensor]) -> impl Iterator<Item = usize> {
-    tensors.iter().map(|tensor| tensor.data_ptr().addr())
+fn in_a_graph(tensors: &[Tensor]) -> impl Iterator<Item = (usize, bool)> {
+    tensors.iter().map(|tensor| (tensor.data_ptr().addr(), tensor.requires_grad()))
 }
 
 /// Whether both lists hold the same tensors, or none at the same places.

@@ -2,10 +2,11 @@
 
 use super::graphs::{Captured, Graphs, key_of};
 use super::parameters::Parameters;
-use super::work::{Part, Work};
+use super::work::{Part, Work, revision_of};
 use super::{StepOptions, StepOutput, StepStats};
 use crate::amp::{GradScaler, Optimizer};
 use crate::cuda::{Graph, Stream, StreamGuard, is_capturing, record_stream};
+use crate::ffi::amp::clear_autocast_cache;
 use crate::ffi::gradients as ffi;
 use crate::{Error, Result, check};
 use std::fmt;
@@ -29,6 +30,8 @@ pub struct Step<O, F> {
     is_touched: bool,
     /// The optimizer's, as of the graphs.
     revision: u64,
+    /// With accumulation, a call without a graph made gradients that there were none of before.
+    has_new_sums: bool,
     /// The last call did not end well.
     has_failed: bool,
     stats: StepStats,
@@ -52,7 +55,7 @@ where
     pub fn new(options: StepOptions, optimizer: O, closure: F) -> Result<Self> {
         options.check(NEW)?;
         let parameters = Parameters::of(NEW, &optimizer)?;
-        let revision = optimizer.revision();
+        let revision = revision_of(&optimizer, None);
         let step = Step {
             graphs: Graphs::default(),
             work: Work::new(closure, optimizer, parameters, options.accumulate),
@@ -60,6 +63,7 @@ where
             stream: None,
             position: 0,
             is_touched: false,
+            has_new_sums: false,
             revision,
             has_failed: false,
             stats: StepStats::default(),
@@ -138,6 +142,7 @@ where
         let device = self.device_of_graphs(STEP)?;
         if std::mem::replace(&mut self.has_failed, true) {
             // The closure panicked, so nobody cleaned up.
+            self.graphs.forget_all_unused();
             self.start_anew()?;
         }
         let part = match self.position + 1 < self.options.accumulate {
@@ -196,6 +201,7 @@ where
 
     /// The scaler, to load a saved state, for example.
     pub fn scaler_mut(&mut self) -> Option<&mut GradScaler> {
+        self.is_touched = true;
         self.work.scaler.as_mut()
     }
 
@@ -247,17 +253,20 @@ where
         Ok(Some(device))
     }
 
-    /// Drops the graphs if parameters were added or moved to other memory, or the optimizer does
-    /// other work than before.
+    /// Drops the graphs if parameters were added, moved to other memory or frozen, or if the optimizer
+    /// or the scaler does other work than before.
     fn follow_parameters(&mut self) -> Result<()> {
+        if std::mem::take(&mut self.has_new_sums) {
+            self.graphs.clear();
+        }
         let others = self.is_touched && !self.work.parameters.are_of(&self.work.optimizer);
-        if others || self.work.parameters.have_moved() {
+        if others || self.work.parameters.have_changed() {
             self.graphs.clear();
             self.position = 0;
             self.work.renew_parameters(STEP)?;
         }
         if self.is_touched {
-            let revision = self.work.optimizer.revision();
+            let revision = self.work.revision();
             // Without graphs, this is the state that the warm-up makes.
             if revision != std::mem::replace(&mut self.revision, revision) && self.graphs.len() > 0
             {
@@ -287,7 +296,8 @@ where
     fn run_eagerly(&mut self, batch: &[Tensor], part: Part) -> Result<StepOutput> {
         self.work.prepare_gradients(self.position == 0)?;
         let output = self.work.run(STEP, batch, part)?;
-        self.work.keep_gradients()?;
+        // Graphs know nothing of a parameter that had no gradient before.
+        self.has_new_sums |= self.work.keep_gradients()?;
         // A step of tch's optimizers, and of those of `optim`, takes in new variables of its store.
         self.is_touched = true;
         self.stats.eager_calls += 1;
@@ -340,6 +350,8 @@ where
         part: Part,
     ) -> Result<StepOutput> {
         side.wait_stream(current)?;
+        // Also if the closure panics.
+        let _joined = Joined { current, side };
         let output = {
             let _guard = StreamGuard::new(side)?;
             self.run_eagerly(batch, part)
@@ -379,6 +391,8 @@ where
             return Err(Error::msg(format!("internal error: {STEP}: there is no graph")));
         };
         captured.graph.replay()?;
+        // Casts of weights before this step, which somebody made in a region around the call.
+        clear_autocast_cache()?;
         match part {
             Part::Step => self.work.parameters.set_gradients_of_step(&captured.gradients)?,
             Part::Accumulate => self.work.parameters.set_gradients(&captured.gradients)?,
@@ -388,6 +402,19 @@ where
         (self.stats.kernels, self.stats.other_nodes) =
             (captured.graph.kernels(), captured.graph.other_nodes());
         copies(&captured.output)
+    }
+}
+
+/// When dropped, makes one stream wait for the other.
+struct Joined<'a> {
+    current: &'a Stream,
+    side: &'a Stream,
+}
+
+impl Drop for Joined<'_> {
+    fn drop(&mut self) {
+        // If CUDA has failed, the next call says so.
+        let _ = self.current.wait_stream(self.side);
     }
 }
 

@@ -7,6 +7,7 @@ use crate::autograd::backward;
 use crate::ffi::amp::clear_autocast_cache;
 use crate::ffi::gradients as ffi;
 use crate::{Error, Result, check};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use tch::{Kind, Tensor};
 
 /// What runs between the backward pass and the optimizer.
@@ -62,12 +63,14 @@ impl<O: Optimizer, F> Work<O, F> {
         Ok(())
     }
 
-    /// After a call that ran without a graph: what it made are the sums from now on.
-    pub fn keep_gradients(&mut self) -> Result<()> {
-        if self.accumulate > 1 {
-            self.sums = self.parameters.gradients()?;
+    /// After a call that ran without a graph: what it made are the sums from now on. Returns whether
+    /// they are others than those before.
+    pub fn keep_gradients(&mut self) -> Result<bool> {
+        if self.accumulate == 1 {
+            return Ok(false);
         }
-        Ok(())
+        let before = std::mem::replace(&mut self.sums, self.parameters.gradients()?);
+        Ok(!before.is_empty() && !are_same(&before, &self.sums))
     }
 
     /// The gradients of a call that was captured.
@@ -95,6 +98,14 @@ impl<O: Optimizer, F> Work<O, F> {
             true => self.parameters.remove_gradients(),
             false => self.parameters.set_gradients(&self.sums),
         }
+    }
+
+    /// Changes when a step does other work, or works on other memory, than before.
+    pub fn revision(&self) -> u64
+    where
+        O: Optimizer,
+    {
+        revision_of(&self.optimizer, self.scaler.as_ref())
     }
 
     /// Takes the optimizer's parameters of now.
@@ -173,4 +184,10 @@ fn check_loss(op: &str, loss: &Tensor) -> Result<()> {
         return Err(loss_arg.refuse("a loss that requires grad", "one that does not", hint));
     }
     Ok(())
+}
+
+pub(super) fn revision_of(optimizer: &impl Optimizer, scaler: Option<&GradScaler>) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (optimizer.revision(), scaler.map(GradScaler::revision)).hash(&mut hasher);
+    hasher.finish()
 }

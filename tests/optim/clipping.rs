@@ -163,3 +163,54 @@ fn infinite_gradients_spoil_the_step_as_in_torch() {
         }
     }
 }
+
+/// An infinite maximum only measures, also if the norm is infinite.
+#[test]
+fn an_infinite_maximum_changes_nothing() {
+    let _alone = serially();
+    for device in devices() {
+        let run = |max: Option<f64>| {
+            tch::manual_seed(17);
+            let leaves = leaves(&[&[5], &[7]], Kind::Float, device);
+            let mut optimizer = build(rules()[0], &leaves, 0.01);
+            optimizer.set_clip_norm(max);
+            accumulate(&leaves, 1.0);
+            let _ = leaves[1].grad().get(3).fill_(f64::INFINITY);
+            optimizer.step();
+            bits(&leaves)
+        };
+        assert_eq!(run(Some(f64::INFINITY)), run(None), "{device:?}");
+    }
+}
+
+#[test]
+fn there_is_no_norm_before_a_step_that_measures_it() {
+    let _alone = serially();
+    let leaves = leaves(&[&[5]], Kind::Float, CPU);
+    let mut optimizer = build(rules()[0], &leaves, 0.01);
+    let step = |optimizer: &mut Optimizer| {
+        accumulate(&leaves, 1.0);
+        optimizer.step();
+    };
+    step(&mut optimizer);
+    optimizer.set_clip_norm(Some(1.0));
+    assert!(optimizer.grad_norm().is_none());
+    step(&mut optimizer);
+    assert!(optimizer.grad_norm().is_some());
+    optimizer.set_clip_norm(None);
+    optimizer.set_clip_norm(Some(1.0));
+    assert!(optimizer.grad_norm().is_none());
+}
+
+#[test]
+fn a_wrong_maximum_leaves_the_gradients() {
+    let _alone = serially();
+    let leaves = leaves(&[&[5]], Kind::Float, CPU);
+    let mut optimizer = build(rules()[0], &leaves, 0.01);
+    accumulate(&leaves, 1.0);
+    let before = bits(&gradients(&leaves));
+    let loss = leaves[0].sum(Kind::Float);
+    text(optimizer.f_backward_step_clip(&loss, -1.0));
+    text(optimizer.f_backward_step_clip_norm(&loss, f64::NAN));
+    assert_eq!(bits(&gradients(&leaves)), before);
+}

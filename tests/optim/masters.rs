@@ -104,3 +104,35 @@ fn what_cannot_be_a_master_is_refused_by_name() {
     let late = text(optimizer.f_set_masters(&[("w1", &masters[1])]));
     assert!(late.contains("w1: expected a parameter without steps, got steps"), "{late}");
 }
+
+/// What happens to a parameter or its master weights between the call and the step.
+#[test]
+fn changes_before_the_first_step_are_refused() {
+    let _alone = serially();
+    let changes: [(fn(&mut Tensor, &mut Tensor), &str); 4] = [
+        (|leaf, _| leaf.set_data(&Tensor::zeros([1 << 12], (Kind::BFloat16, CPU))), "[4096]"),
+        (|leaf, _| leaf.set_data(&leaf.detach().to_kind(Kind::Double)), "kind Half or BFloat16"),
+        (|leaf, _| leaf.set_data(&leaf.detach().tr().contiguous().tr()), "strides [1, 3]"),
+        (|_, master| drop(master.resize_([1 << 12])), "master weights in the memory of before"),
+    ];
+    for (change, expected) in changes {
+        let mut leaf = super::leaves(&[&[3, 4]], Kind::BFloat16, CPU).remove(0);
+        let mut master = leaf.detach().to_kind(Kind::Float);
+        let mut optimizer = build(&[leaf.shallow_clone()]);
+        optimizer.f_set_masters(&[("w0", &master)]).expect("shared");
+        change(&mut leaf, &mut master);
+        leaf.sum(leaf.kind()).backward();
+        let error = text(optimizer.f_step());
+        assert!(error.contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn masters_that_share_memory_are_refused() {
+    let _alone = serially();
+    let leaves = leaves(&[&[4], &[4]], Kind::BFloat16, CPU);
+    let master = Tensor::zeros([6], (Kind::Float, CPU));
+    let overlapping = [master.narrow(0, 0, 4), master.narrow(0, 2, 4)];
+    let error = text(share(&mut build(&leaves), &overlapping));
+    assert!(error.contains("memory that it shares with the master of w"), "{error}");
+}

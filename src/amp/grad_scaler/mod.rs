@@ -8,10 +8,12 @@ pub use optimizer::{Optimizer, ScaledGradients};
 pub use options::{GradScalerOptions, GradScalerState};
 
 use crate::ffi::amp as ffi;
+use crate::ffi::amp::identity;
 use crate::{Error, Result, check};
 use gradients::{Group, groups_of_gradients, moved};
 use options::{check_factors, check_scale, out_of_range};
 use std::collections::HashSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use tch::{Device, Kind, Tensor};
 
 /// Scales losses, so that gradients of kind `Half` do not vanish, and skips the steps for which the
@@ -386,6 +388,18 @@ impl GradScaler {
         }
         self.state = *state;
         Ok(())
+    }
+
+    /// Changes with all that a CUDA graph keeps of a scaler: the memory of the scale, and the numbers
+    /// that `update` takes from the CPU.
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
+    pub(crate) fn revision(&self) -> u64 {
+        let GradScalerState { growth_factor, backoff_factor, growth_interval, .. } = self.state;
+        let memory = self.current.as_ref().map(|current| identity(&current.scale));
+        let factors = [growth_factor, backoff_factor].map(f64::to_bits);
+        let mut hasher = DefaultHasher::new();
+        (self.enabled, memory, factors, growth_interval).hash(&mut hasher);
+        hasher.finish()
     }
 
     /// Forgets what was unscaled since the last update, after an iteration that failed.

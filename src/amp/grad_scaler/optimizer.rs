@@ -63,7 +63,9 @@ pub trait Optimizer {
     /// A number that changes when [`step`](Self::step) begins to do other work than before, for
     /// example when clipping is switched on. A graph that was captured before would go on without
     /// it; `train::Step` then captures anew. A new value of a tensor on the
-    /// GPU is no other work. The default is always 0.
+    /// GPU is no other work, but other tensors in the place of the old ones are: a graph has the old
+    /// addresses. So it must also differ between optimizers. The default is always 0; then call
+    /// `Step::recapture` after such a change.
     fn revision(&self) -> u64 {
         0
     }
