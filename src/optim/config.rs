@@ -196,8 +196,8 @@ impl OptimizerConfig for AdamW {
         check_weight_decay(op, self.wd)?;
         check_beta(op, "beta1", self.beta1)?;
         check_beta(op, "beta2", self.beta2)?;
-        if self.eps.is_nan() || self.eps < 0.0 {
-            return Err(out_of_range(op, "eps", "0 or more", self.eps));
+        if !self.eps.is_finite() || self.eps < 0.0 {
+            return Err(out_of_range(op, "eps", "a finite number, 0 or more", self.eps));
         }
         let hyper = Hyper {
             lr,

@@ -359,15 +359,24 @@ impl Optimizer {
                     problems.missing.push(key);
                     continue;
                 };
-                match number(tensor)?.filter(|number| number.is_finite() && *number >= 0.0) {
+                match number(tensor)?.filter(|number| is_in_range(word, *number)) {
                     Some(number) => *value = number,
-                    None => problems.misfits.push(format!("{key} that is no positive number")),
+                    None => problems.misfits.push(format!("{key} that is out of range")),
                 }
                 used.insert(key);
             }
             all.push((id, values));
         }
         Ok(all)
+    }
+}
+
+/// Whether `build` takes this number, too.
+fn is_in_range(word: &str, number: f64) -> bool {
+    match word {
+        "beta1" | "beta2" => (0.0..1.0).contains(&number),
+        "dampening" => number.is_finite(),
+        _ => number.is_finite() && number >= 0.0,
     }
 }
 

@@ -126,7 +126,7 @@ fn states_that_do_not_fit_change_nothing() {
             ),
             (
                 &|state| drop(state.insert("group.0.lr".into(), ones(&[]) * f64::NAN)),
-                "group.0.lr that is no positive number",
+                "group.0.lr that is out of range",
             ),
         ];
         for (change, expected) in cases {
@@ -247,4 +247,20 @@ fn tensors_come_back_from_a_file() {
     }
     let none = text(load_tensors(file.with_extension("none")));
     assert!(none.starts_with("state_dict::load_tensors: "), "{none}");
+}
+
+/// What `build` takes can be saved and loaded; what it refuses is refused.
+#[test]
+fn numbers_of_a_file_are_those_of_build() {
+    let _alone = serially();
+    let leaves = leaves(&[&[3]], Kind::Float, CPU);
+    let sgd = Sgd { momentum: 0.9, dampening: -0.5, ..Default::default() };
+    let mut optimizer = sgd.build_of(named(&leaves), 0.1).expect("an optimizer");
+    let state = optimizer.state_dict();
+    optimizer.load_state_dict(&state);
+    let mut optimizer = AdamW::default().build_of(named(&leaves), 0.1).expect("an optimizer");
+    let mut state = optimizer.state_dict();
+    state.insert("group.0.beta1".to_string(), Tensor::from(1.0));
+    let error = text(optimizer.f_load_state_dict(&state));
+    assert!(error.contains("group.0.beta1 that is out of range"), "{error}");
 }
