@@ -25,7 +25,10 @@ fn numbers_out_of_range_are_refused() {
             built(default.beta2(-0.1), 0.1),
             "AdamW::build: beta2: expected 0 or more and below 1, got -0.1",
         ),
-        (built(default.eps(f64::NAN), 0.1), "AdamW::build: eps: expected a finite number, 0 or more, got NaN"),
+        (
+            built(default.eps(f64::NAN), 0.1),
+            "AdamW::build: eps: expected a finite number, 0 or more, got NaN",
+        ),
         (
             built(default.wd(-1.0), 0.1),
             "AdamW::build: wd: expected a finite number, 0 or more, got -1",

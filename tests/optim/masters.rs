@@ -109,7 +109,8 @@ fn what_cannot_be_a_master_is_refused_by_name() {
 #[test]
 fn changes_before_the_first_step_are_refused() {
     let _alone = serially();
-    let changes: [(fn(&mut Tensor, &mut Tensor), &str); 4] = [
+    type Change = fn(&mut Tensor, &mut Tensor);
+    let changes: [(Change, &str); 4] = [
         (|leaf, _| leaf.set_data(&Tensor::zeros([1 << 12], (Kind::BFloat16, CPU))), "[4096]"),
         (|leaf, _| leaf.set_data(&leaf.detach().to_kind(Kind::Double)), "kind Half or BFloat16"),
         (|leaf, _| leaf.set_data(&leaf.detach().tr().contiguous().tr()), "strides [1, 3]"),
