@@ -14,6 +14,7 @@ Writes versus.json, versus.jsonl (the losses) and versus.svg. Needs torch and a 
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -236,12 +237,12 @@ def distance(a, b):
 
 
 def compare(rows):
-    """Whether Rust's curve is as near to PyTorch's as PyTorch's curves are to one another."""
+    """Whether Rust's curve is as near to PyTorch's as PyTorch's curves with the batches in two orders are to one another."""
     rust, reference, others = rows[0], rows[1], rows[2:]
-    spread = max(distance(row, reference) for row in others)
-    ours = distance(rust, reference)
-    return {"of": reference["name"], "rust": ours, "PyTorch": {row["name"]: distance(row, reference) for row in others},
-            "spread": spread, "is_within": ours <= spread}
+    distances = {row["name"]: distance(row, reference) for row in others}
+    spread, ours = distances[OTHER_ORDER], distance(rust, reference)
+    return {"of": reference["name"], "rust": ours, "PyTorch": distances, "spread_of": OTHER_ORDER, "spread": spread,
+            "is_within": ours <= spread}
 
 
 def table(rows):
@@ -312,8 +313,9 @@ def report(options, rows, curves):
     print(f"{options.size}, {options.steps} steps, {rows[0]['device']}, torch {rows[1]['version']}")
     print(table(rows))
     fits = "lies within" if curves["is_within"] else "lies OUTSIDE OF"
-    print(f"Rust's curve differs from {curves['of']}'s by up to {curves['rust']:.4f} (mean of {WINDOW} steps) and {fits} the "
-          f"spread of PyTorch's own runs, {curves['spread']:.4f}: " + ", ".join(f"{name} {d:.4f}" for name, d in curves["PyTorch"].items()))
+    print(f"distance from {curves['of']}'s curve, the largest difference of means of {WINDOW} steps: Rust {curves['rust']:.4f}, "
+          + ", ".join(f"{name} {d:.4f}" for name, d in curves["PyTorch"].items()))
+    print(f"Rust's curve {fits} the spread of two PyTorch runs, {curves['spread']:.4f}, which '{curves['spread_of']}' gives")
     print(f"written: {place}.json, .jsonl, .svg")
 
 
@@ -332,8 +334,11 @@ def arguments():
     options = parser.parse_args()
     if options.name is None and not options.gpt:
         parser.error("--gpt is missing: give the path of the Rust program, such as target/debug/gpt")
-    if options.steps < 2 * (ROUNDS + 1):
-        parser.error(f"--steps {options.steps} is too small: give {2 * (ROUNDS + 1)} or more")
+    # Fewer give no means, or so few that every curve lies within any spread.
+    if options.steps < 2 * WINDOW:
+        parser.error(f"--steps {options.steps} is too small: give {2 * WINDOW} or more, because losses are averaged over {WINDOW} steps")
+    if importlib.util.find_spec("torch") is None:
+        parser.error(f"{sys.executable} has no torch: install torch 2.11 there, or run this script with another python3")
     return options
 
 

@@ -7,7 +7,7 @@
 use crate::files::write_whole;
 use crate::settings::Settings;
 use anyhow::{Context, Result, anyhow, bail, ensure};
-use safetensors::tensor::{Dtype, SafeTensors, TensorView, serialize_to_file};
+use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors, TensorView, serialize_to_file};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
@@ -67,7 +67,10 @@ pub fn save(
             .iter()
             .map(|(name, stored)| Ok((name, stored.view()?)))
             .collect::<Result<Vec<_>>>()?;
-        serialize_to_file(views, &Some(metadata), partial).map_err(|error| anyhow!("{error}"))
+        serialize_to_file(views, &Some(metadata), partial).map_err(|error| match error {
+            SafeTensorError::IoError(error) => error.into(),
+            error => anyhow!("cannot write the checkpoint {}: {error}", path.display()),
+        })
     })?;
     // Newer ones were damaged: the run resumed before them.
     let (newer, mut others) = found(folder)?.into_iter().partition::<Vec<_>, _>(|old| *old > path);

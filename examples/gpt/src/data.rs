@@ -101,7 +101,8 @@ pub fn windows(
 type Source = Box<dyn Fn(u64) -> Result<Tensor>>;
 
 /// Brings batches to the device. On a GPU, the next batch is copied from pinned memory, on a stream
-/// of its own, while the current one is trained on.
+/// of its own, while the current one is trained on. The host is at most two steps ahead of the GPU: it
+/// waits for the copy that used the pinned memory last.
 pub struct Loader {
     source: Source,
     ahead: Option<Ahead>,
@@ -212,6 +213,16 @@ impl Ahead {
     }
 }
 
+impl Drop for Ahead {
+    /// Waits for the last copies, whose memory goes away.
+    fn drop(&mut self) {
+        for slot in self.slots.iter().filter(|slot| slot.holds.is_some()) {
+            // If the device failed, there is nothing to wait for.
+            let _ = slot.copied.synchronize();
+        }
+    }
+}
+
 /// The held-out text in batches, always the same: `count` windows that are spread evenly, or all.
 pub struct HeldOut {
     tokens: Rc<Tokens>,
@@ -284,6 +295,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let all: Vec<u32> = (0..200).collect();
         crate::tokens::write(folder.path(), ([0; 32], 256), 0.2, |writer| writer.write(&all))
+            .and_then(crate::files::Whole::put)
             .unwrap();
         let tokens = Rc::new(Tokens::open(folder.path()).unwrap());
         (folder, tokens)

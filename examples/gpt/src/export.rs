@@ -2,7 +2,7 @@
 
 use crate::checkpoint;
 use crate::device::Precision;
-use crate::files::{prepare_folder, write_bytes};
+use crate::files::{lock, make_folder, prepare_folder, write_bytes};
 use crate::model::{Gpt, ModelConfig};
 use crate::progress::{say, warn};
 use crate::sample::{load_model, model_tensors};
@@ -50,6 +50,8 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     let checkpoint = checkpoint::of_run("--from", &options.from, warn)?;
     let tokenizer = Tokenizer::load(&options.from)?;
     let model = load_model(&checkpoint, Device::Cpu)?;
+    make_folder("--to", &options.to)?;
+    let _lock = lock("--to", &options.to)?;
     prepare_folder("--to", &options.to)?;
     let names = StateDictOptions {
         name: Some(&|name| format!("{PREFIX}{name}")),
@@ -119,6 +121,8 @@ pub fn import(options: &ImportOptions) -> Result<()> {
     );
     let model = Gpt::zeros(&config, Device::Cpu)?;
     load_weights(&model, &options.from.join(WEIGHTS))?;
+    make_folder("--to", &options.to)?;
+    let _lock = lock("--to", &options.to)?;
     let run = options.to.join(checkpoint::FOLDER);
     ensure!(
         !checkpoint::any(&run)?,
@@ -147,6 +151,7 @@ fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
         clip: 1.0,
         seed: 1,
         data,
+        source: Default::default(),
     }
 }
 

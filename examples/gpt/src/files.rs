@@ -12,15 +12,53 @@ const PARTIAL: &str = ".partial";
 /// replaces the target only when it is complete and on the disk. If anything fails before, or if the
 /// program is killed, the target stays unchanged.
 pub fn write_whole(target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
-    let cannot = || format!("cannot write {} (is the disk full?)", target.display());
-    let folder = folder_of(target);
-    let name = target.file_name().unwrap_or_default().to_string_lossy();
-    let partial = temporary(folder, &name).with_context(cannot)?;
-    write(partial.path()).with_context(cannot)?;
-    File::open(partial.path()).and_then(|file| file.sync_all()).with_context(cannot)?;
-    partial.persist(target).with_context(cannot)?;
-    // The new name is stored in the folder, which must be synchronised, too.
-    File::open(folder).and_then(|folder| folder.sync_all()).with_context(cannot)
+    Whole::write(target, write)?.put()
+}
+
+/// A file that is complete and on the disk, under a temporary name. It is removed if it is dropped.
+pub struct Whole {
+    partial: tempfile::NamedTempFile,
+    target: PathBuf,
+}
+
+impl Whole {
+    /// Writes the file beside its target, which stays unchanged.
+    pub fn write(target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<Whole> {
+        let cannot = || cannot_fill(target);
+        let name = target.file_name().unwrap_or_default().to_string_lossy();
+        let partial = temporary(folder_of(target), &name).with_context(cannot)?;
+        write(partial.path()).map_err(|error| match is_of_writing(&error) {
+            true => error.context(cannot()),
+            false => error,
+        })?;
+        File::open(partial.path()).and_then(|file| file.sync_all()).with_context(cannot)?;
+        Ok(Whole { partial, target: target.to_path_buf() })
+    }
+
+    /// Where the file is now.
+    pub fn path(&self) -> &Path {
+        self.partial.path()
+    }
+
+    /// Replaces the target.
+    pub fn put(self) -> Result<()> {
+        let cannot = || cannot_fill(&self.target);
+        self.partial.persist(&self.target).with_context(cannot)?;
+        // The new name is stored in the folder, which must be synchronised, too.
+        File::open(folder_of(&self.target))
+            .and_then(|folder| folder.sync_all())
+            .with_context(cannot)
+    }
+}
+
+fn cannot_fill(target: &Path) -> String {
+    format!("cannot write {} (is the disk full?)", target.display())
+}
+
+/// Whether an error is that of the write itself. Others, such as that of a text that cannot be read,
+/// have a context of their own.
+fn is_of_writing(error: &anyhow::Error) -> bool {
+    error.chain().next().is_some_and(|first| first.is::<std::io::Error>())
 }
 
 /// [`write_whole`] of bytes that are there already.
@@ -111,7 +149,9 @@ mod tests {
             fs::write(path, "half")?;
             anyhow::bail!("stopped")
         });
-        assert!(format!("{:#}", failed.unwrap_err()).contains("stopped"));
+        assert_eq!(format!("{:#}", failed.unwrap_err()), "stopped");
+        let full = write_whole(&file, |_| Err(std::io::Error::other("full").into()));
+        assert!(full.unwrap_err().to_string().contains("is the disk full?"));
         assert_eq!(fs::read(&file).unwrap(), b"old");
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }

@@ -136,6 +136,7 @@ impl Gpt {
     /// Gives the linear layers of the blocks weights of a half kind, rounded from those in `Float`.
     /// Autocast would round them in each step, and cast their gradients back.
     pub fn round(&mut self, kind: Kind) -> Result<()> {
+        ensure!(self.rounded.is_empty(), "the weights are rounded already");
         for (name, mut variable) in self.named_variables() {
             if !(name.contains(".attn.") || name.contains(".mlp.")) {
                 continue;
@@ -332,6 +333,7 @@ mod tests {
             let mut model = Gpt::new(&config(), Device::Cpu, 3).unwrap();
             if rounds {
                 model.round(Kind::BFloat16).unwrap();
+                assert!(model.round(Kind::BFloat16).is_err(), "twice");
             }
             tch::manual_seed(5);
             let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));

@@ -4,8 +4,8 @@ use crate::device::Precision;
 use crate::model::ModelConfig;
 use crate::prepare::TextOptions;
 use crate::sample::Drawing;
-use crate::settings::{DataId, Settings};
-use anyhow::{Result, ensure};
+use crate::settings::{DataId, Settings, Source};
+use anyhow::{Result, anyhow, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tch::Device;
@@ -92,6 +92,7 @@ impl Size {
             clip: 1.0,
             seed: 1,
             data,
+            source: Default::default(),
         }
     }
 }
@@ -243,7 +244,7 @@ impl Changes {
 
 impl TrainOptions {
     /// Checks what does not depend on the data.
-    pub fn check(&self) -> Result<()> {
+    pub fn check(&self, device: Device) -> Result<()> {
         let counts = [
             ("--eval-every", self.eval_every.unwrap_or(1)),
             ("--eval-windows", self.eval_windows),
@@ -265,10 +266,41 @@ impl TrainOptions {
         }
         crate::sample::check_length("--sample", self.sample)?;
         self.drawing.check()?;
+        if self.resume || self.init.is_some() {
+            // The sizes are those of a checkpoint.
+            return Ok(());
+        }
         // Whatever the data are: so that nothing is prepared for settings that cannot be.
-        let size = self.size.unwrap_or(Size::Mini);
+        let size = self.size.unwrap_or(Size::of(device));
         let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
-        self.changes.apply_to_preset(size.settings(Device::Cpu, 256, data)).check()
+        self.changes.apply_to_preset(size.settings(device, 256, data)).check()
+    }
+
+    /// Where the data of a new run come from.
+    fn source(&self) -> Source {
+        match &self.data {
+            Some(folder) => Source {
+                data: Some(std::path::absolute(folder).unwrap_or_else(|_| folder.clone())),
+                text: Default::default(),
+            },
+            None => Source { data: None, text: self.text.by_name() },
+        }
+    }
+
+    /// Refuses options of the text that differ from those of the run that is continued.
+    pub fn check_text(&self, earlier: &Settings) -> Result<()> {
+        if let Some([option, before, now]) = self.text.difference(&earlier.source.text) {
+            return Err(self.differs(&option, &before, &now));
+        }
+        Ok(())
+    }
+
+    fn differs(&self, option: &str, before: &str, now: &str) -> anyhow::Error {
+        anyhow!(
+            "{option} of the run in {} was {before}, and is {now} now: leave it out to --resume, or give \
+             another --out",
+            self.out.display()
+        )
     }
 
     /// The settings of a new run, perhaps with the model of another one, `init`, or of the run that is
@@ -281,16 +313,18 @@ impl TrainOptions {
         earlier: Option<&Settings>,
         init: Option<&Settings>,
     ) -> Result<Settings> {
-        let settings = match earlier {
+        let mut settings = match earlier {
             None => {
                 let preset = self.size.unwrap_or(Size::of(device));
                 let mut settings = preset.settings(device, vocabulary, data);
+                settings.source = self.source();
                 if let Some(init) = init {
                     settings.model = ModelConfig { dropout: 0.0, ..init.model.clone() };
                 }
                 self.changes.apply_to_preset(settings)
             }
             Some(earlier) => {
+                self.check_text(earlier)?;
                 let mut settings = Settings { data, ..earlier.clone() };
                 if let Some(size) = self.size {
                     let ModelConfig { dropout, recompute, .. } = earlier.model;
@@ -307,11 +341,11 @@ impl TrainOptions {
                 "--vocabulary" | "--tokens" | "--checksum" => "the data".to_string(),
                 _ => option,
             };
-            anyhow::bail!(
-                "{option} of the run in {} was {before}, and is {now} now: leave it out to --resume, or give \
-                 another --out",
-                self.out.display()
-            );
+            return Err(self.differs(&option, &before, &now));
+        }
+        if let (Some(_), Some(folder)) = (earlier, self.source().data) {
+            // The same data, perhaps at another place.
+            settings.source.data = Some(folder);
         }
         Ok(settings)
     }
@@ -376,8 +410,33 @@ mod tests {
         for line in ["--eval-every 0", "--log-every -1", "--sample -1", "--peak 0", "--top-k 0"] {
             let option = line.split(' ').next().unwrap();
             let line = line.replacen(' ', "=", 1);
-            let error = options(&line).check().unwrap_err().to_string();
+            let error = options(&line).check(Device::Cpu).unwrap_err().to_string();
             assert!(error.starts_with(option), "{error}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_checked_with_those_that_they_are_used_with() {
+        // 128 features of `mini`, 384 of `char`, and those of a checkpoint.
+        let check = |line, device| options(line).check(device);
+        assert!(check("--heads 3", Device::Cpu).is_err());
+        assert!(check("--heads 3", Device::Cuda(0)).is_ok());
+        assert!(check("--heads 5", Device::Cuda(0)).is_err());
+        assert!(check("--heads 3 --resume", Device::Cpu).is_ok());
+        assert!(check("--heads 3 --init x", Device::Cpu).is_ok());
+    }
+
+    #[test]
+    fn a_continued_run_keeps_its_text() {
+        let earlier = settings("--text a.txt b.txt --vocabulary bpe", None).unwrap();
+        for same in ["", "--text a.txt b.txt", "--vocabulary-size 8192", "--held-out 0.1"] {
+            assert_eq!(settings(same, Some(&earlier)).unwrap(), earlier, "{same}");
+        }
+        for other in ["--text a.txt", "--vocabulary bytes", "--held-out 0.2", "--vocabulary-from x"]
+        {
+            let error = settings(other, Some(&earlier)).unwrap_err().to_string();
+            let option = other.split(' ').next().unwrap();
+            assert!(error.starts_with(&format!("{option} of the run in runs/gpt was")), "{error}");
         }
     }
 }

@@ -1,9 +1,10 @@
 //! From text files to a token file and its vocabulary.
 
-use crate::files::{prepare_folder, repository};
+use crate::files::{Whole, lock, make_folder, prepare_folder, repository};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 use std::path::{Path, PathBuf};
@@ -24,51 +25,138 @@ pub struct TextOptions {
     /// Text files, or folders of them [default: this repository's own prose and sources]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub text: Vec<PathBuf>,
-    /// The vocabulary
-    #[arg(long, value_enum, default_value_t = Vocabulary::Bytes)]
-    pub vocabulary: Vocabulary,
+    /// The vocabulary [default: bytes]
+    #[arg(long, value_enum)]
+    pub vocabulary: Option<Vocabulary>,
     /// The number of byte pairs, with `--vocabulary bpe` [default: 8192]
     #[arg(long, value_name = "N")]
     pub vocabulary_size: Option<usize>,
     /// The vocabulary of a folder, such as that of a run, instead of a new one
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["vocabulary", "vocabulary_size"])]
     pub vocabulary_from: Option<PathBuf>,
-    /// The fraction of the text, at its end, that is held out for validation
-    #[arg(long, value_name = "FRACTION", default_value_t = 0.1)]
-    pub held_out: f64,
+    /// The fraction of the text, at its end, that is held out for validation [default: 0.1]
+    #[arg(long, value_name = "FRACTION")]
+    pub held_out: Option<f64>,
+}
+
+impl TextOptions {
+    fn vocabulary(&self) -> Vocabulary {
+        self.vocabulary.unwrap_or(Vocabulary::Bytes)
+    }
+
+    fn held_out(&self) -> f64 {
+        self.held_out.unwrap_or(0.1)
+    }
+
+    /// The options by name, with the defaults of those that were not given.
+    pub fn by_name(&self) -> BTreeMap<String, String> {
+        let mut all = self.given();
+        if self.vocabulary_from.is_none() {
+            let name = match self.vocabulary() {
+                Vocabulary::Bytes => "bytes",
+                Vocabulary::Bpe => "bpe",
+            };
+            all.insert("--vocabulary".to_string(), name.to_string());
+            if self.vocabulary() == Vocabulary::Bpe {
+                let size = self.vocabulary_size.unwrap_or(DEFAULT_SIZE);
+                all.insert("--vocabulary-size".to_string(), size.to_string());
+            }
+        }
+        all.insert("--held-out".to_string(), format!("{:?}", self.held_out()));
+        all
+    }
+
+    /// Those that were given.
+    fn given(&self) -> BTreeMap<String, String> {
+        let absolute = |path: &PathBuf| {
+            std::path::absolute(path).unwrap_or_else(|_| path.clone()).display().to_string()
+        };
+        let text: Vec<String> = self.text.iter().map(absolute).collect();
+        let vocabulary = self.vocabulary.map(|kind| match kind {
+            Vocabulary::Bytes => "bytes".to_string(),
+            Vocabulary::Bpe => "bpe".to_string(),
+        });
+        let all = [
+            ("--text", (!text.is_empty()).then(|| text.join(" "))),
+            ("--vocabulary", vocabulary),
+            ("--vocabulary-size", self.vocabulary_size.map(|size| size.to_string())),
+            ("--vocabulary-from", self.vocabulary_from.as_ref().map(absolute)),
+            ("--held-out", self.held_out.map(|part| format!("{part:?}"))),
+        ];
+        all.into_iter().filter_map(|(name, value)| Some((name.to_string(), value?))).collect()
+    }
+
+    /// The first option that was given and that differs from those of an earlier run: its name, its
+    /// value there and here.
+    pub fn difference(&self, earlier: &BTreeMap<String, String>) -> Option<[String; 3]> {
+        self.given().into_iter().find_map(|(name, now)| {
+            let before = earlier.get(&name).cloned().unwrap_or("none".to_string());
+            (before != now).then_some([name, before, now])
+        })
+    }
+}
+
+/// A text's tokens and vocabulary, complete but under temporary names.
+pub struct Prepared {
+    pub tokenizer: Tokenizer,
+    vocabulary: Whole,
+    tokens: Whole,
+    said: String,
+    _lock: File,
+}
+
+impl Prepared {
+    pub fn tokens(&self) -> Result<Tokens> {
+        Tokens::open_file(self.tokens.path())
+    }
+
+    /// Replaces what was in the folder, and returns what was done in words.
+    pub fn put(self) -> Result<String> {
+        // Should the program be killed in between, the hash in the token file tells.
+        self.vocabulary.put()?;
+        self.tokens.put()?;
+        Ok(self.said)
+    }
 }
 
 /// Writes `tokens.bin` and `tokenizer.json` into a folder, and returns what it did in words.
 pub fn prepare(options: &TextOptions, option: &str, folder: &Path) -> Result<String> {
-    tokenizer::check_size(options.vocabulary, options.vocabulary_size)?;
+    beside(options, option, folder)?.put()
+}
+
+/// Writes both files under temporary names into a folder, whose own files stay until
+/// [`Prepared::put`].
+pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prepared> {
+    tokenizer::check_size(options.vocabulary(), options.vocabulary_size)?;
+    let held_out = options.held_out();
     ensure!(
-        options.held_out > 0.0 && options.held_out < 1.0,
-        "--held-out {:?} is out of range: give a number between 0 and 1, such as 0.1",
-        options.held_out
+        held_out > 0.0 && held_out < 1.0,
+        "--held-out {held_out:?} is out of range: give a number between 0 and 1, such as 0.1"
     );
     let sources = Sources::find(&options.text)?;
+    make_folder(option, folder)?;
+    let _lock = lock(option, folder)?;
     prepare_folder(option, folder)?;
-    let vocabulary = match (&options.vocabulary_from, options.vocabulary) {
+    let tokenizer = match (&options.vocabulary_from, options.vocabulary()) {
         (Some(folder), _) => Tokenizer::load(folder)?,
         (None, Vocabulary::Bytes) => Tokenizer::bytes(),
         (None, Vocabulary::Bpe) => {
             train(&sources, options.vocabulary_size.unwrap_or(DEFAULT_SIZE))?
         }
     };
-    // The vocabulary first, so that no token file is there without its own.
-    vocabulary.save(folder)?;
-    let size = (vocabulary.hash(), vocabulary.len());
-    tokens::write(folder, size, options.held_out, |writer| {
-        sources.files.iter().try_for_each(|file| encode(file, &vocabulary, writer))
+    let size = (tokenizer.hash(), tokenizer.len());
+    let tokens = tokens::write(folder, size, held_out, |writer| {
+        sources.files.iter().try_for_each(|file| encode(file, &tokenizer, writer))
     })?;
-    let written = Tokens::open(folder)?;
-    Ok(format!(
+    let written = Tokens::open_file(tokens.path())?;
+    let said = format!(
         "{}: {} tokens to train on, {} held out, vocabulary of {}",
         sources.describe(),
         written.len(Part::Train),
         written.len(Part::HeldOut),
         written.vocabulary()
-    ))
+    );
+    Ok(Prepared { vocabulary: tokenizer.write(folder)?, tokenizer, tokens, said, _lock })
 }
 
 fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
@@ -125,6 +213,14 @@ fn pieces(file: &Path) -> impl Iterator<Item = Result<(&Path, Vec<u8>)>> + Send 
         if piece.last().is_some_and(|&byte| byte != b'\n') {
             reader.take(LONGEST_LINE).read_until(b'\n', &mut piece)?;
         }
+        // A piece of a longer line ends with a character: the next three bytes may belong to it.
+        for _ in 0..3 {
+            match reader.fill_buf()?.first() {
+                Some(&byte) if byte & 0xC0 == 0x80 && !piece.ends_with(b"\n") => piece.push(byte),
+                _ => break,
+            }
+            reader.consume(1);
+        }
         Ok(piece)
     };
     let mut failed = false;
@@ -136,11 +232,7 @@ fn pieces(file: &Path) -> impl Iterator<Item = Result<(&Path, Vec<u8>)>> + Send 
             Ok(piece) => (!piece.is_empty()).then_some(Ok((file, piece))),
             Err(error) => {
                 failed = true;
-                let cannot = format!(
-                    "cannot read the text {} (give existing, readable files with --text)",
-                    file.display()
-                );
-                Some(Err(error.context(cannot)))
+                Some(Err(error.context(cannot_read(file))))
             }
         }
     })
@@ -214,10 +306,14 @@ fn texts_below(path: &Path) -> Result<Vec<PathBuf>> {
         entry.depth() == 0 || !(name.starts_with('.') || name == "target")
     };
     let mut files = Vec::new();
-    for entry in WalkDir::new(path).sort_by_file_name().into_iter().filter_entry(is_wanted) {
-        let entry = entry.with_context(|| format!("cannot list --text {}", path.display()))?;
+    let walk = WalkDir::new(path).follow_links(true).sort_by_file_name();
+    for entry in walk.into_iter().filter_entry(is_wanted) {
+        let entry = match entry {
+            Err(error) if error.depth() > 0 && is_hidden(error.path()) => continue,
+            entry => entry.with_context(|| format!("cannot list --text {}", path.display()))?,
+        };
         let is_named = entry.depth() == 0;
-        if entry.file_type().is_file() && (is_named || looks_like_text(entry.path())) {
+        if entry.file_type().is_file() && (is_named || looks_like_text(entry.path())?) {
             files.push(entry.into_path());
         }
     }
@@ -225,10 +321,20 @@ fn texts_below(path: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Whether the first bytes of a file have no zero, which texts do not have.
-fn looks_like_text(file: &Path) -> bool {
+fn looks_like_text(file: &Path) -> Result<bool> {
     let mut first = Vec::new();
     let read = File::open(file).and_then(|file| file.take(4096).read_to_end(&mut first));
-    read.is_ok() && !first.contains(&0)
+    read.with_context(|| cannot_read(file))?;
+    Ok(!first.contains(&0))
+}
+
+fn is_hidden(path: Option<&Path>) -> bool {
+    let name = path.and_then(Path::file_name).unwrap_or_default();
+    name.to_string_lossy().starts_with('.')
+}
+
+fn cannot_read(file: &Path) -> String {
+    format!("cannot read the text {} (give existing, readable files with --text)", file.display())
 }
 
 #[cfg(test)]
@@ -238,10 +344,10 @@ mod tests {
     fn options(text: Vec<PathBuf>, vocabulary: Vocabulary) -> TextOptions {
         TextOptions {
             text,
-            vocabulary,
+            vocabulary: Some(vocabulary),
             vocabulary_size: None,
             vocabulary_from: None,
-            held_out: 0.1,
+            held_out: None,
         }
     }
 
@@ -258,13 +364,40 @@ mod tests {
         put("a/.hidden", b"hh");
         put("target/o", b"oo");
         put("picture", b"\0\0");
+        let elsewhere = tempfile::tempdir().unwrap();
+        std::fs::write(elsewhere.path().join("y"), b"cc").unwrap();
+        std::os::unix::fs::symlink(elsewhere.path(), folder.path().join("c")).unwrap();
+        std::os::unix::fs::symlink("/no/such", folder.path().join(".#b.txt")).unwrap();
         let to = tempfile::tempdir().unwrap();
         let text = vec![folder.path().to_path_buf()];
         let said = prepare(&options(text, Vocabulary::Bytes), "--out", to.path()).unwrap();
-        assert!(said.contains("(2 files): 4 tokens to train on, 0 held out"), "{said}");
-        let mut found = [0; 4];
+        assert!(said.contains("(3 files): 6 tokens to train on, 0 held out"), "{said}");
+        let mut found = [0; 6];
         Tokens::open(to.path()).unwrap().read(Part::Train, 0, &mut found);
-        assert_eq!(found.map(|token| token as u8), *b"aabb");
+        assert_eq!(found.map(|token| token as u8), *b"aabbcc");
+
+        std::os::unix::fs::symlink("/no/such", folder.path().join("d")).unwrap();
+        let text = vec![folder.path().to_path_buf()];
+        let failed = prepare(&options(text, Vocabulary::Bytes), "--out", to.path());
+        assert!(format!("{:#}", failed.unwrap_err()).contains("cannot list --text"));
+    }
+
+    #[test]
+    fn an_empty_text_leaves_the_folder_as_it_was() {
+        let from = tempfile::tempdir().unwrap();
+        let (some, none) = (from.path().join("some"), from.path().join("none"));
+        std::fs::write(&some, "one and one and one").unwrap();
+        std::fs::write(&none, "").unwrap();
+        let to = tempfile::tempdir().unwrap();
+        prepare(&options(vec![some], Vocabulary::Bpe), "--out", to.path()).unwrap();
+        let files =
+            || [tokens::FILE, tokenizer::FILE].map(|name| std::fs::read(to.path().join(name)));
+        let before = files().map(Result::unwrap);
+        let failed = prepare(&options(vec![none], Vocabulary::Bytes), "--out", to.path());
+        let error = format!("{:#}", failed.unwrap_err());
+        assert!(error.starts_with("the text is empty"), "{error}");
+        assert!(files().map(Result::unwrap) == before);
+        assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 3, "and the lock");
     }
 
     #[test]
@@ -277,6 +410,17 @@ mod tests {
         assert_eq!(found.concat(), whole.as_bytes());
         assert_eq!(found.len(), 3);
         assert!(found[..2].iter().all(|piece| piece.ends_with(b"x\n")));
+    }
+
+    #[test]
+    fn pieces_of_a_very_long_line_end_with_a_character() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let whole = "x".to_string() + &"\u{e9}".repeat((PIECE + LONGEST_LINE) as usize / 2 + 9);
+        std::fs::write(file.path(), &whole).unwrap();
+        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap().1).collect();
+        assert_eq!(found.len(), 2);
+        assert!(found.iter().all(|piece| std::str::from_utf8(piece).is_ok()));
+        assert!(found.concat() == whole.as_bytes());
     }
 
     #[test]

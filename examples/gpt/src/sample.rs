@@ -80,10 +80,12 @@ pub fn run(options: &SampleOptions) -> Result<()> {
     let checkpoint = checkpoint::of_run("--from", &options.from, warn)?;
     let tokenizer = Tokenizer::load(&options.from)?;
     let model = load_model(&checkpoint, device)?;
-    match options.logits {
-        true => say(&logits(&model, &tokenizer, &options.drawing.prompt)?),
-        false => say(&sample(&model, &tokenizer, &options.drawing, options.length, options.seed)?),
+    if options.logits {
+        return say(&logits(&model, &tokenizer, &options.drawing.prompt)?);
     }
+    let precision = checkpoint.state.settings.precision;
+    let (length, seed) = (options.length, options.seed);
+    say(&sample(&model, precision, &tokenizer, &options.drawing, length, seed)?)
 }
 
 /// The logits of the token after the prompt, as JSON.
@@ -111,9 +113,10 @@ pub fn check_length(option: &str, length: i64) -> Result<()> {
     Ok(())
 }
 
-/// The prompt and `length` tokens after it, as text.
+/// The prompt and `length` tokens after it, as text. On a GPU, products have the precision of the run.
 pub fn sample(
     model: &Gpt,
+    precision: Precision,
     tokenizer: &Tokenizer,
     drawing: &Drawing,
     length: i64,
@@ -127,7 +130,8 @@ pub fn sample(
     }
     let known = tokens.len();
     tch::manual_seed(seed);
-    generate(model, tokenizer.len() as i64, drawing, length, &mut tokens)?;
+    let half = precision.half().filter(|_| model.device().is_cuda());
+    generate(model, half, tokenizer.len() as i64, drawing, length, &mut tokens)?;
     let shown = if prompt.is_empty() { &tokens[known..] } else { &tokens[..] };
     Ok(tokenizer.decode(shown)?.chars().map(printable).collect())
 }
@@ -135,13 +139,13 @@ pub fn sample(
 /// Appends `length` tokens.
 fn generate(
     model: &Gpt,
+    half: Option<Kind>,
     vocabulary: i64,
     drawing: &Drawing,
     length: i64,
     tokens: &mut Vec<u32>,
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
-    let half = Precision::of(model.device()).half();
     let context = model.config.context as usize;
     let mut caches = model.caches();
     // The cache has the tokens from `first` to `done`.
@@ -220,7 +224,7 @@ mod tests {
     #[test]
     fn generates_beyond_the_context_and_only_tokens_of_the_vocabulary() {
         let mut tokens = vec![1; 20];
-        generate(&model(), 256, &drawing(None), 50, &mut tokens).unwrap();
+        generate(&model(), None, 256, &drawing(None), 50, &mut tokens).unwrap();
         assert_eq!(tokens.len(), 70);
         assert!(tokens.iter().all(|&token| token < 256));
     }
@@ -229,7 +233,7 @@ mod tests {
     fn the_likeliest_token_is_what_the_whole_window_says() {
         let model = model();
         let mut tokens = vec![3, 4, 5];
-        generate(&model, 320, &drawing(Some(1)), 20, &mut tokens).unwrap();
+        generate(&model, None, 320, &drawing(Some(1)), 20, &mut tokens).unwrap();
         // By hand, without a cache, as the windows slide.
         let (mut expected, mut first): (Vec<u32>, usize) = (vec![3, 4, 5], 0);
         let _no_grad = tch::no_grad_guard();
@@ -249,7 +253,7 @@ mod tests {
     #[test]
     fn the_seed_decides_the_sample_and_the_prompt_begins_it() {
         let (model, bytes) = (model(), Tokenizer::bytes());
-        let text = |seed| sample(&model, &bytes, &drawing(None), 30, seed).unwrap();
+        let text = |seed| sample(&model, Precision::F32, &bytes, &drawing(None), 30, seed).unwrap();
         assert_eq!(text(1), text(1));
         assert_ne!(text(1), text(2));
         assert!(text(1).starts_with("ab"));

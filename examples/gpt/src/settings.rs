@@ -5,6 +5,8 @@ use crate::model::ModelConfig;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
+use std::collections::BTreeMap;
+use std::path::PathBuf;
 use tch_extension::optim::schedule::Schedule;
 
 /// The learning rate ends at this part of its peak.
@@ -32,6 +34,17 @@ pub struct Settings {
     pub clip: f64,
     pub seed: i64,
     pub data: DataId,
+    #[serde(default)]
+    pub source: Source,
+}
+
+/// Where the data came from, which a continued run looks at.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Source {
+    /// The folder of `--data`; `None` if the run has its own.
+    pub data: Option<PathBuf>,
+    /// The text's options, by name, of a run that has data of its own.
+    pub text: BTreeMap<String, String>,
 }
 
 /// What tells data apart.
@@ -145,6 +158,7 @@ pub mod tests {
             clip: 1.0,
             seed: 1,
             data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7 },
+            source: Default::default(),
         }
     }
 

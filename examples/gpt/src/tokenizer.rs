@@ -1,6 +1,6 @@
 //! Vocabularies: bytes, or byte pairs that are trained here.
 
-use crate::files::write_bytes;
+use crate::files::Whole;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -17,12 +17,14 @@ pub const END_OF_TEXT: &str = "<|endoftext|>";
 pub const SMALLEST: usize = 257;
 
 /// What turns text into tokens and back.
+#[derive(Clone)]
 pub struct Tokenizer {
     /// The contents of the file.
     json: String,
     way: Way,
 }
 
+#[derive(Clone)]
 enum Way {
     /// A token is a byte.
     Bytes,
@@ -79,7 +81,12 @@ impl Tokenizer {
 
     /// Writes `tokenizer.json` to a folder.
     pub fn save(&self, folder: &Path) -> Result<()> {
-        write_bytes(&folder.join(FILE), &self.json)
+        self.write(folder)?.put()
+    }
+
+    /// Writes `tokenizer.json` of a folder under a temporary name.
+    pub fn write(&self, folder: &Path) -> Result<Whole> {
+        Whole::write(&folder.join(FILE), |path| Ok(std::fs::write(path, &self.json)?))
     }
 
     /// What tells vocabularies apart.

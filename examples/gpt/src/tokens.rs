@@ -1,6 +1,6 @@
 //! The token file: a header, the tokens to train on, and those held out.
 
-use crate::files::write_whole;
+use crate::files::Whole;
 use anyhow::{Context, Result, bail, ensure};
 use memmap2::Mmap;
 use std::fs::File;
@@ -90,9 +90,13 @@ pub enum Part {
 impl Tokens {
     /// Opens the token file of a folder that `prepare` wrote.
     pub fn open(folder: &Path) -> Result<Tokens> {
-        let path = folder.join(FILE);
+        Tokens::open_file(&folder.join(FILE))
+    }
+
+    /// [`Tokens::open`] of the file itself.
+    pub fn open_file(path: &Path) -> Result<Tokens> {
         let name = path.display();
-        let file = File::open(&path).with_context(|| {
+        let file = File::open(path).with_context(|| {
             format!("cannot open {name} (give a folder that `prepare` wrote with --data)")
         })?;
         // SAFETY: the map is only read, as bytes. Nobody may shorten or change the file meanwhile:
@@ -171,16 +175,16 @@ impl Writer {
     }
 }
 
-/// Writes the token file of a folder, completely or not at all. `fill` writes all tokens, of which
-/// the last `held_out` are not trained on, as a fraction.
+/// Writes the token file of a folder under a temporary name. `fill` writes all tokens, of which the
+/// last `held_out` are not trained on, as a fraction.
 pub fn write(
     folder: &Path,
     vocabulary: ([u8; 32], usize),
     held_out: f64,
     fill: impl FnOnce(&mut Writer) -> Result<()>,
-) -> Result<()> {
+) -> Result<Whole> {
     let (hash, size) = vocabulary;
-    write_whole(&folder.join(FILE), |path| {
+    Whole::write(&folder.join(FILE), |path| {
         let mut file = BufWriter::new(File::options().write(true).open(path)?);
         file.write_all(&[0; HEADER])?;
         let width = if size <= 1 << 16 { 2 } else { 4 };
@@ -214,6 +218,7 @@ mod tests {
         write(folder.path(), ([7; 32], size), 0.25, |writer| {
             tokens.chunks(3).try_for_each(|piece| writer.write(piece))
         })
+        .and_then(Whole::put)
         .unwrap();
         let tokens = Tokens::open(folder.path());
         (folder, tokens)

@@ -8,14 +8,14 @@ use crate::log::{self, Log};
 use crate::model::Gpt;
 use crate::options::TrainOptions;
 use crate::plot::{self, Curve};
-use crate::prepare::prepare;
+use crate::prepare::{self, Prepared};
 use crate::progress::{Progress, say, warn};
 use crate::sample::{model_tensors, sample};
 use crate::settings::{DataId, Settings};
 use crate::step::Trainer;
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
 
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
@@ -26,23 +26,23 @@ const PLOT: &str = "losses.svg";
 
 /// The subcommand.
 pub fn run(options: &TrainOptions) -> Result<()> {
-    options.check()?;
     let device = device::parse(&options.device)?;
+    options.check(device)?;
     let init =
         options.init.as_ref().map(|run| checkpoint::of_run("--init", run, warn)).transpose()?;
     make_folder("--out", &options.out)?;
     let _lock = lock("--out", &options.out)?;
     prepare_folder("--out", &options.out)?;
     let checkpoint = earlier(options)?;
-    let (tokens, tokenizer) = data(options, checkpoint.is_some())?;
     let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
+    let Data { tokens, tokenizer, new } = data(options, earlier)?;
     let settings = {
         let data = data_id(&tokens, &tokenizer);
         let of_init = init.as_ref().map(|init| &init.state.settings);
         options.settings(device, tokenizer.len(), data, earlier, of_init)?
     };
     let tokens = Rc::new(tokens);
-    let mut run = Run::new(options, settings, tokens, device, [checkpoint, init])?;
+    let mut run = Run::new(options, settings, tokens, device, [checkpoint, init], new)?;
     tokenizer.save(&options.out)?;
     run.train()?;
     run.finish(&tokenizer)
@@ -53,7 +53,15 @@ fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
     let folder = options.out.join(checkpoint::FOLDER);
     prepare_folder("--out", &folder)?;
     if options.resume {
-        return checkpoint::newest(&folder, warn);
+        let newest = checkpoint::newest(&folder, warn)?;
+        if let Some(checkpoint) = &newest {
+            ensure!(
+                !checkpoint.with_prefix(OPTIMIZER).is_empty(),
+                "{} was imported, and has no optimizer's state: give --init in place of --resume, and another --out",
+                checkpoint.path.display()
+            );
+        }
+        return Ok(newest);
     }
     if !options.overwrite {
         ensure!(
@@ -66,16 +74,34 @@ fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
     Ok(None)
 }
 
-/// The tokens and their vocabulary. Text that was given is prepared first, unless a run continues.
-fn data(options: &TrainOptions, is_resumed: bool) -> Result<(Tokens, Tokenizer)> {
-    let folder = match &options.data {
-        Some(folder) => folder.clone(),
-        None => {
-            let folder = options.out.join(DATA);
-            if !(is_resumed && folder.join(tokens::FILE).exists()) {
-                say(&prepare(&options.text, "--out", &folder)?)?;
-            }
+/// What a run is trained on.
+struct Data {
+    tokens: Tokens,
+    tokenizer: Tokenizer,
+    /// What is to replace the data of an earlier run, once nothing can fail any more.
+    new: Option<Prepared>,
+}
+
+/// The tokens and their vocabulary. A text is prepared first, unless a run continues.
+fn data(options: &TrainOptions, earlier: Option<&Settings>) -> Result<Data> {
+    let own = options.out.join(DATA);
+    let folder = match (&options.data, earlier) {
+        (Some(folder), _) => folder.clone(),
+        (None, Some(earlier)) => {
+            options.check_text(earlier)?;
+            let folder = earlier.source.data.clone().unwrap_or(own);
+            ensure!(
+                folder.join(tokens::FILE).exists(),
+                "the data of the run in {} are not in {} any more: give --data, the folder of this run's data",
+                options.out.display(),
+                folder.display()
+            );
             folder
+        }
+        (None, None) => {
+            let new = prepare::beside(&options.text, "--out", &own)?;
+            let (tokens, tokenizer) = (new.tokens()?, new.tokenizer.clone());
+            return Ok(Data { tokens, tokenizer, new: Some(new) });
         }
     };
     let (tokens, tokenizer) = (Tokens::open(&folder)?, Tokenizer::load(&folder)?);
@@ -84,7 +110,7 @@ fn data(options: &TrainOptions, is_resumed: bool) -> Result<(Tokens, Tokenizer)>
         "the tokens and the vocabulary in {} do not belong together; write both again with `prepare`",
         folder.display()
     );
-    Ok((tokens, tokenizer))
+    Ok(Data { tokens, tokenizer, new: None })
 }
 
 fn data_id(tokens: &Tokens, tokenizer: &Tokenizer) -> DataId {
@@ -115,13 +141,14 @@ struct Run<'a> {
 
 impl<'a> Run<'a> {
     /// A run that goes on where the first checkpoint is, or a new one with the weights of the second,
-    /// which removes what an earlier run left.
+    /// which removes what an earlier run left when all that its input can spoil was done.
     fn new(
         options: &'a TrainOptions,
         settings: Settings,
         tokens: Rc<Tokens>,
         device: Device,
         [checkpoint, init]: [Option<Checkpoint>; 2],
+        new: Option<Prepared>,
     ) -> Result<Run<'a>> {
         let (context, seed, rows) = (settings.model.context, settings.seed, settings.batch);
         let order = Order::new(tokens.len(Part::Train), context, seed)?;
@@ -138,14 +165,18 @@ impl<'a> Run<'a> {
             resume(checkpoint, &model, &mut trainer)?;
             step = checkpoint.state.step;
             say(&format!("continues after step {step}, from {}", checkpoint.path.display()))?;
-        } else {
-            if let Some(init) = init {
-                begin_with(&init, &model, &settings)?;
-            }
+        } else if let Some(init) = init {
+            begin_with(&init, &model, &settings)?;
+        }
+        let loader = Loader::new(tokens, order, rows, context, device)?;
+        if checkpoint.is_none() {
             checkpoint::remove_all(&options.out.join(checkpoint::FOLDER))?;
         }
+        if let Some(new) = new {
+            say(&new.put()?)?;
+        }
         let run = Run {
-            loader: Loader::new(tokens, order, rows, context, device)?,
+            loader,
             log: Log::open(&options.out, step)?,
             peak: options.peak.or_else(|| peak(&settings, device)),
             saved: checkpoint.map(|_| step),
@@ -217,19 +248,24 @@ impl<'a> Run<'a> {
         let losses: Vec<f64> = losses.f_to_kind(Kind::Double)?.try_into()?;
         let first = self.step - losses.len() as i64 + 1;
         if let Some(place) = losses.iter().position(|loss| !loss.is_finite()) {
-            let kept = match self.saved {
-                Some(step) => format!("the checkpoint of step {step} is kept"),
-                None => "no checkpoint was written".to_string(),
-            };
             let (step, loss) = (first + place as i64, losses[place]);
-            bail!(
-                "the loss of step {step} is {loss}: lower --lr (now {:?}); {kept}",
-                self.settings.lr
-            );
+            return Err(self.diverged(&format!("the loss of step {step} is {loss}")));
         }
         progress.update(self.step, losses[losses.len() - 1]);
         let settings = &self.settings;
         self.log.train(first, &losses, |step| settings.learning_rate(step - 1))
+    }
+
+    /// The error of a run that cannot go on with its learning rate.
+    fn diverged(&self, what: &str) -> anyhow::Error {
+        let (lr, out) = (self.settings.lr, self.options.out.display());
+        match self.saved {
+            Some(step) => anyhow!(
+                "{what}: lower --lr (now {lr:?}); the checkpoint of step {step} is kept, from whose weights \
+                 --init {out} --out NEW --lr RATE goes on"
+            ),
+            None => anyhow!("{what}: lower --lr (now {lr:?}); no checkpoint was written"),
+        }
     }
 
     fn evaluate(&mut self) -> Result<()> {
@@ -242,6 +278,10 @@ impl<'a> Run<'a> {
         self.log.sync()?;
         let folder = self.options.out.join(checkpoint::FOLDER);
         let tensors = tensors(&self.model, &self.trainer)?;
+        if !are_finite(&self.model)? {
+            let what = format!("the weights after step {} are not finite", self.step);
+            return Err(self.diverged(&what));
+        }
         checkpoint::save(&folder, self.step, &self.settings, &tensors)?;
         self.saved = Some(self.step);
         self.plot()
@@ -264,8 +304,9 @@ impl<'a> Run<'a> {
     fn finish(&self, tokenizer: &Tokenizer) -> Result<()> {
         let options = self.options;
         if options.sample > 0 {
-            let seed = self.settings.seed;
-            let text = sample(&self.model, tokenizer, &options.drawing, options.sample, seed)?;
+            let Settings { seed, precision, .. } = self.settings;
+            let text =
+                sample(&self.model, precision, tokenizer, &options.drawing, options.sample, seed)?;
             let heading = format!("sample at temperature {}", options.drawing.temperature);
             say(&format!("\n--- {heading} ---\n{text}\n--- end of the sample ---\n"))?;
         }
@@ -312,17 +353,20 @@ fn tensors(model: &Gpt, trainer: &Trainer) -> Result<Vec<(String, Tensor)>> {
     Ok(tensors)
 }
 
+/// Whether all weights are finite. The host waits once.
+fn are_finite(model: &Gpt) -> Result<bool> {
+    let _no_grad = tch::no_grad_guard();
+    let weights = model.named_variables().into_iter();
+    let each: Vec<Tensor> =
+        weights.map(|(_, weight)| Ok(weight.f_isfinite()?.f_all()?)).collect::<Result<_>>()?;
+    Ok(Tensor::f_stack(&each, 0)?.f_all()?.f_int64_value(&[])? != 0)
+}
+
 /// Goes to where the checkpoint was written.
 fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result<()> {
-    let state = checkpoint.with_prefix(OPTIMIZER);
-    ensure!(
-        !state.is_empty(),
-        "{} was imported, and has no optimizer's state: give --init in place of --resume, and another --out",
-        checkpoint.path.display()
-    );
     checkpoint.copy_into(&model_tensors(model))?;
     model.round_again()?;
-    trainer.load_state(&state)
+    trainer.load_state(&checkpoint.with_prefix(OPTIMIZER))
 }
 
 /// The mean loss over the held-out windows.

@@ -73,7 +73,7 @@ fn prepared_byte_pairs_are_trained_on() {
     let line = ["prepare", "--text", &texts, "--out", &data, "--vocabulary", "bpe"];
     let printed = succeeded(&place.run(&[&line[..], &["--vocabulary-size", "300"]].concat()));
     assert!(printed.contains("tokens to train on"), "{printed}");
-    assert_eq!(names(&place.path("data")), ["tokenizer.json", "tokens.bin"]);
+    assert_eq!(names(&place.path("data")), [".lock", "tokenizer.json", "tokens.bin"]);
     let mut options = vec!["train", "--data", &data];
     options.extend(&TINY[2..]);
     let out = text(&place.path("out"));
@@ -90,6 +90,50 @@ fn another_run_s_weights_are_a_beginning() {
     succeeded(&place.train(&["--init", &first, "--out", &second]));
     let (before, after) = (place.losses("out"), place.losses("second"));
     assert!(after[0] < before[0] - 1.0, "{} after {}", after[0], before[0]);
+}
+
+#[test]
+fn a_continued_run_uses_its_data() {
+    let place = Place::new();
+    let (texts, data) = (text(&place.path("text.txt")), text(&place.path("data")));
+    let (out, moved) = (text(&place.path("out")), text(&place.path("moved")));
+    succeeded(&place.run(&["prepare", "--text", &texts, "--out", &data]));
+    let line =
+        |options: &[&str]| place.run(&[&["train", "--out", &out], &TINY[2..], options].concat());
+    succeeded(&line(&["--data", "data"]));
+    succeeded(&line(&["--resume"]));
+    assert!(!place.path("out/data").exists(), "a text was prepared");
+    fs::rename(&data, &moved).unwrap();
+    assert!(failed(&line(&["--resume"])).contains("give --data, the folder of this run's data"));
+    assert!(!place.path("out/data").exists(), "a text was prepared");
+    succeeded(&line(&["--resume", "--data", &moved, "--save-every", "1"]));
+}
+
+#[test]
+fn an_imported_run_is_not_continued() {
+    let place = Place::new();
+    succeeded(&place.train(&[]));
+    let [out, exported, imported] =
+        ["out", "exported", "imported"].map(|name| text(&place.path(name)));
+    succeeded(&place.run(&["export", "--from", &out, "--to", &exported]));
+    succeeded(&place.run(&["import", "--from", &exported, "--to", &imported]));
+    let error = failed(&place.train(&["--resume", "--out", &imported]));
+    assert!(error.contains("was imported") && error.contains("--init"), "{error}");
+}
+
+/// The loss of the only step is that of the weights before it.
+#[test]
+fn weights_that_are_not_finite_are_not_saved() {
+    let place = Place::new();
+    succeeded(&place.train(&[]));
+    let before = place.checkpoints("out");
+    let (out, next) = (text(&place.path("out")), text(&place.path("next")));
+    let ruin = ["--steps", "1", "--warm-up", "0", "--lr", "1e30", "--weight-decay", "1e30"];
+    let options = [&["--init", &out, "--out", &next][..], &ruin].concat();
+    let error = failed(&place.train(&options));
+    assert!(error.contains("the weights after step 1 are not finite: lower --lr"), "{error}");
+    assert!(place.checkpoints("next").is_empty());
+    assert_eq!(place.checkpoints("out"), before);
 }
 
 #[test]
@@ -129,6 +173,12 @@ fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
     let place = Place::new();
     succeeded(&place.train(&["--steps", "2"]));
     let out = text(&place.path("out"));
+    let other = text(&place.path("other.txt"));
+    fs::write(&other, "another text\n".repeat(1000)).unwrap();
+    let data = || {
+        ["tokens.bin", "tokenizer.json"].map(|n| fs::read(place.path("out/data").join(n)).unwrap())
+    };
+    let data_before = data();
     let cases: &[(&[&str], &str)] = &[
         (&["--steps", "2"], "--resume to continue it, --overwrite to begin again"),
         (&["--overwrite", "--batch", "0"], "--batch 0 is out of range"),
@@ -145,7 +195,10 @@ fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
         ),
         (&["--overwrite", "--temperature", "0"], "--temperature 0.0 is out of range"),
         (&["--overwrite", "--init", "/no/such"], "--init /no/such has no checkpoint"),
+        (&["--overwrite", "--text", &other, "--context", "20000"], "--context 20000 needs"),
         (&["--resume", "--lr", "0.5"], "--lr of the run in"),
+        (&["--resume", "--text", &other], "--text of the run in"),
+        (&["--resume", "--vocabulary", "bpe"], "--vocabulary of the run in"),
         (&["--overwrite", "--lr", "1e30", "--steps", "50"], "lower --lr"),
     ];
     let before = place.checkpoints("out");
@@ -154,6 +207,7 @@ fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
         assert!(error.contains(expected), "{options:?}: {error}");
         let is_last = index + 1 == cases.len();
         assert!(is_last || place.checkpoints("out") == before, "{options:?} changed the run");
+        assert!(is_last || data() == data_before, "{options:?} changed the run's data");
     }
     for (line, expected) in [
         (&["sample", "--from", "/no/such"][..], "--from /no/such has no checkpoint"),
