@@ -27,9 +27,9 @@ pub struct NamedTensor {
 }
 
 /// An optimizer that updates all its parameters in two kernels (up to 368 on one device; more take
-/// further launches). [`AdamW`](super::AdamW) and
-/// [`Sgd`](super::Sgd) build it. It has the functions of tch's [`Optimizer`](tch::nn::Optimizer);
-/// those that begin with `f_` return an error where the others panic.
+/// further launches). [`AdamW`](super::AdamW) and [`Sgd`](super::Sgd) build it. It has the functions
+/// of tch's [`Optimizer`](tch::nn::Optimizer); those that begin with `f_` return an error where the
+/// others panic.
 ///
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
 /// CUDA, also on several devices. Their values fill their memory without gaps, in any order of
@@ -38,11 +38,10 @@ pub struct NamedTensor {
 /// Half kinds are computed in `Float`; see [`set_master_weights`](Self::set_master_weights).
 ///
 /// **On the device** are the learning rate and the other numbers of each group, the number of steps
-/// of each parameter and the norm of the gradients. No step waits for a GPU, unless its
-/// parameters are on several devices. A step that was
-/// captured in a [`cuda::Graph`](crate::cuda::Graph) counts its replays, and reads what
-/// [`set_lr`](Self::set_lr) and the like have written since. Before the capture, a first step must
-/// have made the state. Call such functions, and replay, on one stream.
+/// of each parameter and the norm of the gradients. No step waits for a GPU, unless its parameters
+/// are on several devices. A step that was captured in a [`cuda::Graph`](crate::cuda::Graph) counts
+/// its replays, and reads what [`set_lr`](Self::set_lr) and the like have written since. Before the
+/// capture, a first step must have made the state. Call such functions, and replay, on one stream.
 ///
 /// **Determinism**: equal values give equal bits on one device, whatever ran before. On CUDA the order
 /// in which a gradient's squares are added depends on whether its address is a multiple of 16.

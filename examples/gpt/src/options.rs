@@ -270,7 +270,7 @@ impl TrainOptions {
             // The sizes are those of a checkpoint.
             return Ok(());
         }
-        // Whatever the data are: so that nothing is prepared for settings that cannot be.
+        // These checks need no data, so settings that cannot work fail before text is prepared.
         let size = self.size.unwrap_or(Size::of(device));
         let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
         self.changes.apply_to_preset(size.settings(device, 256, data)).check()
