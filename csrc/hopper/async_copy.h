@@ -30,6 +30,17 @@ __device__ __forceinline__ void copy_16_bytes_async(void* to, const void* from, 
 #endif
 }
 
+// Starts the copy of 8 bytes, or writes zeros if they are not `valid`.
+__device__ __forceinline__ void copy_8_bytes_async(void* to, const void* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 8 : 0)
+               : "memory");
+#else
+  *static_cast<uint2*>(to) = valid ? *static_cast<const uint2*>(from) : make_uint2(0, 0);
+#endif
+}
+
 // Ends a group: all copies that this thread has started since the last group.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800

@@ -14,15 +14,32 @@
 namespace tch_extension::norm {
 namespace {
 
-// How many times 16 bytes of a row a thread has in the ring buffer.
+// A thread's vectors hold 16 bytes of the stream, so that adjacent threads read and write adjacent
+// 16 bytes of it. Those of the branch then have 8 bytes if only the stream is of kind float. With
+// 16 bytes of the branch, each half of 32 bytes of the stream was an access of its own, which took
+// 1.3 times as long.
+template <typename S>
+constexpr int kLanesOfSum = kLanesOf16Bytes<S>;
+
+// How many bytes of a row a thread has in the ring buffer.
 template <typename T, typename S>
-constexpr int kPiecesOfSum = kVectorsOfThread<T> * (1 + 2 * StreamVector<T, S>::kPieces);
+constexpr int kBytesInRing = kBackwardValues<T> * static_cast<int>(sizeof(T) + 2 * sizeof(S));
+
+template <int kBytes>
+__device__ __forceinline__ void start_copy_of(void* to, const void* from, bool there) {
+  static_assert(kBytes == 8 || kBytes == 16, "the copies that there are");
+  if constexpr (kBytes == 16) {
+    start_copy(to, from, there ? 16 : 0);
+  } else {
+    hopper::copy_8_bytes_async(to, from, there);
+  }
+}
 
 template <typename Norm, typename T, typename S, Team kTeam, bool kParameters, bool kDrops>
 __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward params) {
   using C = Compute<T>;
-  using Stream = StreamVector<T, S>;
-  constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kVectorsOfThread<T>;
+  constexpr int kLanes = kLanesOfSum<S>, kVectors = kBackwardValues<T> / kLanes;
+  constexpr int kBytesOfBranch = kLanes * sizeof(T);
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
   let_the_next_kernel_start();
@@ -34,43 +51,39 @@ __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward 
   auto is_there = [&](int v) { return v * team + thread < vectors; };
   auto column = [&](int v) { return int64_t{v * team + thread} * kLanes; };
 
-  // A thread's places in the ring buffer: for each row its vectors of h, of dy and of h's gradient.
-  const int next_piece = blockDim.x * 16;
-  const int of_stream = kVectors * Stream::kPieces * next_piece, of_output = kVectors * next_piece;
-  const int next_row = kPiecesOfSum<T, S> * next_piece, end_of_ring = stages * next_row;
-  unsigned char* mine = ring + threadIdx.x * 16;
+  // The ring buffer: for each row the block's vectors of h, of dy and of h's gradient.
+  const int threads = blockDim.x;
+  const int of_stream = kVectors * threads * 16, of_branch = kVectors * threads * kBytesOfBranch;
+  const int next_row = 2 * of_stream + of_branch, end_of_ring = stages * next_row;
+  auto place_of_sum = [&](int v, int at) { return ring + at + (v * threads + threadIdx.x) * 16; };
+  auto place_of_grad = [&](int v, int at) {
+    return ring + at + of_stream + (v * threads + threadIdx.x) * kBytesOfBranch;
+  };
+  auto place_of_grad_sum = [&](int v, int at) {
+    return place_of_sum(v, at + of_stream + of_branch);
+  };
   auto copy_row = [&](int64_t row, int at) {
     const bool is_row = row < params.rows;
     // Missing columns and rows are filled with zeros, which add nothing to any sum.
-    auto copy = [&](const void* array, int64_t first, int bytes_of_value, int piece, int to,
-                    bool there) {
-      const char* from = static_cast<const char*>(array);
-      start_copy(mine + to, there ? from + first * bytes_of_value + piece * 16 : from,
-                 there ? 16 : 0);
+    auto from = [&](const void* array, int64_t first, int bytes_of_value, bool there) {
+      return static_cast<const char*>(array) + (there ? first * bytes_of_value : 0);
     };
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const bool there = is_row && is_there(v);
       const int64_t first = row * params.columns + column(v);
-#pragma unroll
-      for (int piece = 0; piece < Stream::kPieces; ++piece) {
-        const int to = at + (v * Stream::kPieces + piece) * next_piece;
-        copy(params.sum, first, sizeof(S), piece, to, there);
-        if (has_grad_sum)
-          copy(params.grad_sum, first, sizeof(S), piece, to + of_stream + of_output, there);
+      start_copy_of<16>(place_of_sum(v, at), from(params.sum, first, sizeof(S), there), there);
+      start_copy_of<kBytesOfBranch>(place_of_grad(v, at),
+                                    from(params.grad_output, first, sizeof(T), there), there);
+      if (has_grad_sum) {
+        start_copy_of<16>(place_of_grad_sum(v, at), from(params.grad_sum, first, sizeof(S), there),
+                          there);
       }
-      copy(params.grad_output, first, sizeof(T), 0, at + of_stream + v * next_piece, there);
     }
     end_of_copies_of_a_row();
   };
-  auto read_stream = [&](int v, int at) {
-    Stream vector;
-#pragma unroll
-    for (int piece = 0; piece < Stream::kPieces; ++piece) {
-      const void* from = mine + at + (v * Stream::kPieces + piece) * next_piece;
-      vector.piece[piece] = load_vector<S, Stream::kLanesOfPiece>(from, 0);
-    }
-    return vector.values();
+  auto read_stream = [&](const void* place) {
+    return unpack<S, kLanes>(load_vector<S, kLanes>(place, 0));
   };
   auto moments_of = [&](int64_t row) {
     return row < params.rows ? kept_moments<Norm, C>(params, row) : Pair<C>{C(0), C(0)};
@@ -88,7 +101,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward 
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane)
       weight[v].lane[lane] = weight_sums[v][lane] = bias_sums[v][lane] = C(0);
-    if (is_there(v)) weight[v] = stream_values_or<T, S>(params.weight, column(v), C(1));
+    if (is_there(v)) weight[v] = load_or<S, kLanes>(params.weight, column(v), C(1));
   }
 
   const C inverse = C(1) / static_cast<C>(params.columns);
@@ -107,9 +120,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward 
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      normal[v] = read_stream(v, at);
-      grad[v] =
-          unpack<T, kLanes>(load_vector<T, kLanes>(mine + at + of_stream + v * next_piece, 0));
+      normal[v] = read_stream(place_of_sum(v, at));
+      grad[v] = unpack<T, kLanes>(load_vector<T, kLanes>(place_of_grad(v, at), 0));
       // x̂ must be zero where there are no columns, too: a huge mean would make it infinite.
       const C rstd = is_there(v) ? moments.second : C(0);
 #pragma unroll
@@ -131,7 +143,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward 
     for (int v = 0; v < kVectors; ++v) {
       if (row >= params.rows || !is_there(v)) continue;
       Values<S, kLanes> of_sum;
-      if (has_grad_sum) of_sum = read_stream(v, at + of_stream + of_output);
+      if (has_grad_sum) of_sum = read_stream(place_of_grad_sum(v, at));
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         const C of_norm = input_gradient<Norm>(moments.second, grad[v].lane[lane], mean_grad,
@@ -139,7 +151,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) add_backward(NormAddBackward 
         of_sum.lane[lane] = has_grad_sum ? of_sum.lane[lane] + of_norm : of_norm;
       }
       if (params.grad_residual != nullptr)
-        Stream::of(of_sum).store(params.grad_residual, row_at + column(v));
+        store_values<S, kLanes>(params.grad_residual, row_at + column(v), of_sum);
       if (params.grad_input != nullptr) {
         Values<T, kLanes> of_input;
 #pragma unroll
@@ -182,7 +194,7 @@ bool fits_sum(const NormAddBackward& params) {
 template <typename Norm, typename T, typename S, Team kTeam, bool kParameters, bool kDrops>
 void start_kernel_of_sum(const NormAddBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = add_backward<Norm, T, S, kTeam, kParameters, kDrops>;
-  const int bytes = params.plan.stages * kPiecesOfSum<T, S> * 16 * params.plan.threads;
+  const int bytes = params.plan.stages * kBytesInRing<T, S> * params.plan.threads;
   // The caller checks for errors after the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
   const ClusterLaunch launch(params.plan, bytes, params.parts, stream);
