@@ -8,11 +8,40 @@ use crate::cuda::{Graph, Stream};
 use crate::ffi::gradients as ffi;
 use tch::{Device, Kind, Tensor};
 
-/// What tells batches apart that need graphs of their own.
-pub(super) type Key = Vec<(Vec<i64>, Kind)>;
+/// What tells batches apart that need graphs of their own: sizes, strides and kinds.
+pub(super) type Key = Vec<(Vec<i64>, Vec<i64>, Kind)>;
 
 pub(super) fn key_of(batch: &[Tensor]) -> Result<Key> {
-    batch.iter().map(|tensor| Ok((tensor.size(), tensor.f_kind()?))).collect()
+    let key_of = |tensor: &Tensor| {
+        let (size, stride) = (tensor.size(), tensor.stride());
+        let stride = kept_strides(&size, &stride);
+        Ok((size, stride, tensor.f_kind()?))
+    };
+    batch.iter().map(key_of).collect()
+}
+
+/// The strides of the tensor that a graph reads: those of the batch, such as channels_last, if its
+/// elements are dense, and otherwise those of a contiguous tensor.
+fn kept_strides(size: &[i64], stride: &[i64]) -> Vec<i64> {
+    let long = |order: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
+        order.filter(|&dim| size[dim] != 1).collect()
+    };
+    let in_order = long(&mut (0..size.len()).rev());
+    let mut by_stride = in_order.clone();
+    by_stride.sort_by_key(|&dim| stride[dim]);
+    // Strides of a dense tensor with its dimensions in this order, the innermost first.
+    let dense = |order: &[usize]| {
+        let mut strides = vec![1; size.len()];
+        let mut next = 1;
+        for &dim in order {
+            strides[dim] = next;
+            next *= size[dim].max(1);
+        }
+        strides
+    };
+    let of_batch = dense(&by_stride);
+    let is_dense = by_stride.iter().all(|&dim| of_batch[dim] == stride[dim]);
+    if is_dense { of_batch } else { dense(&in_order) }
 }
 
 /// A graph and the tensors in its memory.
@@ -78,7 +107,7 @@ impl Graphs {
         }
         let inputs = key
             .iter()
-            .map(|(size, kind)| Ok(Tensor::f_empty(size, (*kind, device))?))
+            .map(|(size, stride, kind)| Ok(Tensor::f_empty_strided(size, stride, (*kind, device))?))
             .collect::<Result<_>>()?;
         self.shapes.push(Shape { key, inputs, accumulate: Way::default(), step: Way::default() });
         Ok(Some(self.shapes.len() - 1))
@@ -136,5 +165,34 @@ impl Graphs {
 impl Drop for Graphs {
     fn drop(&mut self) {
         self.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::kept_strides;
+
+    #[test]
+    fn dense_batches_keep_their_strides() {
+        assert_eq!(kept_strides(&[2, 3, 4, 5], &[60, 20, 5, 1]), [60, 20, 5, 1]);
+        // channels_last, and a transposed matrix.
+        assert_eq!(kept_strides(&[2, 3, 4, 5], &[60, 1, 15, 3]), [60, 1, 15, 3]);
+        assert_eq!(kept_strides(&[3, 4], &[1, 3]), [1, 3]);
+    }
+
+    #[test]
+    fn other_batches_become_contiguous() {
+        // Columns of a longer matrix, an expanded one, and one that overlaps itself.
+        assert_eq!(kept_strides(&[3, 4], &[9, 1]), [4, 1]);
+        assert_eq!(kept_strides(&[3, 4], &[0, 1]), [4, 1]);
+        assert_eq!(kept_strides(&[3, 4], &[1, 1]), [4, 1]);
+        assert_eq!(kept_strides(&[], &[]), Vec::<i64>::new());
+        assert_eq!(kept_strides(&[0, 4], &[4, 1]), kept_strides(&[0, 4], &[1, 0]));
+    }
+
+    #[test]
+    fn strides_of_single_rows_do_not_count() {
+        assert_eq!(kept_strides(&[1, 4], &[4, 1]), kept_strides(&[1, 4], &[7, 1]));
+        assert_eq!(kept_strides(&[4, 1], &[1, 1]), kept_strides(&[4, 1], &[1, 4]));
     }
 }

@@ -37,8 +37,8 @@
 //!
 //! # What happens
 //!
-//! The first [`warm_up`](StepOptions::warm_up) calls for the shapes and kinds of a batch run without
-//! a graph, on the stream that is captured later. They are ordinary steps, so that N calls are N
+//! The first [`warm_up`](StepOptions::warm_up) calls for the shapes, strides and kinds of a batch run
+//! without a graph, on the stream that is captured later. They are ordinary steps, so that N calls are N
 //! steps in every mode. The next call captures, which takes about as long as a few steps, and
 //! replays. All later calls copy the batch to where the graph reads it, replay, and copy the loss,
 //! on the current stream. The graphs of all shapes share a memory pool for what they need meanwhile.

@@ -131,6 +131,33 @@ fn cuda_batches_come_from_anywhere() {
 }
 
 #[test]
+fn cuda_batches_keep_their_memory_format() {
+    let Some(device) = caching_or_skip("cuda_batches_keep_their_memory_format") else { return };
+    let _serial = serially();
+    let strides = std::cell::RefCell::new(Vec::new());
+    let (_, optimizer) = Model::new(device, 0.0);
+    let weight = optimizer.weights[0].shallow_clone();
+    let mut step = Step::new(options(true), optimizer, |batch: &[Tensor]| {
+        strides.borrow_mut().push(batch[0].stride());
+        Ok(weight.square().sum(Kind::Float) * batch[0].mean(Kind::Float))
+    })
+    .expect("a step");
+    let image = Tensor::randn([2, 3, 4, 5], (Kind::Float, device));
+    // channels_last has the order of dimensions 0, 2, 3, 1 in memory.
+    let channels_last = image.permute([0, 2, 3, 1]).contiguous().permute([0, 3, 1, 2]);
+    for _ in 0..5 {
+        let _ = step.step(&[&channels_last]).expect("a loss");
+    }
+    assert_eq!(step.stats().graphs, 1);
+    let _ = step.step(&[&image]).expect("a loss");
+    drop(step);
+    let strides = strides.into_inner();
+    let (contiguous, earlier) = strides.split_last().expect("calls");
+    assert!(earlier.iter().all(|stride| stride == &channels_last.stride()), "{earlier:?}");
+    assert_eq!(contiguous, &image.stride());
+}
+
+#[test]
 fn cuda_half_precision_with_autocast_and_losses_that_stay() {
     let test = "cuda_half_precision_with_autocast_and_losses_that_stay";
     let Some(device) = caching_or_skip(test) else { return };
