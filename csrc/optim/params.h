@@ -33,7 +33,8 @@ struct OptimFact {
   // The index of a CUDA device, -1 for the CPU, -2 for any other device.
   int32_t device;
   OptimReadiness readiness;
-  int32_t reserved;
+  // Tells orders of a parameter's elements in memory apart; 0 for a contiguous one.
+  int32_t layout;
 };
 
 // The numbers of a group of parameters, in memory of the device, so that a captured graph reads

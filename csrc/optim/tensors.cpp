@@ -18,6 +18,20 @@ bool is_strided(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage();
 }
 
+// Tells orders of the same elements in memory apart; 0 for a contiguous tensor.
+int32_t layout_of(const at::Tensor& tensor) {
+  if (tensor.is_contiguous()) return 0;
+  uint32_t hash = 2166136261u;  // FNV-1a
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    // The stride of a dimension with one element says nothing.
+    if (tensor.size(dim) == 1) continue;
+    for (const int64_t number : {tensor.size(dim), tensor.stride(dim)}) {
+      hash = (hash ^ static_cast<uint32_t>(number)) * 16777619u;
+    }
+  }
+  return static_cast<int32_t>(hash | 1u);
+}
+
 // Everything but the address.
 OptimFact fact_of(const at::Tensor& tensor) {
   OptimFact fact{};
@@ -42,6 +56,7 @@ OptimFact fact_of_parameter(const at::Tensor& parameter) {
     fact.readiness = OptimReadiness::NotDense;
   } else if (fact.device != kOtherDevice) {
     fact.data = parameter.mutable_data_ptr();
+    fact.layout = layout_of(parameter);
   }
   return fact;
 }

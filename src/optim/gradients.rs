@@ -212,7 +212,12 @@ fn check_parameter(op: &str, name: &str, fact: &Fact) -> Result<Device> {
 fn check_state(op: &str, parameter: &Parameter, fact: &Fact, device: Device) -> Result<()> {
     let Some(state) = &parameter.state else { return Ok(()) };
     if state.device == device && fact.is_of(state.kind) && state.len == fact.len {
-        return Ok(());
+        if state.layout == fact.layout {
+            return Ok(());
+        }
+        let got = format!("strides {:?}", parameter.tensor.stride());
+        let hint = "build the optimizer after the memory format of parameters is changed";
+        return Err(Error::argument(op, &parameter.name, "the strides of before", got, hint));
     }
     let expected =
         format!("{} values {:?} on {:?}, as before", state.len, state.kind, state.device);

@@ -176,7 +176,8 @@ pub(super) struct Fact {
     /// The index of a CUDA device, -1 for the CPU, -2 for any other device.
     pub device: i32,
     pub readiness: Readiness,
-    pub reserved: i32,
+    /// Tells orders of a parameter's elements in memory apart; 0 for a contiguous one.
+    pub layout: i32,
 }
 
 impl Fact {
@@ -186,7 +187,7 @@ impl Fact {
         kind: -1,
         device: -2,
         readiness: Readiness::Absent,
-        reserved: 0,
+        layout: 0,
     };
 
     pub fn device(&self) -> Option<Device> {

@@ -13,6 +13,8 @@ pub(super) struct State {
     /// Of the parameter.
     pub kind: Kind,
     pub len: i64,
+    /// The order of the parameter's elements in memory, as in [`Fact`]; the state has the same.
+    pub layout: i32,
     /// Of kind `Float`: for a parameter of a half kind.
     pub master: Option<Owned>,
     /// AdamW's mean of gradients, SGD's buffer.
@@ -167,6 +169,7 @@ impl Optimizer {
                     device,
                     kind,
                     len: fact.len,
+                    layout: fact.layout,
                     master,
                     first: has_buffer.then(moment).transpose()?,
                     second: (rule == Rule::AdamW).then(moment).transpose()?,

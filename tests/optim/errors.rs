@@ -224,6 +224,32 @@ fn converted_parameters_are_refused() {
 }
 
 #[test]
+fn parameters_in_another_memory_format_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let vs = VarStore::new(device);
+        let mut w = vs.root().randn_standard("w", &[2, 3]);
+        let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
+        let step = |optimizer: &mut Optimizer, w: &Tensor| {
+            optimizer.zero_grad();
+            w.square().sum(Kind::Float).backward();
+            optimizer.f_step()
+        };
+        step(&mut optimizer, &w).expect("a step");
+        w.set_data(&w.transpose(0, 1).contiguous().transpose(0, 1));
+        let before = bits(&[w.contiguous()]);
+        assert_eq!(
+            text(step(&mut optimizer, &w)),
+            "Optimizer::step: w: expected the strides of before, got strides [1, 2]; build the optimizer after the \
+             memory format of parameters is changed"
+        );
+        assert_eq!(bits(&[w.contiguous()]), before);
+        w.set_data(&w.contiguous());
+        step(&mut optimizer, &w).expect("a step as before");
+    }
+}
+
+#[test]
 fn master_weights_are_chosen_before_the_first_step() {
     let w = Tensor::ones([2], (Kind::Half, CPU));
     let mut optimizer = adamw(&[w.shallow_clone()]).expect("an optimizer");
