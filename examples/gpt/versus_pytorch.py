@@ -187,7 +187,7 @@ class Run:
 def work(name, inputs, device):
     """Speaks as `gpt bench --by-line` does."""
     run = Run(name, inputs, device)
-    print(json.dumps({"ready": True}), flush=True)
+    print(json.dumps({"ready": run.ready}), flush=True)
     for line in sys.stdin:
         print(json.dumps(run.round(int(line))), flush=True)
     print(json.dumps(run.summary()), flush=True)
@@ -201,8 +201,11 @@ class Worker:
 
     def __init__(self, name, command):
         self.name, self.losses, self.times = name, [], []
+        begun = time.perf_counter()
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.answer()
+        # What the process does not see of its own start, such as the loading of libtorch by the linker.
+        self.unseen = -self.answer()["ready"]
+        self.unseen += time.perf_counter() - begun
 
     def answer(self):
         line = self.process.stdout.readline()
@@ -221,6 +224,7 @@ class Worker:
         self.process.stdin.close()
         summary = self.answer()
         self.process.wait()
+        summary["first_step_s"] += self.unseen
         times = sorted(self.times[1:])
         each = times[len(times) // 2]
         return {"name": self.name, **summary, "ms_per_step": 1e3 * each, "tokens_per_s": tokens_per_step / each,

@@ -197,7 +197,7 @@ impl Bench {
 
     fn run(mut self, by_line: bool) -> Result<()> {
         if by_line {
-            say(&json!({"ready": true}).to_string())?;
+            say(&json!({"ready": self.ready}).to_string())?;
             for line in std::io::stdin().lock().lines() {
                 let line = line.context("cannot read stdin")?;
                 let Ok(steps) = line.trim().parse() else {

@@ -161,7 +161,7 @@ fn bench_trains_the_given_batches_from_the_given_weights() {
     let lines: Vec<serde_json::Value> =
         printed.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(lines.len(), 4);
-    assert_eq!(lines[0]["ready"], true);
+    assert!(lines[0]["ready"].as_f64().unwrap() > 0.0);
     let by_line = [&lines[1]["losses"], &lines[2]["losses"]];
     let by_line: Vec<_> = by_line.iter().flat_map(|part| part.as_array().unwrap()).collect();
     assert!(by_line.iter().copied().eq(losses));
