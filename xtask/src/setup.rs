@@ -60,6 +60,16 @@ pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
     Ok(true)
 }
 
+/// Installs transformers, which a test of examples/gpt needs in addition, and returns whether it is
+/// there. It uses the torch of this repository's own libtorch.
+pub fn transformers(repo: &Repo, ready: &Ready) -> Result<bool> {
+    if ready.libtorch.rule != Rule::Own {
+        return Ok(false);
+    }
+    wheels::TRANSFORMERS.ensure(repo)?;
+    Ok(true)
+}
+
 /// Returns an error on a platform for which there are neither wheels of libtorch nor our kernels.
 pub fn check_platform() -> Result<()> {
     if cfg!(all(target_os = "linux", target_arch = "x86_64", target_env = "gnu")) {

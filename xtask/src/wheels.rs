@@ -89,6 +89,17 @@ pub const VISION: Set = Set {
     needs_gib: 0.1,
 };
 
+/// What loads an exported model in a test of examples/gpt.
+pub const TRANSFORMERS: Set = Set {
+    name: "transformers",
+    pins: "xtask/transformers.txt",
+    folder: "transformers",
+    links: &[],
+    key_files: &["transformers/transformers/__init__.py", "transformers/tokenizers/__init__.py"],
+    size: "60 MB to download, 280 MB on disk",
+    needs_gib: 0.5,
+};
+
 /// The file that marks a folder as complete when it holds the expected text. It is written last,
 /// before the folder gets its name.
 const STAMP: &str = ".stamp";

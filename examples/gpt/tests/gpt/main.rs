@@ -7,6 +7,7 @@ mod place;
 use place::*;
 use std::fs;
 use std::io::Write;
+use std::path::Path;
 use std::process::Command;
 
 #[test]
@@ -238,8 +239,25 @@ with torch.no_grad():
     print(json.dumps(model.eval()(ids).logits[0, -1].tolist()))
 "#;
     let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_string());
-    let has = Command::new(&python).args(["-c", "import torch, transformers"]).output();
+    // `cargo xtask ci` installs transformers next to this repository's own torch.
+    let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv");
+    let packages = [venv.join("transformers"), venv.join("site")];
+    let packages = packages.iter().all(|folder| folder.exists()).then_some(packages);
+    let run = |args: &[&str]| {
+        let mut command = Command::new(&python);
+        command.args(args);
+        if let Some(packages) = &packages {
+            command
+                .env("PYTHONPATH", std::env::join_paths(packages).expect("paths without colons"));
+        }
+        command.output()
+    };
+    let has = run(&["-c", "import torch, transformers"]);
     if !has.is_ok_and(|output| output.status.success()) {
+        assert!(
+            std::env::var_os("TCH_EXTENSION_REQUIRE_TRANSFORMERS").is_none(),
+            "{python} has no torch and transformers"
+        );
         // Not by eprintln!, which the harness hides if a test passes.
         let line = format!(
             "SKIPPED transformers_computes_the_same_logits: {python} has no torch and transformers\n"
@@ -252,8 +270,7 @@ with torch.no_grad():
     let (out, to) = (text(&place.path("out")), text(&place.path("exported")));
     succeeded(&place.run(&["export", "--from", &out, "--to", &to]));
     let prompt = "the cat";
-    let theirs =
-        succeeded(&Command::new(&python).args(["-c", SCRIPT, &to, prompt]).output().unwrap());
+    let theirs = succeeded(&run(&["-c", SCRIPT, &to, prompt]).unwrap());
     let theirs: Vec<f64> = serde_json::from_str(theirs.trim()).unwrap();
     let line = ["sample", "--from", &out, "--prompt", prompt, "--logits", "--device", "cpu"];
     let ours: Vec<f64> = serde_json::from_str(succeeded(&place.run(&line)).trim()).unwrap();
