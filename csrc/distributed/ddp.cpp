@@ -157,7 +157,7 @@ TCH_EXTENSION_API Message tch_extension_ddp_statistics(const std::shared_ptr<Ddp
   return guard([&] {
     auto& logger = (*ddp)->logger();
     const at::DDPLoggingData data = logger.get_ddp_logging_data();
-    result->sampled = number(data, "num_iterations_stats_recorded");
+    result->iteration = number(data, "iteration");
     result->forward = number(data, "avg_forward_compute_time");
     result->backward = number(data, "avg_backward_compute_time");
     result->communication = number(data, "avg_backward_comm_time");

@@ -58,10 +58,10 @@ struct CommHookVTable {
   void (*drop)(void* state);
 };
 
-// What logger and Reducer have measured: nanoseconds, averaged over the passes that were sampled.
+// What the logger has measured: nanoseconds, averaged over the passes that were sampled.
 // src/ffi/distributed/ddp.rs mirrors it.
 struct DdpStatistics {
-  int64_t sampled;
+  int64_t iteration;  // the pass that was sampled last
   int64_t forward;
   int64_t backward;
   int64_t communication;

@@ -2,12 +2,14 @@
 
 mod checks;
 mod collectives;
+mod ddp;
 mod group;
 mod ranks;
 mod store;
 mod work;
 
 pub use collectives::ReduceOp;
+pub use ddp::{Bucket, CommHook, Ddp, DdpOptimizer, DdpOptions, DdpStatistics, Outputs};
 pub use group::{GroupOptions, ProcessGroup};
 pub use ranks::run_ranks;
 pub use store::{Store, TcpStoreOptions};
