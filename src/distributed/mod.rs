@@ -2,13 +2,15 @@
 
 mod checks;
 mod collectives;
+mod env;
 mod group;
 mod ranks;
 mod store;
 mod work;
 
 pub use collectives::ReduceOp;
-pub use group::{GroupOptions, ProcessGroup};
+pub use env::{Env, Master};
+pub use group::{GroupOptions, OnNcclError, ProcessGroup, nccl_missing};
 pub use ranks::run_ranks;
 pub use store::{Store, TcpStoreOptions};
 pub use work::Work;
