@@ -3,6 +3,7 @@
 mod checks;
 mod collectives;
 mod ddp;
+mod env;
 mod group;
 mod ranks;
 mod store;
@@ -10,7 +11,8 @@ mod work;
 
 pub use collectives::ReduceOp;
 pub use ddp::{Bucket, CommHook, Ddp, DdpOptimizer, DdpOptions, DdpStatistics, Outputs};
-pub use group::{GroupOptions, ProcessGroup};
+pub use env::{Env, Master};
+pub use group::{GroupOptions, OnNcclError, ProcessGroup, nccl_missing};
 pub use ranks::run_ranks;
 pub use store::{Store, TcpStoreOptions};
 pub use work::Work;

@@ -6,9 +6,7 @@ use std::sync::{Arc, Mutex};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::checkpoint;
-use tch_extension::distributed::{
-    CommHook, Ddp, DdpOptions, ProcessGroup, ReduceOp, run_ranks,
-};
+use tch_extension::distributed::{CommHook, Ddp, DdpOptions, ProcessGroup, ReduceOp, run_ranks};
 use tch_extension::{Error, Result};
 
 /// 1 MiB has this many bytes, and the tests have buckets of few bytes.
@@ -207,7 +205,11 @@ fn an_output_that_the_loss_ignores_counts_as_unused() {
             ddp.backward(&first.square().sum(Kind::Float))?;
             assert_gradients(group, &weights[..4], &expected, 0.0)?;
             // PyTorch does the same: the graph has a place for them, so they count as used.
-            assert!(weights[4..].iter().all(|w| !w.grad().defined() || w.grad().equal(&w.grad().zeros_like())));
+            assert!(
+                weights[4..]
+                    .iter()
+                    .all(|w| !w.grad().defined() || w.grad().equal(&w.grad().zeros_like()))
+            );
         }
         // Both have a part again.
         let x = batch(group.rank(), 7);
@@ -230,7 +232,8 @@ fn outputs_behind_the_sink_can_be_changed_in_place() {
         let x = batch(group.rank(), 0);
         // A sum does not need its result, so a change in place is allowed, as without a Ddp.
         let run = || &output(&weights, &x, &[]) + 1.0;
-        let loss = |mut y: Tensor| y.f_mul_(&Tensor::from(2.0_f32)).map(|y| y.square().sum(Kind::Float));
+        let loss =
+            |mut y: Tensor| y.f_mul_(&Tensor::from(2.0_f32)).map(|y| y.square().sum(Kind::Float));
         let expected = means(group, &own_gradients(&weights, &loss(run())?)?)?;
         ddp.backward(&loss(ddp.forward(|| Ok(run()))?)?)?;
         assert_gradients(group, &weights, &expected, 0.0)
@@ -242,11 +245,8 @@ fn a_static_graph_with_parameters_used_never_and_twice() {
     for view in [false, true] {
         all_ranks(2, |group| {
             let vs = network(1);
-            let options = DdpOptions {
-                static_graph: true,
-                gradient_as_bucket_view: view,
-                ..small_buckets()
-            };
+            let options =
+                DdpOptions { static_graph: true, gradient_as_bucket_view: view, ..small_buckets() };
             let ddp = Ddp::new(group, &vs, options)?;
             let weights = vs.trainable_variables();
             for step in 0..5 {
@@ -332,7 +332,8 @@ fn compression_rounds_alike_on_all_ranks() {
                         drop_gradients(&vs, step == 1)?;
                         let loss = ddp.forward(|| Ok(loss(&weights, &x) * 100.0))?;
                         ddp.backward(&loss)?;
-                        for ((weight, expected), size) in weights.iter().zip(&expected).zip(&sizes) {
+                        for ((weight, expected), size) in weights.iter().zip(&expected).zip(&sizes)
+                        {
                             let gradient = weight.grad();
                             assert_eq!(gradient.kind(), Kind::Float);
                             assert!(is_alike(group, &gradient)?);
@@ -443,8 +444,10 @@ fn weights_in_other_layouts() {
         assert!(is_alike(group, &transposed)?);
         let weights = [transposed.shallow_clone(), gaps.shallow_clone()];
         for step in 0..3 {
-            let (a, b) = (numbers(&[3, 5], step + 10 * group.rank() as i64), numbers(&[6, 2], step));
-            let loss = || (&transposed * &a).square().sum(Kind::Float) + (&gaps * &b).sum(Kind::Float);
+            let (a, b) =
+                (numbers(&[3, 5], step + 10 * group.rank() as i64), numbers(&[6, 2], step));
+            let loss =
+                || (&transposed * &a).square().sum(Kind::Float) + (&gaps * &b).sum(Kind::Float);
             let expected = means(group, &own_gradients(&weights, &loss())?)?;
             for weight in &weights {
                 if weight.grad().defined() {
@@ -534,14 +537,17 @@ fn checkpoints_inside() {
             // Each layer twice.
             let plain = |x: &Tensor| loss(&weights, &output(&weights, x, &[]));
             let layer = |inputs: &[Option<Tensor>]| match inputs {
-                [Some(x), Some(weight), Some(bias)] => Ok(x.linear(weight, Some(bias)).tanh().into()),
+                [Some(x), Some(weight), Some(bias)] => {
+                    Ok(x.linear(weight, Some(bias)).tanh().into())
+                }
                 _ => Err(Error::msg("three inputs")),
             };
             let saving = |x: &Tensor| -> Result<Tensor> {
                 let mut h = x.shallow_clone();
                 for _ in 0..2 {
                     for pair in weights.chunks(2) {
-                        h = checkpoint(layer, &[Some(&h), Some(&pair[0]), Some(&pair[1])])?.single()?;
+                        h = checkpoint(layer, &[Some(&h), Some(&pair[0]), Some(&pair[1])])?
+                            .single()?;
                     }
                 }
                 Ok(h.square().mean(Kind::Float))

@@ -66,9 +66,8 @@ fn models_that_differ_are_an_error_on_every_rank() {
     let one = |name: &str, tensor: &Tensor, group: &ProcessGroup| {
         Ddp::of_tensors(group, &[(name, tensor)], &[], DdpOptions::default())
     };
-    let zeros = |size: &[i64], kind: Kind| {
-        Tensor::zeros(size, (kind, Device::Cpu)).set_requires_grad(true)
-    };
+    let zeros =
+        |size: &[i64], kind: Kind| Tensor::zeros(size, (kind, Device::Cpu)).set_requires_grad(true);
     assert_refused(3, &["[16, 16]", "ranks 1, 2 have", "[15, 16]"], |group| {
         let rows = if group.rank() == 0 { 16 } else { 15 };
         one("weight", &zeros(&[rows, 16], Kind::Float), group)
@@ -273,12 +272,14 @@ fn a_rank_that_fails_in_the_forward_pass_fails_all() {
             for step in 0..5 {
                 if group.rank() == 1 && step == 3 {
                     let ddp = trained.ddp.clone();
-                    return ddp.forward(|| -> Result<Tensor> {
-                        match panics {
-                            true => panic!("out of data"),
-                            false => Err(Error::msg("out of data")),
-                        }
-                    }).map(drop);
+                    return ddp
+                        .forward(|| -> Result<Tensor> {
+                            match panics {
+                                true => panic!("out of data"),
+                                false => Err(Error::msg("out of data")),
+                            }
+                        })
+                        .map(drop);
                 }
                 trained.step(step)?;
             }
@@ -340,7 +341,10 @@ fn a_rank_that_fails_in_the_backward_pass_or_the_step_fails_all() {
             optimizer.step()
         })
     });
-    assert!(errors[0].contains("no memory") && errors[1].contains("rank 0: no memory"), "{errors:?}");
+    assert!(
+        errors[0].contains("no memory") && errors[1].contains("rank 0: no memory"),
+        "{errors:?}"
+    );
 
     let errors = all_fail(2, |group| {
         let mut trained = trained(group, DdpOptions::default())?;
@@ -392,7 +396,11 @@ fn a_changed_model_is_named() {
             let _ = trained.weights[2].set_requires_grad(false);
         }),
         ("was converted or moved", |trained| {
-            tch::no_grad(|| trained.weights[2].shallow_clone().set_data(&trained.weights[2].to_kind(Kind::Double)));
+            tch::no_grad(|| {
+                trained.weights[2]
+                    .shallow_clone()
+                    .set_data(&trained.weights[2].to_kind(Kind::Double))
+            });
         }),
         ("variables were added to the model", |trained| {
             let _ = trained.vs.root().zeros("late", &[2]);
@@ -470,8 +478,16 @@ fn a_new_group_goes_on_after_a_failure() {
         Ok(copies(&weights))
     };
     let results: Vec<Vec<Tensor>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..2).map(|rank| { let run = &run; scope.spawn(move || run(rank)) }).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic").expect("it goes on")).collect()
+        let threads: Vec<_> = (0..2)
+            .map(|rank| {
+                let run = &run;
+                scope.spawn(move || run(rank))
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no panic").expect("it goes on"))
+            .collect()
     });
     let expected = all_ranks(2, |group| {
         let mut trained = trained(group, DdpOptions::default())?;

@@ -22,8 +22,7 @@ pub fn each_rank<T: Send>(
     let store = Store::hash(TIMEOUT).expect("a store");
     let (store, run) = (&store, &run);
     let one = move |rank: usize| {
-        let group =
-            ProcessGroup::with_store(store, rank, n, &GroupOptions::with_timeout(TIMEOUT))?;
+        let group = ProcessGroup::with_store(store, rank, n, &GroupOptions::with_timeout(TIMEOUT))?;
         let outcome = catch_unwind(AssertUnwindSafe(|| run(&group)));
         let outcome = outcome.unwrap_or_else(|payload| {
             let text = payload.downcast_ref::<String>().cloned();
@@ -64,7 +63,8 @@ pub fn all_fail<T: Send>(n: usize, run: impl Fn(&ProcessGroup) -> Result<T> + Sy
 /// Numbers between -1 and 1 that depend on a seed only: libtorch's generator belongs to all threads.
 pub fn numbers(size: &[i64], seed: i64) -> Tensor {
     let count = size.iter().product::<i64>();
-    let phases = Tensor::arange(count, (Kind::Double, Device::Cpu)) * 12.9898 + seed as f64 * 78.233;
+    let phases =
+        Tensor::arange(count, (Kind::Double, Device::Cpu)) * 12.9898 + seed as f64 * 78.233;
     (phases.sin() * 43_758.545_3).fmod(1.0).reshape(size).to_kind(Kind::Float)
 }
 
