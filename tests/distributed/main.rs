@@ -2,6 +2,9 @@
 
 mod collectives;
 mod ddp;
+mod ddp_cuda;
 mod ddp_faults;
+mod ddp_python;
 mod ddp_support;
+mod ddp_train;
 mod processes;
