@@ -9,11 +9,11 @@ use std::time::Duration;
 /// Starts a program on several processes, its ranks, with torchrun's environment variables. The
 /// first rank to fail ends the others, and its exit code becomes that of tch-run.
 #[derive(Debug, Parser)]
-#[command(name = "tch-run", version)]
+#[command(name = "tch-run", version, args_override_self = true)]
 pub struct Options {
     /// Processes on this node: a number; `gpu` for one on each GPU; `auto` for one on each GPU, or
     /// on each core if there is no GPU
-    #[arg(short, long = "nproc-per-node", value_name = "N")]
+    #[arg(short, long = "nproc-per-node", value_name = "N", allow_hyphen_values = true)]
     pub nproc: String,
     /// How many nodes (machines) there are. Each of them runs tch-run
     #[arg(long, value_name = "N", default_value_t = 1)]
@@ -45,7 +45,7 @@ pub struct Options {
     #[arg(long)]
     pub no_prefix: bool,
     /// The program and its arguments
-    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+    #[arg(required = true, trailing_var_arg = true)]
     pub program: Vec<OsString>,
 }
 
@@ -195,8 +195,9 @@ mod tests {
             let line = format!("-n 2 --nnodes 2 --master {master} x");
             assert!(error(&line).contains("--master"), "{master}");
         }
+        assert_eq!(options("-n2 x").processes().unwrap(), 2);
         for processes in ["0", "-1", "x", "70000"] {
-            let error = options(&format!("-n={processes} x")).processes().unwrap_err();
+            let error = options(&format!("-n {processes} x")).processes().unwrap_err();
             assert!(error.to_string().contains("-n "), "{error}");
         }
     }

@@ -151,7 +151,8 @@ fn a_node_that_falls_silent_is_lost() {
     let options = ["-n", "1", "--lost-after", "1"];
     let first = nodes.start(0, &options, script);
     let mut second = nodes.start(1, &options, script);
-    ["pid.0", "pid.1"].map(|name| place.wait_for(name));
+    place.wait_for("pid.0");
+    place.wait_for("pid.1");
     signal("STOP", &second.id().to_string());
     let done = finish_child(first, SOON);
     second.kill().unwrap();
@@ -167,7 +168,8 @@ fn an_interrupted_node_ends_all_without_a_restart() {
     let script = "echo $$ > pid.$RANK; exec sleep 60";
     let options = ["-n", "1", "--max-restarts", "5"];
     let children = [0, 1].map(|node| nodes.start(node, &options, script));
-    ["pid.0", "pid.1"].map(|name| place.wait_for(name));
+    place.wait_for("pid.0");
+    place.wait_for("pid.1");
     signal("INT", &children[1].id().to_string());
     for done in finish_all(children) {
         assert_eq!(done.code, 130, "{}", done.err);

@@ -48,5 +48,5 @@ fn a_rank_killed_from_outside_comes_back() {
     let done = finish_child(child, SOON);
     assert_eq!(done.code, 0, "{}", done.err);
     assert!(done.err.contains("rank 1 was killed by SIGKILL"), "{}", done.err);
-    assert!(!runs(&place.read("pid.0.0").trim().to_string()));
+    assert!(!runs(place.read("pid.0.0").trim()));
 }
