@@ -2,6 +2,7 @@
 
 mod checks;
 mod collectives;
+mod ddp;
 mod env;
 mod group;
 mod ranks;
@@ -10,6 +11,7 @@ mod store;
 mod work;
 
 pub use collectives::ReduceOp;
+pub use ddp::{Bucket, CommHook, Ddp, DdpOptimizer, DdpOptions, DdpStatistics, Outputs};
 pub use env::{Env, Master};
 pub use group::{GroupOptions, OnNcclError, ProcessGroup, nccl_missing};
 pub use ranks::run_ranks;

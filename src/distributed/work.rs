@@ -66,6 +66,11 @@ impl Work {
         self.work.as_ref().is_none_or(ffi::Work::is_completed)
     }
 
+    /// The operation, or `None` when it has been waited for.
+    pub(super) fn into_handle(self) -> Option<ffi::Work> {
+        self.work
+    }
+
     /// Returns whether the operation has ended well.
     fn finish(&mut self, timeout: Option<Duration>) -> Result<bool> {
         let Some(work) = &mut self.work else { return Ok(true) };

@@ -1,5 +1,7 @@
 //! Bindings to `csrc/distributed`: stores, groups of ranks, and operations in flight.
 
+pub(crate) mod ddp;
+
 use super::take_message;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::Duration;

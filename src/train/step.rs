@@ -391,6 +391,7 @@ where
             return Err(Error::msg(format!("internal error: {STEP}: there is no graph")));
         };
         captured.graph.replay()?;
+        self.work.optimizer.replayed(captured.graph.device())?;
         // Casts of weights before this step, which somebody made in a region around the call.
         clear_autocast_cache()?;
         match part {

@@ -127,6 +127,7 @@ where
     pub fn run(&mut self, op: &str, batch: &[Tensor], part: Part) -> Result<StepOutput> {
         // Casts that the cache keeps are of weights before the last step, or belong to a capture.
         clear_autocast_cache()?;
+        self.optimizer.begin_batch(part == Part::Step)?;
         let output: StepOutput = (self.closure)(batch)?.into();
         check_loss(op, &output.loss)?;
         for (place, extra) in output.extra.iter().enumerate() {

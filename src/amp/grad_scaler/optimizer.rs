@@ -1,7 +1,7 @@
 //! What a scaler needs from an optimizer.
 
 use crate::Result;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// What [`GradScaler`](super::GradScaler) needs from an optimizer. tch's optimizers implement it;
 /// implement it for your own.
@@ -79,6 +79,26 @@ pub trait Optimizer {
     /// if a gradient was infinite or NaN; it may be empty if the gradients were unscaled before.
     fn step_on_device(&mut self, _gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {
         None
+    }
+
+    /// `train::Step` calls this before the forward pass of each batch that it runs or captures.
+    /// `steps` is whether a step follows, or the gradients only add up. An optimizer whose gradients
+    /// come from several ranks then knows when they must be exchanged.
+    ///
+    /// # Errors
+    /// An error of the optimizer; the batch is then not run.
+    fn begin_batch(&mut self, _steps: bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// `train::Step` calls this after it has launched a graph on the current stream of the device.
+    /// The work is not done by then. An optimizer whose gradients come from several ranks can watch
+    /// that it ends.
+    ///
+    /// # Errors
+    /// An error of the optimizer.
+    fn replayed(&mut self, _device: Device) -> Result<()> {
+        Ok(())
     }
 }
 
