@@ -319,6 +319,10 @@ impl ProcessGroup {
         self.inner.options.check
     }
 
+    pub(super) fn on_nccl_error(&self) -> OnNcclError {
+        self.inner.options.on_nccl_error
+    }
+
     /// Why the group cannot be used any more, if this rank gave it up.
     pub fn failure(&self) -> Option<String> {
         lock(&self.inner.failed).clone()

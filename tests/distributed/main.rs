@@ -2,3 +2,7 @@
 
 mod collectives;
 mod sampler;
+mod ddp;
+mod ddp_faults;
+mod ddp_support;
+mod processes;

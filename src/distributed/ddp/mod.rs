@@ -13,7 +13,7 @@ pub use options::{Bucket, CommHook, DdpOptions};
 pub use outputs::Outputs;
 pub use statistics::DdpStatistics;
 
-use super::{ProcessGroup, failed};
+use super::{OnNcclError, ProcessGroup, failed};
 use crate::amp::Optimizer;
 use crate::autograd::backward;
 use crate::cuda::{Event, is_capturing};
@@ -107,7 +107,9 @@ const STEP: &str = "Ddp::step";
 /// collectives of NCCL are then part of the graph. All ranks must warm up, capture and replay in the
 /// same calls, so they need batches of the same shapes, and a warm-up of at least 3 calls. While a
 /// graph with collectives is replayed, a thread watches that it ends within the group's timeout, and
-/// otherwise aborts the process, because NCCL's own watchdog does not see replays.
+/// otherwise aborts the process, because NCCL's own watchdog does not see replays. With
+/// [`OnNcclError::Abort`](super::OnNcclError::Abort) it gives the group up instead, and the next
+/// step is an error.
 /// `find_unused_parameters` cannot be captured.
 ///
 /// Clones are handles of the same `Ddp`.
@@ -412,8 +414,8 @@ impl Ddp {
         let watch = match inner.watch.get() {
             Some(watch) => watch,
             None => {
-                let place = format!("rank {} of {}", inner.group.rank(), inner.group.size());
-                let made = Watch::new(inner.group.timeout(), move |reason| abort(&place, &reason))?;
+                let group = inner.group.clone();
+                let made = Watch::new(group.timeout(), move |reason| stalled(&group, &reason))?;
                 inner.watch.get_or_init(|| made)
             }
         };
@@ -422,11 +424,15 @@ impl Ddp {
     }
 }
 
-/// A kernel that waits for another rank cannot be ended in another way.
-fn abort(place: &str, reason: &str) {
-    eprintln!(
-        "Ddp: {place}: {reason}; another rank has failed or is too slow. The process aborts."
-    );
+/// Ends what waits for a rank that does not come, as NCCL's watchdog does outside of graphs.
+fn stalled(group: &ProcessGroup, reason: &str) {
+    let (rank, size) = (group.rank(), group.size());
+    let line = format!("rank {rank} of {size}: {reason}; another rank has failed or is too slow");
+    if group.on_nccl_error() == OnNcclError::Abort {
+        return group.poison(&line);
+    }
+    // The GPU is busy forever, and an orderly end of the process would wait for it.
+    eprintln!("Ddp: {line}. The process aborts.");
     std::process::abort();
 }
 
