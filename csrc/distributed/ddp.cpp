@@ -9,6 +9,8 @@ using namespace tch_extension;
 
 namespace tch_extension {
 
+struct Work;  // csrc/distributed/collectives.cpp
+
 // What a Rust hook says about its bucket.
 struct HookCall {
   std::string error;

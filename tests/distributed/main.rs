@@ -2,8 +2,11 @@
 
 mod collectives;
 mod ddp;
+mod ddp_cuda;
 mod ddp_faults;
+mod ddp_python;
 mod ddp_support;
+mod ddp_train;
 mod faults;
 mod functional;
 mod group;

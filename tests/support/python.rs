@@ -20,9 +20,9 @@ fn python3(root: &Path) -> Command {
     command
 }
 
-/// The output of a script of this repository with these arguments, or why it cannot run: there is no
-/// python3 with torch 2.11.0. Panics if the script fails.
-pub fn run(script: &str, arguments: &[&OsStr]) -> Result<Output, &'static str> {
+/// The command of a script of this repository with these arguments, or why it cannot run: there is
+/// no python3 with torch 2.11.0.
+pub fn command(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, &'static str> {
     let root = root();
     let script = root.join(script);
     if !script.exists() {
@@ -34,7 +34,13 @@ pub fn run(script: &str, arguments: &[&OsStr]) -> Result<Output, &'static str> {
     }
     let mut command = python3(&root);
     command.args(["-W", "ignore"]).arg(script).args(arguments);
-    let output = command.output().expect("python3 was there a moment ago");
+    Ok(command)
+}
+
+/// The output of such a script. Panics if it fails.
+#[allow(dead_code)]
+pub fn run(script: &str, arguments: &[&OsStr]) -> Result<Output, &'static str> {
+    let output = command(script, arguments)?.output().expect("python3 was there a moment ago");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(output)
 }
