@@ -123,6 +123,12 @@ impl Streams {
         Streams { inputs: cut(0), targets: cut(1) }
     }
 
+    /// Some of the rows.
+    pub fn part(&self, first: i64, rows: i64) -> Streams {
+        let part = |all: &Tensor| all.narrow(0, first, rows);
+        Streams { inputs: part(&self.inputs), targets: part(&self.targets) }
+    }
+
     pub fn rows(&self) -> i64 {
         self.inputs.size()[0]
     }

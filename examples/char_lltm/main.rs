@@ -7,6 +7,7 @@
 //! cargo run --example char_lltm -- --op all            # and the comparison
 //! cargo run --example char_lltm -- --op lstm           # the LSTM, compared with libtorch's
 //! cargo run --example char_lltm -- --text book.txt --op fused --steps 2000
+//! tch-run -n 2 target/debug/examples/char_lltm          # two processes; built with `--features distributed`
 //! cargo run --example char_lltm -- --help
 //! ```
 
@@ -18,6 +19,7 @@ mod model;
 mod options;
 mod output;
 mod plot;
+mod ranks;
 mod report;
 mod train;
 
@@ -28,9 +30,9 @@ use data::Corpus;
 use model::CharModel;
 use options::{Op, Options};
 use output::OutputFolder;
+use ranks::Ranks;
 use report::Run;
 use std::process::ExitCode;
-use tch::Device;
 use train::Learner;
 
 fn main() -> ExitCode {
@@ -47,9 +49,15 @@ fn main() -> ExitCode {
 /// Checks all input before the first file is touched.
 fn run(options: &Options) -> Result<()> {
     options.check()?;
-    let device = options.device()?;
+    let ranks = Ranks::join(options)?;
+    if !ranks.is_main() {
+        report::silence();
+    }
+    let device = ranks.device();
     let text = data::load(options.text.as_deref())?;
     let corpus = Corpus::new(&text, options.batch, options.seq_len, device)?;
+    let (first, rows) = ranks.rows(options.batch)?;
+    let streams = corpus.train.part(first, rows);
     model::check_memory(options, corpus.vocabulary.len() as i64, device)?;
     let resume = match &options.resume {
         Some(path) => {
@@ -57,14 +65,23 @@ fn run(options: &Options) -> Result<()> {
         }
         None => None,
     };
-    let output = OutputFolder::prepare(&options.out, options.op.each())?;
+    let output = match ranks.is_main() {
+        true => Some(OutputFolder::prepare(&options.out, options.op.each())?),
+        false => None,
+    };
     report::say(&corpus.describe(&text))?;
     report::say(&options.describe(device))?;
 
-    let mut learners = new_learners(options, &corpus, device, resume.as_ref())?;
-    train::train(&mut learners, options, &corpus.train, |learner| {
-        checkpoint::save(&learner.model, &corpus.vocabulary, &output.weights(learner.op))
+    let mut learners = new_learners(options, &corpus, &ranks, rows, resume.as_ref())?;
+    train::train(&mut learners, options, &streams, &ranks, |learner| match &output {
+        Some(output) => {
+            checkpoint::save(&learner.model, &corpus.vocabulary, &output.weights(learner.op))
+        }
+        None => Ok(()),
     })?;
+    ranks.leave()?;
+    // What remains is done by one process.
+    let Some(output) = output else { return Ok(()) };
     let runs = learners
         .iter()
         .map(|learner| Run::of(learner, options, &corpus))
@@ -86,16 +103,17 @@ fn run(options: &Options) -> Result<()> {
 fn new_learners(
     options: &Options,
     corpus: &Corpus,
-    device: Device,
+    ranks: &Ranks,
+    rows: i64,
     resume: Option<&Checkpoint>,
 ) -> Result<Vec<Learner>> {
     let vocabulary = corpus.vocabulary.len() as i64;
     let new = |op: &Op| {
-        let model = CharModel::new(device, vocabulary, options.hidden, *op, options.seed);
+        let model = CharModel::new(ranks.device(), vocabulary, options.hidden, *op, options.seed);
         if let Some(checkpoint) = resume {
             checkpoint.copy_into(&model)?;
         }
-        Learner::new(*op, model, options)
+        Learner::new(*op, model, options, ranks, rows)
     };
     options.op.each().iter().map(new).collect()
 }

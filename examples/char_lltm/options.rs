@@ -27,7 +27,7 @@ pub struct Options {
     /// Characters per stream and step; the gradient reaches back this far
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub seq_len: i64,
-    /// Streams that are trained at the same time
+    /// Streams that are trained at the same time; several processes divide them
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub batch: i64,
     /// Optimiser steps
@@ -185,6 +185,12 @@ impl Options {
                 ),
             },
         }
+    }
+
+    /// The GPU of a rank.
+    #[cfg(feature = "distributed")]
+    pub fn device_of(&self, rank: usize) -> Result<Device> {
+        self.cuda(rank as i64)
     }
 
     fn cuda(&self, index: i64) -> Result<Device> {

@@ -6,6 +6,7 @@ use crate::train::{self, Learner};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 /// A model has learnt more than letter frequencies if its loss ends at least this far below the
@@ -17,8 +18,23 @@ const FIRST_STEPS: usize = 50;
 /// The number of progress lines if there is no terminal on which a bar could be redrawn.
 const PLAIN_LINES: i64 = 10;
 
+/// Whether this process prints errors only.
+static SILENT: AtomicBool = AtomicBool::new(false);
+
+/// Lets this process print errors only: it is not the first of several.
+pub fn silence() {
+    SILENT.store(true, Ordering::Relaxed);
+}
+
+fn is_silent() -> bool {
+    SILENT.load(Ordering::Relaxed)
+}
+
 /// Prints results. Training goes on if the reader (`| head`, say) has closed the pipe.
 pub fn say(text: &str) -> Result<()> {
+    if is_silent() {
+        return Ok(());
+    }
     match writeln!(stdout().lock(), "{text}") {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
@@ -61,7 +77,7 @@ pub struct Progress {
 
 impl Progress {
     pub fn new(steps: i64) -> Progress {
-        let bar = stderr().is_terminal().then(|| bar(steps));
+        let bar = (stderr().is_terminal() && !is_silent()).then(|| bar(steps));
         Progress { begun: Instant::now(), steps, bar, lines: 0 }
     }
 
@@ -77,7 +93,7 @@ impl Progress {
 
     fn plain_line(&mut self, step: i64, learners: &[Learner]) {
         let lines_due = step * PLAIN_LINES / self.steps;
-        if lines_due <= self.lines {
+        if lines_due <= self.lines || is_silent() {
             return;
         }
         self.lines = lines_due;

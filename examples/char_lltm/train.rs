@@ -4,13 +4,14 @@ use crate::data::{Corpus, Streams};
 use crate::layer::State;
 use crate::model::CharModel;
 use crate::options::{Op, Options};
+use crate::ranks::{Ranks, Together, Trained, inner};
 use crate::report::Progress;
 use anyhow::{Context, Result, bail};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
-use tch::{Kind, Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::ops::{CrossEntropyOptions, f_cross_entropy};
-use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
+use tch_extension::optim::{AdamW, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions, StepOutput};
 
 /// The largest norm of the gradient of all weights together. A larger gradient is scaled down to
@@ -21,6 +22,9 @@ const LARGEST_GRADIENT: f64 = 1.0;
 /// enough that the device does not idle between turns.
 const TURN: Duration = Duration::from_millis(200);
 
+/// The steps of a turn if there are several ranks.
+const TURN_OF_SEVERAL: i64 = 10;
+
 /// Trains all learners, which take turns of a few steps. Other work on the machine then slows all
 /// of them equally, and their speeds can be compared. `save` is called every `--save-every` steps
 /// and at the end.
@@ -28,6 +32,7 @@ pub fn train(
     learners: &mut [Learner],
     options: &Options,
     streams: &Streams,
+    ranks: &Ranks,
     save: impl Fn(&Learner) -> Result<()>,
 ) -> Result<()> {
     let mut progress = Progress::new(options.steps);
@@ -38,10 +43,14 @@ pub fn train(
         let count = until_save.min(turn);
         let begun = Instant::now();
         for learner in learners.iter_mut() {
-            learner.turn(options, streams, step, count)?;
+            learner.turn(options, streams, ranks, step, count)?;
         }
         step += count;
-        turn = steps_within(TURN * learners.len() as u32, begun.elapsed() / count as u32);
+        turn = match ranks.size() {
+            1 => steps_within(TURN * learners.len() as u32, begun.elapsed() / count as u32),
+            // All ranks must take the same turns.
+            _ => TURN_OF_SEVERAL,
+        };
         progress.update(step, learners);
         if count == until_save {
             learners.iter().try_for_each(&save)?;
@@ -63,7 +72,7 @@ pub struct Learner {
     pub losses: Vec<f64>,
     /// The speed in each turn, in characters per second.
     speeds: Vec<f64>,
-    step: Step<Optimizer, Closure>,
+    step: Step<Trained, Closure>,
     state: State,
     /// The column of the streams at which the next chunk begins.
     column: i64,
@@ -75,14 +84,22 @@ pub struct Learner {
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<StepOutput>>;
 
 impl Learner {
-    pub fn new(op: Op, model: CharModel, options: &Options) -> Result<Learner> {
+    /// A learner whose rank trains on so many rows.
+    pub fn new(
+        op: Op,
+        model: CharModel,
+        options: &Options,
+        ranks: &Ranks,
+        rows: i64,
+    ) -> Result<Learner> {
         // Without weight decay, it is Adam.
         let mut optimizer =
             AdamW { wd: 0.0, ..Default::default() }.build(&model.variables, options.lr)?;
         optimizer.set_clip_norm(Some(LARGEST_GRADIENT));
-        let state = model.zero_state(options.batch);
+        let state = model.zero_state(rows);
+        let (together, optimizer) = ranks.train(&model.variables, optimizer)?;
         let model = Rc::new(model);
-        let step = Step::new(StepOptions::default(), optimizer, closure(&model))?;
+        let step = Step::new(StepOptions::default(), optimizer, closure(&model, together))?;
         let (losses, speeds) = (Vec::new(), Vec::new());
         Ok(Learner { op, model, losses, speeds, step, state, column: 0, saved: None })
     }
@@ -102,12 +119,21 @@ impl Learner {
 
     /// Runs `count` steps after the first `done` steps. The losses are copied to the host only at
     /// the end: on a GPU, reading each one would make the host wait at every step.
-    fn turn(&mut self, options: &Options, streams: &Streams, done: i64, count: i64) -> Result<()> {
+    fn turn(
+        &mut self,
+        options: &Options,
+        streams: &Streams,
+        ranks: &Ranks,
+        done: i64,
+        count: i64,
+    ) -> Result<()> {
         let begun = Instant::now();
         let steps = done + 1..=done + count;
         let losses =
             steps.map(|step| self.step(options, streams, step)).collect::<Result<Vec<_>>>()?;
-        let losses: Vec<f64> = Tensor::f_stack(&losses, 0)?.to_kind(Kind::Double).try_into()?;
+        let losses = Tensor::f_stack(&losses, 0)?.to_kind(Kind::Double).to_device(Device::Cpu);
+        ranks.mean(&losses)?;
+        let losses: Vec<f64> = losses.try_into()?;
         let characters = count * options.batch * options.seq_len;
         self.speeds.push(characters as f64 / begun.elapsed().as_secs_f64());
         self.losses.extend(losses);
@@ -134,7 +160,7 @@ impl Learner {
     /// GPU the step is one CUDA graph.
     fn step(&mut self, options: &Options, streams: &Streams, step: i64) -> Result<Tensor> {
         let (inputs, targets) = self.next_chunk(options.seq_len, streams);
-        self.step.optimizer_mut().set_lr(learning_rate(options, step));
+        inner(self.step.optimizer_mut()).set_lr(learning_rate(options, step));
         let batch: Vec<&Tensor> = [&inputs, &targets].into_iter().chain(&self.state).collect();
         let output = self.step.step_with_extra(&batch)?;
         self.state = output.extra;
@@ -159,13 +185,17 @@ fn learning_rate(options: &Options, step: i64) -> f64 {
     options.lr * (0.55 + 0.45 * (std::f64::consts::PI * done).cos())
 }
 
-fn closure(model: &Rc<CharModel>) -> Closure {
+fn closure(model: &Rc<CharModel>, together: Together) -> Closure {
     let model = Rc::clone(model);
     Box::new(move |batch| {
         let (inputs, targets, state) = (&batch[0], &batch[1], &batch[2..]);
-        let (logits, state) = model.forward(inputs, state);
-        let loss = cross_entropy(&logits, targets, Reduction::Mean)?;
-        Ok((loss, state.iter().map(Tensor::detach).collect()).into())
+        let mut next = Vec::new();
+        let loss = together.forward(&mut || {
+            let (logits, state) = model.forward(inputs, state);
+            next = state.iter().map(Tensor::detach).collect();
+            cross_entropy(&logits, targets, Reduction::Mean)
+        })?;
+        Ok((loss, next).into())
     })
 }
 

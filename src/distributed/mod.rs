@@ -4,8 +4,10 @@ mod checks;
 mod collectives;
 mod ddp;
 mod env;
+pub mod functional;
 mod group;
 mod ranks;
+mod sampler;
 mod store;
 mod work;
 
@@ -14,6 +16,7 @@ pub use ddp::{Bucket, CommHook, Ddp, DdpOptimizer, DdpOptions, DdpStatistics, Ou
 pub use env::{Env, Master};
 pub use group::{GroupOptions, OnNcclError, ProcessGroup, nccl_missing};
 pub use ranks::run_ranks;
+pub use sampler::{DistributedSampler, SamplerOptions, Samples};
 pub use store::{Store, TcpStoreOptions};
 pub use work::Work;
 

@@ -7,8 +7,9 @@ use crate::files::{prepare_folder, write_bytes, write_whole};
 use crate::model::Gpt;
 use crate::options::Size;
 use crate::progress::say;
+use crate::ranks::{Division, Ranks};
 use crate::settings::{DataId, Settings};
-use crate::step::Trainer;
+use crate::step::{Trainer, TrainerOptions};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -29,7 +30,7 @@ const ROUNDS: i64 = 5;
 
 #[derive(Debug, clap::Args)]
 pub struct BenchOptions {
-    /// The folder with settings, weights and batches; --write makes it
+    /// The folder with settings, weights and batches; --write makes it, in one process
     #[arg(long, value_name = "FOLDER")]
     pub inputs: PathBuf,
     /// Write --inputs from the data of this folder, which `prepare` wrote, and train nothing
@@ -60,6 +61,18 @@ pub struct BenchOptions {
     /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
     #[arg(long)]
     pub no_capture: bool,
+    /// With several processes, round the gradients that they exchange to BFloat16
+    #[arg(long)]
+    pub half_gradients: bool,
+    /// Keep the weights in Float, which autocast rounds in each step, so that gradients are Float
+    #[arg(long)]
+    pub float_weights: bool,
+    /// With several processes, how many MiB of gradients are sent at once
+    #[arg(long, value_name = "MIB")]
+    pub bucket_mb: Option<f64>,
+    /// With several processes, how long one waits for the others
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: i64,
     /// Train as many steps as each line on stdin says, and print the result of each
     #[arg(long)]
     pub by_line: bool,
@@ -157,6 +170,7 @@ impl Inputs {
 }
 
 struct Bench {
+    ranks: Ranks,
     device: Device,
     settings: Settings,
     rates: Vec<f64>,
@@ -171,7 +185,12 @@ struct Bench {
 
 impl Bench {
     fn new(options: &BenchOptions, begun: Instant) -> Result<Bench> {
-        let device = device::parse(&options.device)?;
+        let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
+        ensure!(
+            ranks.size() == 1 || !options.by_line,
+            "--by-line is for one process: leave it out with {}",
+            ranks.size()
+        );
         let file = options.inputs.join(SETTINGS);
         let text = std::fs::read_to_string(&file).with_context(|| {
             format!("cannot read {} (make --inputs with `bench --write`)", file.display())
@@ -186,13 +205,22 @@ impl Bench {
         }
         let mut model = Gpt::zeros(&settings.model, device)?;
         state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
-        if let Some(kind) = settings.precision.half() {
+        if let Some(kind) = settings.precision.half().filter(|_| !options.float_weights) {
             model.round(kind)?;
         }
-        let loader = loader(&options.inputs.join(BATCHES), &settings, device)?;
-        let trainer = Trainer::new(Rc::new(model), &settings, !options.no_capture)?;
+        // Each process has as many rows as one alone, of batches of its own.
+        let all_rows = settings.batch * ranks.size() as i64;
+        let division = Division::new(all_rows, 1, ranks.rank(), ranks.size())?;
+        let loader = loader(&options.inputs.join(BATCHES), &settings, division, device)?;
+        let how = TrainerOptions {
+            capture: !options.no_capture,
+            half_gradients: options.half_gradients,
+            bucket_mb: options.bucket_mb,
+        };
+        let trainer = Trainer::new(Rc::new(model), &settings, &ranks, division, &how)?;
         let ready = begun.elapsed().as_secs_f64();
-        Ok(Bench { device, settings, rates, trainer, loader, ready, first_step: None, step: 0 })
+        let (first_step, step) = (None, 0);
+        Ok(Bench { ranks, device, settings, rates, trainer, loader, ready, first_step, step })
     }
 
     fn run(mut self, by_line: bool) -> Result<()> {
@@ -224,10 +252,13 @@ impl Bench {
         let mut summary = self.summary()?;
         if let Some(each) = times.get(times.len() / 2) {
             let tokens = self.settings.tokens_per_step() as f64;
+            let world = self.ranks.size() as f64;
             summary["ms_per_step"] = json!(1e3 * each);
-            summary["tokens_per_s"] = json!(tokens / each);
+            summary["tokens_per_s"] = json!(world * tokens / each);
+            summary["tokens_per_s_each"] = json!(tokens / each);
         }
         summary["losses"] = json!(losses);
+        self.ranks.leave()?;
         say(&summary.to_string())
     }
 
@@ -252,8 +283,12 @@ impl Bench {
             self.step += 1;
         }
         // Copying the losses to the host waits for the device.
-        let losses: Vec<f64> = Tensor::f_stack(&losses, 0)?.f_to_kind(Kind::Double)?.try_into()?;
-        Ok((begun.elapsed().as_secs_f64(), losses))
+        let losses = Tensor::f_stack(&losses, 0)?.f_to_kind(Kind::Double)?;
+        let losses = losses.f_to_device(Device::Cpu)?;
+        let seconds = begun.elapsed().as_secs_f64();
+        self.ranks.sum(&losses)?;
+        let losses: Vec<f64> = losses.try_into()?;
+        Ok((seconds, losses.into_iter().map(|sum| sum / self.ranks.size() as f64).collect()))
     }
 
     fn summary(&self) -> Result<serde_json::Value> {
@@ -265,6 +300,9 @@ impl Bench {
         Ok(json!({
             "device": device::describe(self.device),
             "precision": self.settings.precision.name(),
+            "world": self.ranks.size(),
+            "batch": self.settings.batch,
+            "ddp": self.trainer.ddp_statistics()?,
             "parameters": self.settings.model.parameters(),
             "steps": self.step,
             "kernels": self.trainer.stats().kernels,
@@ -276,7 +314,7 @@ impl Bench {
 }
 
 /// Loads the batches of a file, from the beginning again after the last one.
-fn loader(file: &Path, settings: &Settings, device: Device) -> Result<Loader> {
+fn loader(file: &Path, settings: &Settings, division: Division, device: Device) -> Result<Loader> {
     let name = file.display();
     let tensors = Tensor::read_safetensors(file).with_context(|| format!("cannot read {name}"))?;
     let found = tensors.into_iter().find(|(name, _)| name == "batches");
@@ -288,7 +326,7 @@ fn loader(file: &Path, settings: &Settings, device: Device) -> Result<Loader> {
         "{name}: expected batches [2, steps, {rows}, {context}], got {size:?}"
     );
     let source = move |index: u64| {
-        let index = (index % size[1] as u64) as i64;
+        let index = (division.number(index) % size[1] as u64) as i64;
         Ok(batches.f_select(1, index)?.f_to_kind(Kind::Int64)?.f_contiguous()?)
     };
     Loader::from(Box::new(source), rows, context, device)

@@ -5,6 +5,7 @@
 //! the checksum of each tensor.
 
 use crate::files::write_whole;
+use crate::ranks::Ranks;
 use crate::settings::Settings;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use safetensors::tensor::{Dtype, SafeTensorError, SafeTensors, TensorView, serialize_to_file};
@@ -170,10 +171,30 @@ pub fn of_run(option: &str, run: &Path, warn: impl Fn(String)) -> Result<Checkpo
 
 impl Checkpoint {
     pub fn read(path: &Path) -> Result<Checkpoint> {
-        let bytes = std::fs::read(path).context("it cannot be read")?;
+        Checkpoint::from_bytes(path, &std::fs::read(path).context("it cannot be read")?)
+    }
+
+    /// The checkpoint of a rank whose machine need not have the file.
+    pub fn on_all_ranks(own: Option<Checkpoint>, ranks: &Ranks) -> Result<Option<Checkpoint>> {
+        if ranks.size() == 1 {
+            return Ok(own);
+        }
+        let Some(path) = ranks.share(&own.as_ref().map(|own| own.path.clone()))? else {
+            return Ok(None);
+        };
+        let cannot = || format!("cannot read {}", path.display());
+        let bytes = ranks.on_main(|| std::fs::read(&path).with_context(cannot))?;
+        let bytes = ranks.share_bytes(bytes.unwrap_or_default())?;
+        match own {
+            Some(own) => Ok(Some(own)),
+            None => Checkpoint::from_bytes(&path, &bytes).map(Some),
+        }
+    }
+
+    fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Checkpoint> {
         let unsafe_header = |error| anyhow!("it is no whole safetensors file ({error:?})");
-        let (_, header) = SafeTensors::read_metadata(&bytes).map_err(unsafe_header)?;
-        let file = SafeTensors::deserialize(&bytes).map_err(unsafe_header)?;
+        let (_, header) = SafeTensors::read_metadata(bytes).map_err(unsafe_header)?;
+        let file = SafeTensors::deserialize(bytes).map_err(unsafe_header)?;
         let state = state(header.metadata().as_ref())?;
         let mut tensors = HashMap::new();
         for (name, view) in file.tensors() {

@@ -1,5 +1,6 @@
 //! Which tokens a step is trained on, and how they come to the device.
 
+use crate::ranks::{Division, Ranks};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Result, ensure};
 use std::rc::Rc;
@@ -109,22 +110,22 @@ pub struct Loader {
 }
 
 impl Loader {
-    /// Loads the text's windows in an order.
+    /// Loads this rank's part of the text's windows in an order. Other parts of the token file are
+    /// not read.
     pub fn new(
         tokens: Rc<Tokens>,
         order: Order,
-        rows: i64,
+        division: Division,
         context: i64,
         device: Device,
     ) -> Result<Loader> {
-        let rows_per_batch = rows as u64;
         let source = move |index: u64| {
-            let first = index * rows_per_batch;
+            let first = division.first_row(index);
             let starts: Vec<usize> =
-                (first..first + rows_per_batch).map(|window| order.start(window)).collect();
+                (first..first + division.rows as u64).map(|window| order.start(window)).collect();
             windows(&tokens, Part::Train, starts.into_iter(), context as usize)
         };
-        Loader::from(Box::new(source), rows, context, device)
+        Loader::from(Box::new(source), division.rows, context, device)
     }
 
     /// Loads the batches of a source, `[2, rows, context]` each.
@@ -246,9 +247,14 @@ impl HeldOut {
         Ok(HeldOut { tokens, starts, rows: rows as usize, context })
     }
 
-    /// The batches. The last one may have fewer rows.
-    pub fn batches(&self, device: Device) -> impl Iterator<Item = Result<Batch>> + '_ {
-        self.starts.chunks(self.rows).map(move |starts| {
+    /// This rank's part of the batches. The last one of all may have fewer rows.
+    pub fn batches(
+        &self,
+        device: Device,
+        ranks: &Ranks,
+    ) -> impl Iterator<Item = Result<Batch>> + '_ {
+        let all = self.starts.chunks(self.rows);
+        all.skip(ranks.rank()).step_by(ranks.size()).map(move |starts| {
             let starts = starts.iter().copied();
             let on_host = windows(&self.tokens, Part::HeldOut, starts, self.context)?;
             batch(&on_host.f_to_device(device)?)
@@ -305,7 +311,8 @@ mod tests {
     fn targets_follow_their_inputs() {
         let (_folder, tokens) = tokens();
         let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
-        let mut loader = Loader::new(tokens.clone(), order, 3, 8, Device::Cpu).unwrap();
+        let alone = Division::new(3, 1, 0, 1).unwrap();
+        let mut loader = Loader::new(tokens.clone(), order, alone, 8, Device::Cpu).unwrap();
         let (x, y) = loader.batch(5).unwrap();
         assert_eq!((x.size(), x.kind()), (vec![3, 8], Kind::Int64));
         assert_eq!(&x + 1, y);
@@ -313,11 +320,27 @@ mod tests {
         assert_ne!(x, loader.batch(6).unwrap().0);
 
         let held_out = HeldOut::new(tokens, 3, 8, 100).unwrap();
-        let batches: Vec<Batch> = held_out.batches(Device::Cpu).collect::<Result<_>>().unwrap();
+        let (ranks, device) = Ranks::join("cpu", 10).unwrap();
+        let batches: Vec<Batch> = held_out.batches(device, &ranks).collect::<Result<_>>().unwrap();
         let rows: Vec<i64> = batches.iter().map(|(x, _)| x.size()[0]).collect();
         assert_eq!(rows, [3, 1]);
         assert_eq!(&batches[0].0 + 1, batches[0].1);
         assert_eq!(batches[0].0.int64_value(&[0, 0]), 160);
+    }
+
+    #[test]
+    fn ranks_read_parts_of_the_batches_of_one() {
+        let (_folder, tokens) = tokens();
+        let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
+        let loader = |rank, size| {
+            let division = Division::new(4, 1, rank, size).unwrap();
+            Loader::new(tokens.clone(), order.clone(), division, 8, Device::Cpu).unwrap()
+        };
+        for index in [0, 5] {
+            let whole = loader(0, 1).batch(index).unwrap().0;
+            let parts = [0, 1].map(|rank| loader(rank, 2).batch(index).unwrap().0);
+            assert_eq!(Tensor::cat(&parts, 0), whole);
+        }
     }
 
     #[test]
@@ -326,7 +349,8 @@ mod tests {
         let Some(device) = tch_extension::testing::cuda_or_skip(test) else { return };
         let (_folder, tokens) = tokens();
         let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
-        let loader = |device| Loader::new(tokens.clone(), order.clone(), 3, 8, device).unwrap();
+        let alone = Division::new(3, 1, 0, 1).unwrap();
+        let loader = |device| Loader::new(tokens.clone(), order.clone(), alone, 8, device).unwrap();
         let (mut here, mut there) = (loader(Device::Cpu), loader(device));
         for index in [0, 1, 2, 3, 7, 8, 8, 2, 3, 4, 5, 6] {
             let (x, y) = here.batch(index).unwrap();

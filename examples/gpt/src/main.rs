@@ -5,6 +5,7 @@
 //! cargo run -p gpt -- train --text book.txt --size char --out runs/book
 //! cargo run -p gpt -- sample --from runs/book --prompt "It was"
 //! cargo run -p gpt -- help
+//! tch-run -n 2 target/debug/gpt train ...           # on two processes, built with `--features distributed`
 //! ```
 
 mod bench;
@@ -20,12 +21,14 @@ mod options;
 mod plot;
 mod prepare;
 mod progress;
+mod ranks;
 mod sample;
 mod settings;
 mod step;
 mod tokenizer;
 mod tokens;
 mod train;
+mod trained;
 
 use anyhow::Result;
 use clap::{Parser, Subcommand};
@@ -78,7 +81,9 @@ fn main() -> ExitCode {
     match guard::without_panics(|| run(program, begun)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            progress::error(&error);
+            if !error.is::<ranks::OnRank0>() {
+                progress::error(&error);
+            }
             ExitCode::FAILURE
         }
     }

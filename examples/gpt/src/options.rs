@@ -146,6 +146,12 @@ pub struct TrainOptions {
     /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
     #[arg(long)]
     pub no_capture: bool,
+    /// With several processes, round the gradients that they exchange to BFloat16
+    #[arg(long)]
+    pub half_gradients: bool,
+    /// With several processes, how long one waits for the others
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: i64,
     /// The device's peak in TFLOP/s, for the MFU [default: by the GPU's name]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -181,7 +187,7 @@ pub struct Changes {
     /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     precision: Option<Precision>,
-    /// Rows of a batch
+    /// Rows of a batch; several processes divide the batches of a step, and then the rows of each
     #[arg(long, value_name = "N")]
     batch: Option<i64>,
     /// Batches of a step, whose gradients are added up

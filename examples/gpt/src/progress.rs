@@ -4,13 +4,29 @@ use crate::settings::Settings;
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// The number of progress lines if there is no terminal on which a bar could be redrawn.
 const PLAIN_LINES: i64 = 20;
 
+/// Whether this process prints errors only.
+static SILENT: AtomicBool = AtomicBool::new(false);
+
+/// Lets this process print errors only: it is not the first of several.
+pub fn silence() {
+    SILENT.store(true, Ordering::Relaxed);
+}
+
+fn is_silent() -> bool {
+    SILENT.load(Ordering::Relaxed)
+}
+
 /// Prints results. Work goes on if the reader (`| head`, say) has closed the pipe.
 pub fn say(text: &str) -> Result<()> {
+    if is_silent() {
+        return Ok(());
+    }
     match writeln!(stdout().lock(), "{text}") {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
@@ -19,7 +35,9 @@ pub fn say(text: &str) -> Result<()> {
 
 /// Prints a warning on one line.
 pub fn warn(text: String) {
-    let _ = writeln!(stderr().lock(), "warning: {}", text.replace('\n', " "));
+    if !is_silent() {
+        let _ = writeln!(stderr().lock(), "warning: {}", text.replace('\n', " "));
+    }
 }
 
 /// Prints an error with its causes on one line. A closed stderr is not treated as a failure.
@@ -50,7 +68,7 @@ impl Progress {
         let tokens_per_step = settings.tokens_per_step() as f64;
         let now = Instant::now();
         Progress {
-            bar: stderr().is_terminal().then(|| bar(settings.steps)),
+            bar: (stderr().is_terminal() && !is_silent()).then(|| bar(settings.steps)),
             steps: settings.steps,
             begun: (done, now),
             other: Duration::ZERO,
@@ -77,7 +95,7 @@ impl Progress {
             }
             None => {
                 let due = step * PLAIN_LINES / self.steps;
-                if due > self.lines {
+                if due > self.lines && !is_silent() {
                     self.lines = due;
                     let standing = self.standing(loss, each);
                     let line = format!("step {step}/{}: {standing}, {left:.0}s left", self.steps);

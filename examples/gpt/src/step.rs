@@ -3,56 +3,76 @@
 
 use crate::data::{Loader, mix};
 use crate::model::Gpt;
+use crate::ranks::{Division, Ranks};
 use crate::settings::Settings;
+use crate::trained::Trained;
 use anyhow::Result;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::Tensor;
+#[cfg(feature = "distributed")]
+use tch_extension::distributed::{CommHook, Ddp, DdpOptions};
 use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions, StepStats};
 
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<Tensor>>;
 
+/// How steps are run. It does not change what they compute, except for rounding.
+#[derive(Clone, Copy, Debug)]
+pub struct TrainerOptions {
+    /// Whether a GPU's steps are captured.
+    pub capture: bool,
+    /// Whether ranks round the gradients that they send to BFloat16.
+    pub half_gradients: bool,
+    /// How many MiB of gradients are sent at once.
+    pub bucket_mb: Option<f64>,
+}
+
 /// A model in training.
 pub struct Trainer {
-    step: Step<Optimizer, Closure>,
-    accumulate: u64,
+    step: Step<Trained, Closure>,
+    division: Division,
     /// The seed of dropout, if there is any.
     seed: Option<u64>,
 }
 
 impl Trainer {
-    /// A GPU's steps are captured if `capture` is true.
-    pub fn new(model: Rc<Gpt>, settings: &Settings, capture: bool) -> Result<Trainer> {
+    /// All ranks call this with the same model and settings. The model then has rank 0's weights.
+    pub fn new(
+        model: Rc<Gpt>,
+        settings: &Settings,
+        ranks: &Ranks,
+        division: Division,
+        options: &TrainerOptions,
+    ) -> Result<Trainer> {
         let config = AdamW { beta2: 0.95, wd: settings.weight_decay, ..Default::default() };
         let mut optimizer = config.build(&model.variables, settings.lr)?;
         // As in GPT-2: biases and norms do not decay.
         optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
         optimizer.f_set_clip_norm(Some(settings.clip))?;
         optimizer.f_set_masters(&model.masters())?;
-        let half = settings.precision.half();
-        let closure: Closure = Box::new(move |batch: &[Tensor]| match batch {
-            [inputs, targets] => model.loss(inputs, targets, half, true),
-            _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
-        });
-        let accumulate = settings.accumulate as usize;
+        let (optimizer, closure) = together(model, optimizer, settings, ranks, options)?;
+        let accumulate = division.accumulate as usize;
+        let capture = options.capture;
         let options = StepOptions { capture, accumulate, ..Default::default() };
         Ok(Trainer {
             step: Step::new(options, optimizer, closure)?,
-            accumulate: settings.accumulate as u64,
+            division,
             seed: (settings.model.dropout > 0.0).then_some(settings.seed as u64),
         })
     }
 
     /// Trains the step after `done` steps and returns its loss, which is still on the device.
     pub fn step(&mut self, loader: &mut Loader, done: i64, rate: f64) -> Result<Tensor> {
-        self.step.optimizer_mut().f_set_lr(rate)?;
-        let first = done as u64 * self.accumulate;
+        self.step.optimizer_mut().inner_mut().f_set_lr(rate)?;
+        let accumulate = self.division.accumulate as u64;
+        let first = done as u64 * accumulate;
         let mut losses = Vec::new();
-        for index in first..first + self.accumulate {
+        for index in first..first + accumulate {
             if let Some(seed) = self.seed {
                 // So that the step decides the random numbers, also in a run that resumed.
-                tch::manual_seed((mix(seed ^ mix(index)) >> 1) as i64);
+                let number = self.division.number(index);
+                tch::manual_seed((mix(seed ^ mix(number)) >> 1) as i64);
             }
             let (inputs, targets) = loader.batch(index)?;
             losses.push(self.step.step(&[&inputs, &targets])?);
@@ -65,16 +85,64 @@ impl Trainer {
 
     /// The optimizer's state.
     pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
-        Ok(self.step.optimizer().f_state_dict()?)
+        Ok(self.step.optimizer().inner().f_state_dict()?)
     }
 
     /// Takes over a state of [`Trainer::state`]. The weights come first.
     pub fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
-        Ok(self.step.optimizer_mut().f_load_state_dict(state)?)
+        Ok(self.step.optimizer_mut().inner_mut().f_load_state_dict(state)?)
+    }
+
+    /// What DDP has measured, if there are several ranks.
+    pub fn ddp_statistics(&self) -> Result<Option<serde_json::Value>> {
+        #[cfg(feature = "distributed")]
+        if let Trained::Ddp(optimizer) = self.step.optimizer() {
+            let found = optimizer.ddp().statistics()?;
+            let ms = |time: std::time::Duration| 1e3 * time.as_secs_f64();
+            return Ok(Some(serde_json::json!({
+                "backward_ms": ms(found.backward),
+                "communication_ms": ms(found.communication),
+                "overlap_ms": ms(found.overlap),
+                "overlap_share": found.overlap_share(),
+                "bucket_bytes": found.buckets,
+            })));
+        }
+        Ok(None)
     }
 
     /// What was captured.
     pub fn stats(&self) -> StepStats {
         self.step.stats()
     }
+}
+
+/// The closure of a step, and its optimizer. With several ranks, the closure's gradients are averaged.
+#[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
+fn together(
+    model: Rc<Gpt>,
+    optimizer: Optimizer,
+    settings: &Settings,
+    ranks: &Ranks,
+    options: &TrainerOptions,
+) -> Result<(Trained, Closure)> {
+    let half = settings.precision.half();
+    let loss = |model: &Gpt, batch: &[Tensor]| match batch {
+        [inputs, targets] => model.loss(inputs, targets, half, true),
+        _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
+    };
+    #[cfg(feature = "distributed")]
+    if let Some(group) = ranks.group() {
+        let mut ddp = DdpOptions::default();
+        if options.half_gradients {
+            ddp.hook = CommHook::Bf16;
+        }
+        ddp.bucket_cap_mb = options.bucket_mb.unwrap_or(ddp.bucket_cap_mb);
+        let ddp = Ddp::new(group, &model.variables, ddp)?;
+        for (_, master) in model.masters() {
+            group.broadcast(master, 0)?;
+        }
+        let optimizer = Trained::Ddp(ddp.guard(optimizer)?);
+        return Ok((optimizer, Box::new(move |batch| ddp.forward(|| loss(&model, batch)))));
+    }
+    Ok((Trained::Alone(optimizer), Box::new(move |batch| loss(&model, batch))))
 }

@@ -4,19 +4,21 @@ use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, Loader, Order};
 use crate::device;
 use crate::files::{lock, make_folder, prepare_folder, write_bytes};
-use crate::log::{self, Log};
+use crate::log::{self, Curves, Log};
 use crate::model::Gpt;
 use crate::options::TrainOptions;
 use crate::plot::{self, Curve};
 use crate::prepare::{self, Prepared};
 use crate::progress::{Progress, say, warn};
+use crate::ranks::{Division, OnRank0, Ranks};
 use crate::sample::{model_tensors, sample};
 use crate::settings::{DataId, Settings};
-use crate::step::Trainer;
+use crate::step::{Trainer, TrainerOptions};
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, anyhow, ensure};
-
+use std::fs::File;
+use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
 
@@ -26,26 +28,67 @@ const PLOT: &str = "losses.svg";
 
 /// The subcommand.
 pub fn run(options: &TrainOptions) -> Result<()> {
-    let device = device::parse(&options.device)?;
+    let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
     options.check(device)?;
-    let init =
-        options.init.as_ref().map(|run| checkpoint::of_run("--init", run, warn)).transpose()?;
-    make_folder("--out", &options.out)?;
-    let _lock = lock("--out", &options.out)?;
-    prepare_folder("--out", &options.out)?;
-    let checkpoint = earlier(options)?;
-    let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
-    let Data { tokens, tokenizer, new } = data(options, earlier)?;
-    let settings = {
-        let data = data_id(&tokens, &tokenizer);
-        let of_init = init.as_ref().map(|init| &init.state.settings);
-        options.settings(device, tokenizer.len(), data, earlier, of_init)?
-    };
-    let tokens = Rc::new(tokens);
-    let mut run = Run::new(options, settings, tokens, device, [checkpoint, init], new)?;
-    tokenizer.save(&options.out)?;
+    let mut main = ranks.on_main(|| Main::prepare(options, device, ranks.size()))?;
+    let settings = ranks.share(&main.as_ref().map(|main| main.settings.clone()))?;
+    let settings = settings.context("rank 0 sent no settings")?;
+    let mut run = Run::new(options, settings, &ranks, device, main.as_mut())?;
     run.train()?;
-    run.finish(&tokenizer)
+    ranks.leave()?;
+    match &main {
+        Some(main) => run.finish(&main.tokenizer),
+        None => Ok(()),
+    }
+}
+
+/// What only rank 0 has: the files of the run.
+struct Main {
+    _lock: File,
+    settings: Settings,
+    checkpoint: Option<Checkpoint>,
+    init: Option<Checkpoint>,
+    tokens: Rc<Tokens>,
+    tokenizer: Tokenizer,
+    /// Where the tokens are, once the new ones are in place.
+    folder: PathBuf,
+    /// What is to replace the data of an earlier run, once nothing can fail any more.
+    new: Option<Prepared>,
+}
+
+impl Main {
+    fn prepare(options: &TrainOptions, device: Device, ranks: usize) -> Result<Main> {
+        let init =
+            options.init.as_ref().map(|run| checkpoint::of_run("--init", run, warn)).transpose()?;
+        make_folder("--out", &options.out)?;
+        let lock = lock("--out", &options.out)?;
+        prepare_folder("--out", &options.out)?;
+        let checkpoint = earlier(options)?;
+        let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
+        let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
+        let settings = {
+            let data = data_id(&tokens, &tokenizer);
+            let of_init = init.as_ref().map(|init| &init.state.settings);
+            options.settings(device, tokenizer.len(), data, earlier, of_init)?
+        };
+        let tokens = Rc::new(tokens);
+        // What cannot work is refused before anything is computed.
+        Division::new(settings.batch, settings.accumulate, 0, ranks)?;
+        windows(&settings, &tokens, options.eval_windows)?;
+        let folder = std::path::absolute(&folder).unwrap_or(folder);
+        Ok(Main { _lock: lock, settings, checkpoint, init, tokens, tokenizer, folder, new })
+    }
+}
+
+/// The order of the windows to train on, and those held out.
+fn windows(
+    settings: &Settings,
+    tokens: &Rc<Tokens>,
+    eval_windows: i64,
+) -> Result<(Order, HeldOut)> {
+    let (context, seed, rows) = (settings.model.context, settings.seed, settings.batch);
+    let order = Order::new(tokens.len(Part::Train), context, seed)?;
+    Ok((order, HeldOut::new(Rc::clone(tokens), rows, context, eval_windows)?))
 }
 
 /// The checkpoint to continue from. Refuses to begin anew where a run is.
@@ -78,7 +121,8 @@ fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
 struct Data {
     tokens: Tokens,
     tokenizer: Tokenizer,
-    /// What is to replace the data of an earlier run, once nothing can fail any more.
+    /// Where the tokens are or will be.
+    folder: PathBuf,
     new: Option<Prepared>,
 }
 
@@ -101,7 +145,7 @@ fn data(options: &TrainOptions, earlier: Option<&Settings>) -> Result<Data> {
         (None, None) => {
             let new = prepare::beside(&options.text, "--out", &own)?;
             let (tokens, tokenizer) = (new.tokens()?, new.tokenizer.clone());
-            return Ok(Data { tokens, tokenizer, new: Some(new) });
+            return Ok(Data { tokens, tokenizer, folder: own, new: Some(new) });
         }
     };
     let (tokens, tokenizer) = (Tokens::open(&folder)?, Tokenizer::load(&folder)?);
@@ -110,7 +154,19 @@ fn data(options: &TrainOptions, earlier: Option<&Settings>) -> Result<Data> {
         "the tokens and the vocabulary in {} do not belong together; write both again with `prepare`",
         folder.display()
     );
-    Ok(Data { tokens, tokenizer, new: None })
+    Ok(Data { tokens, tokenizer, folder, new: None })
+}
+
+/// The tokens of a rank that has not prepared them, from its own machine.
+fn tokens_of_others(folder: &Path, settings: &Settings) -> Result<Rc<Tokens>> {
+    let tokens = Tokens::open(folder)?;
+    let DataId { tokens: count, checksum, .. } = settings.data;
+    ensure!(
+        tokens.len(Part::Train) == count && tokens.checksum() == checksum,
+        "the tokens in {} are not those of rank 0: give every machine the same files",
+        folder.display()
+    );
+    Ok(Rc::new(tokens))
 }
 
 fn data_id(tokens: &Tokens, tokenizer: &Tokenizer) -> DataId {
@@ -125,12 +181,15 @@ fn data_id(tokens: &Tokens, tokenizer: &Tokenizer) -> DataId {
 struct Run<'a> {
     options: &'a TrainOptions,
     settings: Settings,
+    ranks: &'a Ranks,
     device: Device,
     model: Rc<Gpt>,
     trainer: Trainer,
     loader: Loader,
     held_out: HeldOut,
-    log: Log,
+    /// On rank 0.
+    log: Option<Log>,
+    /// Of all devices together.
     peak: Option<f64>,
     /// How many steps are done.
     step: i64,
@@ -140,26 +199,34 @@ struct Run<'a> {
 }
 
 impl<'a> Run<'a> {
-    /// A run that goes on where the first checkpoint is, or a new one with the weights of the second,
-    /// which removes what an earlier run left when all that its input can spoil was done.
+    /// A run that goes on where rank 0's checkpoint is, or a new one with the weights of `init`, which
+    /// removes what an earlier run left when all that its input can spoil was done.
     fn new(
         options: &'a TrainOptions,
         settings: Settings,
-        tokens: Rc<Tokens>,
+        ranks: &'a Ranks,
         device: Device,
-        [checkpoint, init]: [Option<Checkpoint>; 2],
-        new: Option<Prepared>,
+        mut main: Option<&mut Main>,
     ) -> Result<Run<'a>> {
-        let (context, seed, rows) = (settings.model.context, settings.seed, settings.batch);
-        let order = Order::new(tokens.len(Part::Train), context, seed)?;
-        let held_out = HeldOut::new(tokens.clone(), rows, context, options.eval_windows)?;
-        device::check_memory(device, settings.model.training_bytes(rows * context))?;
+        let Settings { batch, accumulate, .. } = settings;
+        let (context, seed) = (settings.model.context, settings.seed);
+        let division = Division::new(batch, accumulate, ranks.rank(), ranks.size())?;
+        device::check_memory(device, settings.model.training_bytes(division.rows * context))?;
+        let checkpoint = main.as_mut().and_then(|main| main.checkpoint.take());
+        let checkpoint = Checkpoint::on_all_ranks(checkpoint, ranks)?;
+        let init = main.as_mut().and_then(|main| main.init.take());
+        let init = Checkpoint::on_all_ranks(init, ranks)?;
         let mut model = Gpt::new(&settings.model, device, seed)?;
         if let Some(kind) = settings.precision.half() {
             model.round(kind)?;
         }
         let model = Rc::new(model);
-        let mut trainer = Trainer::new(model.clone(), &settings, !options.no_capture)?;
+        let how = TrainerOptions {
+            capture: !options.no_capture,
+            half_gradients: options.half_gradients,
+            bucket_mb: None,
+        };
+        let mut trainer = Trainer::new(model.clone(), &settings, ranks, division, &how)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
             resume(checkpoint, &model, &mut trainer)?;
@@ -168,17 +235,23 @@ impl<'a> Run<'a> {
         } else if let Some(init) = init {
             begin_with(&init, &model, &settings)?;
         }
-        let loader = Loader::new(tokens, order, rows, context, device)?;
-        if checkpoint.is_none() {
-            checkpoint::remove_all(&options.out.join(checkpoint::FOLDER))?;
-        }
-        if let Some(new) = new {
-            say(&new.put()?)?;
-        }
+        // The files are changed last, and then the other ranks may read them.
+        let files = ranks.on_main(|| match main.as_mut() {
+            Some(main) => files(options, main, checkpoint.is_none(), step).map(Some),
+            None => Ok(None),
+        })?;
+        let folder = ranks.share(&main.as_ref().map(|main| main.folder.clone()))?;
+        let folder = folder.context("rank 0 sent no folder")?;
+        let tokens = match &main {
+            Some(main) => Rc::clone(&main.tokens),
+            None => tokens_of_others(&folder, &settings)?,
+        };
+        let (order, held_out) = windows(&settings, &tokens, options.eval_windows)?;
+        let peak = peak(&settings, device).map(|peak| peak * ranks.size() as f64);
         let run = Run {
-            loader,
-            log: Log::open(&options.out, step)?,
-            peak: options.peak.or_else(|| peak(&settings, device)),
+            loader: Loader::new(tokens, order, division, context, device)?,
+            log: files.flatten(),
+            peak: options.peak.or(peak),
             saved: checkpoint.map(|_| step),
             unread: Vec::new(),
             trainer,
@@ -186,6 +259,7 @@ impl<'a> Run<'a> {
             step,
             options,
             settings,
+            ranks,
             device,
             model,
         };
@@ -196,9 +270,14 @@ impl<'a> Run<'a> {
     fn describe(&self) -> String {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
         format!(
-            "{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters\n\
+            "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters\n\
              {steps} steps of {accumulate} × {batch} rows, learning rate {lr:?}, {}, seed {seed}",
             device::describe(self.device),
+            if self.ranks.size() > 1 {
+                format!(", {} processes", self.ranks.size())
+            } else {
+                String::new()
+            },
             model.layers,
             model.dim,
             model.heads,
@@ -245,7 +324,11 @@ impl<'a> Run<'a> {
             return Ok(());
         }
         let losses = Tensor::f_stack(&std::mem::take(&mut self.unread), 0)?;
-        let losses: Vec<f64> = losses.f_to_kind(Kind::Double)?.try_into()?;
+        let losses = losses.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?;
+        self.ranks.sum(&losses)?;
+        let losses: Vec<f64> = losses.try_into()?;
+        let losses: Vec<f64> =
+            losses.into_iter().map(|sum| sum / self.ranks.size() as f64).collect();
         let first = self.step - losses.len() as i64 + 1;
         if let Some(place) = losses.iter().position(|loss| !loss.is_finite()) {
             let (step, loss) = (first + place as i64, losses[place]);
@@ -253,11 +336,18 @@ impl<'a> Run<'a> {
         }
         progress.update(self.step, losses[losses.len() - 1]);
         let settings = &self.settings;
-        self.log.train(first, &losses, |step| settings.learning_rate(step - 1))
+        match &mut self.log {
+            Some(log) => log.train(first, &losses, |step| settings.learning_rate(step - 1)),
+            None => Ok(()),
+        }
     }
 
     /// The error of a run that cannot go on with its learning rate.
     fn diverged(&self, what: &str) -> anyhow::Error {
+        if !self.ranks.is_main() {
+            // All ranks find out the same.
+            return anyhow!(OnRank0);
+        }
         let (lr, out) = (self.settings.lr, self.options.out.display());
         match self.saved {
             Some(step) => anyhow!(
@@ -269,26 +359,33 @@ impl<'a> Run<'a> {
     }
 
     fn evaluate(&mut self) -> Result<()> {
-        let loss = held_out_loss(&self.model, &self.held_out, self.settings.precision.half())?;
-        self.log.held_out(self.step, loss)
+        let half = self.settings.precision.half();
+        let loss = held_out_loss(&self.model, &self.held_out, half, self.ranks)?;
+        match &mut self.log {
+            Some(log) => log.held_out(self.step, loss),
+            None => Ok(()),
+        }
     }
 
+    /// Writes a checkpoint, on rank 0. All ranks have the same weights.
     fn save(&mut self) -> Result<()> {
-        // The losses first: a checkpoint promises those of all steps before it.
-        self.log.sync()?;
-        let folder = self.options.out.join(checkpoint::FOLDER);
-        let tensors = tensors(&self.model, &self.trainer)?;
         if !are_finite(&self.model)? {
             let what = format!("the weights after step {} are not finite", self.step);
             return Err(self.diverged(&what));
         }
-        checkpoint::save(&folder, self.step, &self.settings, &tensors)?;
+        if let Some(log) = &self.log {
+            // The losses first: a checkpoint promises those of all steps before it.
+            log.sync()?;
+            let folder = self.options.out.join(checkpoint::FOLDER);
+            let tensors = tensors(&self.model, &self.trainer)?;
+            checkpoint::save(&folder, self.step, &self.settings, &tensors)?;
+            self.plot(&log.curves)?;
+        }
         self.saved = Some(self.step);
-        self.plot()
+        Ok(())
     }
 
-    fn plot(&self) -> Result<()> {
-        let curves = &self.log.curves;
+    fn plot(&self, curves: &Curves) -> Result<()> {
         let picture = plot::svg(
             &format!("GPT, {:.1} M parameters", self.settings.model.parameters() as f64 / 1e6),
             "nats per token",
@@ -310,7 +407,7 @@ impl<'a> Run<'a> {
             let heading = format!("sample at temperature {}", options.drawing.temperature);
             say(&format!("\n--- {heading} ---\n{text}\n--- end of the sample ---\n"))?;
         }
-        let curves = &self.log.curves;
+        let curves = self.log.as_ref().map(|log| &log.curves).context("no losses on this rank")?;
         let last = |curve: &[(i64, f64)]| {
             curve.last().map_or("none".to_string(), |(_, loss)| format!("{loss:.4}"))
         };
@@ -369,18 +466,41 @@ fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result
     trainer.load_state(&checkpoint.with_prefix(OPTIMIZER))
 }
 
-/// The mean loss over the held-out windows.
-fn held_out_loss(model: &Gpt, held_out: &HeldOut, half: Option<Kind>) -> Result<f64> {
+/// The mean loss over the held-out windows, of which each rank computes a part.
+fn held_out_loss(
+    model: &Gpt,
+    held_out: &HeldOut,
+    half: Option<Kind>,
+    ranks: &Ranks,
+) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let mut weighted = Vec::new();
     let mut rows = 0;
-    for batch in held_out.batches(model.device()) {
+    for batch in held_out.batches(model.device(), ranks) {
         let (inputs, targets) = batch?;
         let here = inputs.size2()?.0;
         let loss = model.loss(&inputs, &targets, half, false)?;
         weighted.push(loss.f_mul_scalar(here as f64)?);
         rows += here;
     }
-    let total = Tensor::f_stack(&weighted, 0).context("no held-out text")?.f_sum(Kind::Double)?;
-    Ok(total.f_double_value(&[])? / rows as f64)
+    let total = match weighted.is_empty() {
+        true => 0.0,
+        false => Tensor::f_stack(&weighted, 0)?.f_sum(Kind::Double)?.f_double_value(&[])?,
+    };
+    let sums = Tensor::f_from_slice(&[total, rows as f64])?;
+    ranks.sum(&sums)?;
+    Ok(sums.f_double_value(&[0])? / sums.f_double_value(&[1])?)
+}
+
+/// Removes an earlier run if this one is new, puts new data in their place, and opens the log.
+fn files(options: &TrainOptions, main: &mut Main, is_new: bool, step: i64) -> Result<Log> {
+    if is_new {
+        checkpoint::remove_all(&options.out.join(checkpoint::FOLDER))?;
+    }
+    if let Some(new) = main.new.take() {
+        say(&new.put()?)?;
+    }
+    let log = Log::open(&options.out, step)?;
+    main.tokenizer.save(&options.out)?;
+    Ok(log)
 }

@@ -1,0 +1,234 @@
+//! Runs attempts until one of them succeeds or no more is allowed.
+
+use crate::nodes::{Failure, Meeting, Order, Plan, Report};
+use crate::options::Options;
+use crate::output::note;
+use crate::ranks::{CannotStart, Ranks, Status};
+use anyhow::{Context, Result, bail};
+use rustix::process::Signal;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use signal_hook::iterator::Signals;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+/// What happens while tch-run waits.
+#[derive(Debug)]
+pub enum Event {
+    /// The first process of a rank ended.
+    Ended {
+        attempt: u32,
+        index: usize,
+        status: Status,
+    },
+    /// One of the two outputs of a rank ended.
+    Silent {
+        attempt: u32,
+        index: usize,
+    },
+    /// tch-run itself got a signal.
+    Signal(i32),
+    Order(Order),
+    /// There will be no more orders.
+    Lost(String),
+}
+
+/// The signals by which ranks are to end.
+const TO_END: [i32; 4] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM];
+/// Those that mean what the program likes. A scheduler sends one before the time is over.
+const TO_PASS_ON: [i32; 2] = [SIGUSR1, SIGUSR2];
+
+/// Runs the program as the options say, and returns the exit code.
+pub fn run(options: &Options) -> Result<u8> {
+    options.meeting()?;
+    let processes = options.processes()?;
+    let (sender, events) = mpsc::channel();
+    listen_to_signals(sender.clone())?;
+    let mut meeting = Meeting::join(options, processes, sender.clone())?;
+    loop {
+        match events.recv().context("no events any more")? {
+            Event::Order(Order::Start(plan)) => {
+                if plan.attempt > 0 {
+                    note(&format!("restart {} of {}", plan.attempt, plan.max_restarts));
+                }
+                let attempt = Attempt::new(&plan);
+                let report = match attempt.run(options, processes, &events, &sender)? {
+                    Outcome::Report(report) => report,
+                    Outcome::Lost(why) => bail!(why),
+                };
+                meeting.report(report)?;
+            }
+            Event::Order(Order::End(code, text)) => {
+                if code != 0 {
+                    note(&format!("{text}; exit code {code}"));
+                }
+                meeting.leave();
+                return Ok(code);
+            }
+            Event::Lost(why) => bail!(why),
+            Event::Signal(signal) if TO_END.contains(&signal) => return Ok(code_of(signal)),
+            // There are no ranks now.
+            Event::Order(Order::Stop(_)) => {}
+            Event::Ended { .. } | Event::Silent { .. } | Event::Signal(_) => {}
+        }
+    }
+}
+
+fn code_of(signal: i32) -> u8 {
+    Status::Killed(signal).code()
+}
+
+fn listen_to_signals(events: Sender<Event>) -> Result<()> {
+    let all = TO_END.iter().chain(&TO_PASS_ON);
+    let mut signals = Signals::new(all).context("cannot listen to signals")?;
+    std::thread::spawn(move || {
+        for signal in signals.forever() {
+            if events.send(Event::Signal(signal)).is_err() {
+                break;
+            }
+        }
+    });
+    Ok(())
+}
+
+/// How an attempt ended on this node. No rank is left.
+enum Outcome {
+    Report(Report),
+    /// Nobody is there to be told.
+    Lost(String),
+}
+
+/// An attempt on this node, whose ranks run.
+struct Attempt<'a> {
+    plan: &'a Plan,
+    /// Why the ranks were told to end.
+    reason: Option<Reason>,
+    /// Whether they were told by a signal.
+    is_signalled: bool,
+}
+
+enum Reason {
+    /// A rank failed.
+    Failure(Failure),
+    /// tch-run got this signal.
+    Signal(i32),
+    /// Another node's rank failed.
+    Stop,
+    Lost(String),
+}
+
+impl<'a> Attempt<'a> {
+    fn new(plan: &'a Plan) -> Attempt<'a> {
+        Attempt { plan, reason: None, is_signalled: false }
+    }
+
+    fn run(
+        mut self,
+        options: &Options,
+        processes: usize,
+        events: &Receiver<Event>,
+        sender: &Sender<Event>,
+    ) -> Result<Outcome> {
+        let mut ranks = match Ranks::start(options, self.plan, processes, sender) {
+            Ok(ranks) => ranks,
+            Err(CannotStart { error, code }) => {
+                let text = format!("{error:#}");
+                return Ok(Outcome::Report(Report::Failed(Failure { code, is_final: true, text })));
+            }
+        };
+        while let Some(limit) = ranks.tidy() {
+            match next(events, limit)? {
+                Some(event) => self.handle(event, &mut ranks),
+                None => continue,
+            }
+        }
+        Ok(self.outcome(&ranks))
+    }
+
+    fn handle(&mut self, event: Event, ranks: &mut Ranks) {
+        match event {
+            Event::Ended { attempt, index, status } if attempt == self.plan.attempt => {
+                ranks.has_ended(index, status);
+                if status != Status::Exited(0) && self.reason.is_none() {
+                    let rank = self.plan.first_rank + index;
+                    let seconds = ranks.time_of(index).as_secs_f64();
+                    let text = format!("rank {rank} {} after {seconds:.1} s", status.text());
+                    if self.plan.world_size > 1 {
+                        note(&format!("{text}; ending the others"));
+                    }
+                    let failure = Failure { code: status.code(), is_final: false, text };
+                    self.reason = Some(Reason::Failure(failure));
+                    ranks.end();
+                }
+            }
+            Event::Signal(signal) => self.pass_on(signal, ranks),
+            Event::Order(Order::Stop(text)) => {
+                if self.reason.is_none() {
+                    note(&format!("{text}; ending the ranks of this node"));
+                    self.reason = Some(Reason::Stop);
+                    ranks.end();
+                }
+            }
+            Event::Lost(why) => {
+                ranks.end();
+                self.reason = Some(Reason::Lost(why));
+            }
+            Event::Silent { attempt, index } if attempt == self.plan.attempt => {
+                ranks.is_silent(index);
+            }
+            // Of an earlier attempt.
+            Event::Ended { .. } | Event::Silent { .. } => {}
+            // They come only when this node has no ranks.
+            Event::Order(Order::Start(_) | Order::End(..)) => {}
+        }
+    }
+
+    /// Passes a signal on. The second one by which to end leaves no more time.
+    fn pass_on(&mut self, signal: i32, ranks: &mut Ranks) {
+        let is_to_end = TO_END.contains(&signal);
+        if is_to_end && self.is_signalled {
+            return ranks.end_now();
+        }
+        if let Some(named) = Signal::from_named_raw(signal) {
+            ranks.signal(named, is_to_end);
+        }
+        if is_to_end {
+            self.is_signalled = true;
+            match &mut self.reason {
+                Some(Reason::Failure(failure)) => failure.is_final = true,
+                reason => *reason = Some(Reason::Signal(signal)),
+            }
+        }
+    }
+
+    fn outcome(self, ranks: &Ranks) -> Outcome {
+        let report = match self.reason {
+            None => Report::Done,
+            Some(Reason::Stop) => Report::Stopped,
+            Some(Reason::Failure(failure)) => Report::Failed(failure),
+            Some(Reason::Lost(why)) => return Outcome::Lost(why),
+            Some(Reason::Signal(signal)) => {
+                let failed = ranks.statuses().find(|status| *status != Status::Exited(0));
+                let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
+                match failed {
+                    // A program that ends well when it is asked to end has not failed.
+                    None => Report::Done,
+                    Some(status) => Report::Failed(Failure {
+                        code: status.code(),
+                        is_final: true,
+                        text: format!("ended by {name}"),
+                    }),
+                }
+            }
+        };
+        Outcome::Report(report)
+    }
+}
+
+/// The next event, or `None` after this time.
+fn next(events: &Receiver<Event>, limit: Duration) -> Result<Option<Event>> {
+    match events.recv_timeout(limit) {
+        Ok(event) => Ok(Some(event)),
+        Err(RecvTimeoutError::Timeout) => Ok(None),
+        Err(RecvTimeoutError::Disconnected) => bail!("no events any more"),
+    }
+}

@@ -1,0 +1,198 @@
+//! The coordinator of several nodes, in the tch-run of node 0.
+
+use super::coordinator::{Coordinator, Orders, Settings};
+use super::wire::{Hello, NO_ID, Reader, VERSION, Writer};
+use super::{Order, Report};
+use crate::options::Master;
+use crate::output::note;
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use std::collections::HashMap;
+use std::net::{IpAddr, TcpListener, TcpStream};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError, Sender};
+use std::time::{Duration, Instant};
+
+/// What the threads that read the connections say, each with the number of its connection.
+enum Said {
+    /// A stranger wants to be a member.
+    Hello(Hello, Writer),
+    Report(Report),
+    /// The connection ended.
+    Left(String),
+}
+
+/// The thread that coordinates.
+pub struct Server {
+    done: Receiver<()>,
+}
+
+impl Server {
+    pub fn start(settings: Settings, master: &Master, lost_after: Duration) -> Result<Server> {
+        let listener = listen(master)?;
+        let coordinator = Coordinator::new(settings, master.host.clone());
+        let (said, hears) = mpsc::channel();
+        std::thread::spawn(move || accept(&listener, lost_after, &said));
+        let (sender, done) = mpsc::channel();
+        std::thread::spawn(move || {
+            let members = Members { coordinator, connected: HashMap::new() };
+            if let Err(error) = members.serve(&hears) {
+                note(&format!("error: {error:#}"));
+            }
+            // Nobody need wait for it.
+            let _ = sender.send(());
+        });
+        Ok(Server { done })
+    }
+
+    /// Waits until the members have left, but not longer than this.
+    pub fn finish(self, within: Duration) {
+        // Whoever has not left by then reads its order later.
+        let _ = self.done.recv_timeout(within);
+    }
+}
+
+/// Listens on all addresses, or on that of the loopback if the nodes are on one machine.
+fn listen(master: &Master) -> Result<TcpListener> {
+    let Master { host, port } = master;
+    let cannot = || {
+        format!(
+            "cannot listen on port {port} of node 0: give another port in --master, on all nodes"
+        )
+    };
+    let is_local = |host: &str| {
+        host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+    };
+    if is_local(host) {
+        return TcpListener::bind((host.as_str(), *port)).with_context(cannot);
+    }
+    // `::` takes IPv4 as well, where there is IPv6.
+    TcpListener::bind(("::", *port))
+        .or_else(|_| TcpListener::bind(("0.0.0.0", *port)))
+        .with_context(cannot)
+}
+
+fn accept(listener: &TcpListener, lost_after: Duration, said: &Sender<(u64, Said)>) {
+    for (stream, connection) in listener.incoming().zip(0..) {
+        match stream {
+            Ok(stream) => {
+                let said = said.clone();
+                std::thread::spawn(move || {
+                    // A stranger that is no tch-run is not answered.
+                    let _ = serve_one(stream, lost_after, |what| said.send((connection, what)));
+                });
+            }
+            // Too many open files, for instance.
+            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+        }
+    }
+}
+
+/// Reads what a member says until its connection ends.
+fn serve_one(
+    stream: TcpStream,
+    lost_after: Duration,
+    say: impl Fn(Said) -> std::result::Result<(), SendError<(u64, Said)>>,
+) -> Result<()> {
+    let gone = |_| anyhow!("the coordinator has ended");
+    let writer = Writer::new(&stream, lost_after)?;
+    let mut reader = Reader::new(stream, lost_after)?;
+    let hello = Hello::parse(&reader.line()?)?;
+    say(Said::Hello(hello, writer.clone())).map_err(gone)?;
+    writer.keep_alive(lost_after);
+    let why = loop {
+        match reader.line().and_then(|line| Report::parse(&line)) {
+            Ok(report) => say(Said::Report(report)).map_err(gone)?,
+            Err(error) => break format!("{error:#}"),
+        }
+    };
+    writer.close();
+    say(Said::Left(why)).map_err(gone)
+}
+
+struct Members {
+    coordinator: Coordinator,
+    /// The node of a connection, and how to write to it.
+    connected: HashMap<u64, (usize, Writer)>,
+}
+
+impl Members {
+    fn serve(mut self, hears: &Receiver<(u64, Said)>) -> Result<()> {
+        let mut gathering = None;
+        while !(self.coordinator.has_ended() && self.connected.is_empty()) {
+            gathering = match self.coordinator.is_gathering() {
+                true => gathering.or_else(|| Some(Instant::now())),
+                false => None,
+            };
+            let limit = self.coordinator.settings().join_timeout;
+            let said = match gathering {
+                Some(since) => hears.recv_timeout(limit.saturating_sub(since.elapsed())),
+                None => hears.recv().map_err(RecvTimeoutError::from),
+            };
+            let orders = match said {
+                Ok((connection, said)) => self.hear(connection, said),
+                Err(RecvTimeoutError::Timeout) => Ok(self.coordinator.time_out()),
+                Err(RecvTimeoutError::Disconnected) => bail!("nobody listens any more"),
+            };
+            let orders = orders.unwrap_or_else(|error| {
+                self.coordinator.end(1, format!("node 0 cannot go on: {error:#}"))
+            });
+            self.give(orders);
+        }
+        Ok(())
+    }
+
+    fn hear(&mut self, connection: u64, said: Said) -> Result<Orders> {
+        match (said, self.connected.get(&connection).map(|(node, _)| *node)) {
+            (Said::Hello(hello, writer), _) => match self.admit(&hello) {
+                Ok(orders) => {
+                    self.connected.insert(connection, (hello.node_rank, writer));
+                    Ok(orders)
+                }
+                Err(error) => {
+                    let refusal = Order::End(1, format!("node 0 refuses this node: {error:#}"));
+                    // It is not a member, whether it reads this or not.
+                    let _ = writer.line(&refusal.to_line());
+                    Ok(vec![])
+                }
+            },
+            (Said::Report(report), Some(node)) => self.coordinator.report(node, report),
+            (Said::Left(why), Some(node)) => {
+                self.connected.remove(&connection);
+                self.coordinator.lose(node, &why)
+            }
+            // Of one that was refused.
+            (Said::Report(_) | Said::Left(_), None) => Ok(vec![]),
+        }
+    }
+
+    fn admit(&mut self, hello: &Hello) -> Result<Orders> {
+        let settings = self.coordinator.settings();
+        ensure!(
+            hello.version == VERSION,
+            "its tch-run speaks version {}, and node 0's {VERSION}: install the same",
+            hello.version
+        );
+        ensure!(
+            hello.nnodes == settings.nnodes,
+            "it has --nnodes {}, and node 0 has {}",
+            hello.nnodes,
+            settings.nnodes
+        );
+        ensure!(
+            hello.run_id == NO_ID || hello.run_id == settings.run_id,
+            "its --run-id is {}, and node 0's is {}",
+            hello.run_id,
+            settings.run_id
+        );
+        self.coordinator.join(hello.node_rank, hello.processes)
+    }
+
+    /// Sends orders. If one cannot be sent, the thread that reads what the member says notices that
+    /// it is gone.
+    fn give(&self, orders: Orders) {
+        for (to, order) in orders {
+            for (_, writer) in self.connected.values().filter(|(node, _)| *node == to) {
+                let _ = writer.line(&order.to_line());
+            }
+        }
+    }
+}
