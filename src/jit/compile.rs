@@ -152,7 +152,6 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) 
         cxx_flags: sources.flags.clone(),
         nvcc_flags: nvcc_flags(&sources.nvcc_flags, workers),
         for_hopper: Vec::new(),
-        includes_for: Vec::new(),
         standard: sources.standard.clone(),
         warnings: true,
         export_symbols: true,

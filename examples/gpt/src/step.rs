@@ -126,7 +126,7 @@ fn together(
     options: &TrainerOptions,
 ) -> Result<(Trained, Closure)> {
     let half = settings.precision.half();
-    let loss = |model: &Gpt, batch: &[Tensor]| match batch {
+    let loss = move |model: &Gpt, batch: &[Tensor]| match batch {
         [inputs, targets] => model.loss(inputs, targets, half, true),
         _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
     };

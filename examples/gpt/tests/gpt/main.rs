@@ -3,6 +3,8 @@
 mod cuda;
 mod kills;
 mod place;
+#[cfg(feature = "distributed")]
+mod ranks;
 
 use place::*;
 use std::fs;

@@ -85,7 +85,7 @@ impl Place {
     }
 }
 
-fn program() -> Command {
+pub fn program() -> Command {
     // The bundle's script sets the variable where there is no cargo.
     let path = match std::env::var_os("TCH_EXTENSION_EXAMPLES") {
         Some(folder) => PathBuf::from(folder).join("gpt"),

@@ -1,0 +1,232 @@
+//! Several processes, which tch-run starts: the same curve as of one process, files of rank 0 only,
+//! and a run that survives kills.
+
+use crate::place::*;
+use std::fs;
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// A test of several processes ends by then, or fails.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// tch-run, or `None` with a line that says that the test is skipped.
+fn tch_run(test: &str) -> Option<Command> {
+    let folder = match std::env::var_os("TCH_EXTENSION_EXAMPLES") {
+        Some(folder) => PathBuf::from(folder),
+        None => PathBuf::from(env!("CARGO_BIN_EXE_gpt")).parent().unwrap().to_path_buf(),
+    };
+    let path = folder.join("tch-run");
+    if path.exists() {
+        return Some(Command::new(path));
+    }
+    // Not by eprintln!, which the harness hides if a test passes.
+    let line =
+        format!("SKIPPED {test}: no {}; `cargo build -p tch-run` makes it\n", path.display());
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    None
+}
+
+/// `gpt train` on some processes.
+fn command(place: &Place, tch_run: Command, processes: &str, options: &[&str]) -> Command {
+    let mut command = tch_run;
+    command.args(["-n", processes, "--max-restarts", "20", "--grace", "2", "--"]);
+    let train = place.train_command(options);
+    command.arg(train.get_program()).args(train.get_args()).args(["--timeout", "30"]);
+    command.env("OMP_NUM_THREADS", "1");
+    command
+}
+
+fn start(command: &mut Command) -> Child {
+    command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+}
+
+/// Waits for the end of a run, which prints too little to fill a pipe.
+fn finish(mut child: Child) -> Output {
+    let begun = Instant::now();
+    while child.try_wait().unwrap().is_none() {
+        if begun.elapsed() > DEADLINE {
+            child.kill().unwrap();
+            let output = child.wait_with_output().unwrap();
+            panic!("not within {DEADLINE:?}: {}", String::from_utf8_lossy(&output.stderr));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    child.wait_with_output().unwrap()
+}
+
+fn run(place: &Place, test: &str, processes: &str, options: &[&str]) -> Option<Output> {
+    Some(finish(start(&mut command(place, tch_run(test)?, processes, options))))
+}
+
+fn curve(place: &Place, out: &str) -> String {
+    fs::read_to_string(place.path(out).join("losses.jsonl")).unwrap()
+}
+
+fn assert_alike(found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len());
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+        assert!((found - expected).abs() < 2e-3, "step {}: {found} and {expected}", step + 1);
+    }
+}
+
+#[test]
+fn several_processes_have_the_curve_of_one() {
+    let test = "several_processes_have_the_curve_of_one";
+    let place = Place::new();
+    // Rows are divided by four processes, batches by three, and both by two.
+    for (processes, sizes) in [
+        ("2", ["--batch", "4", "--accumulate", "1"]),
+        ("4", ["--batch", "4", "--accumulate", "1"]),
+        ("3", ["--batch", "2", "--accumulate", "3"]),
+        ("2", ["--batch", "2", "--accumulate", "6"]),
+    ] {
+        let options = [&sizes[..], &["--steps", "20", "--overwrite"]].concat();
+        succeeded(&place.train(&options));
+        let (expected, files) = (place.losses("out"), names(&place.path("out")));
+        let Some(output) = run(&place, test, processes, &options) else { return };
+        let printed = succeeded(&output);
+        assert!(printed.contains(&format!("{processes} processes")), "{printed}");
+        let others = printed.lines().filter(|line| !line.starts_with("[rank 0] ")).count();
+        assert_eq!(others, 0, "only rank 0 prints: {printed}");
+        assert_alike(&place.losses("out"), &expected);
+        assert_eq!(names(&place.path("out")), files);
+    }
+}
+
+#[test]
+fn a_run_goes_on_with_another_number_of_processes() {
+    let test = "a_run_goes_on_with_another_number_of_processes";
+    let place = Place::new();
+    let folder = text(&place.path("out"));
+    succeeded(&place.train(&["--steps", "30", "--out", &text(&place.path("whole"))]));
+    // The schedule is that of 30 steps, so each part is stopped by a kill after its checkpoint.
+    let options = ["--steps", "30", "--save-every", "10", "--resume"];
+    for (stop, processes) in [(10, "2"), (20, "4"), (30, "1")] {
+        let Some(tch_run) = tch_run(test) else { return };
+        let mut child = start(&mut command(&place, tch_run, processes, &options));
+        let checkpoint =
+            PathBuf::from(&folder).join(format!("checkpoints/step-{stop:010}.safetensors"));
+        let begun = Instant::now();
+        while stop < 30 && !checkpoint.exists() && child.try_wait().unwrap().is_none() {
+            assert!(begun.elapsed() < DEADLINE, "no checkpoint of step {stop}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if stop < 30 {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        } else {
+            succeeded(&finish(child));
+        }
+    }
+    assert_alike(&place.losses("out"), &place.losses("whole"));
+}
+
+/// Kills one rank again and again, with SIGKILL and at any point of a step or of a checkpoint.
+#[test]
+fn a_killed_rank_comes_back_and_ends_on_the_same_curve() {
+    let test = "a_killed_rank_comes_back_and_ends_on_the_same_curve";
+    let place = Place::new();
+    let (whole, killed) = (text(&place.path("whole")), text(&place.path("killed")));
+    let options = |out| {
+        [
+            "--steps",
+            "150",
+            "--dropout",
+            "0.1",
+            "--save-every",
+            "6",
+            "--eval-every",
+            "20",
+            "--resume",
+            "--out",
+            out,
+        ]
+    };
+    let begun = Instant::now();
+    let Some(output) = run(&place, test, "2", &options(&whole)) else { return };
+    succeeded(&output);
+    let time = begun.elapsed().as_secs_f64();
+    let mut child = start(&mut command(&place, tch_run(test).unwrap(), "2", &options(&killed)));
+    let mut kills = 0;
+    for part in [60, 93, 47, 81, 70, 55, 88, 65] {
+        std::thread::sleep(Duration::from_secs_f64(time * f64::from(part) / 100.0));
+        let Some(rank) = rank_of(child.id(), kills % 2) else { break };
+        let status = Command::new("kill").args(["-KILL", &rank]).status().unwrap();
+        kills += usize::from(status.success());
+        if child.try_wait().unwrap().is_some() {
+            break;
+        }
+    }
+    let output = finish(child);
+    succeeded(&output);
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(kills > 0 && said.contains("was killed by SIGKILL"), "{kills} kills: {said}");
+    assert!(said.contains("tch-run: restart 1 of 20"), "{said}");
+    assert_eq!(curve(&place, "killed"), curve(&place, "whole"));
+    let weights = |out: &str| {
+        fs::read(place.path(out).join("checkpoints/step-0000000150.safetensors")).unwrap()
+    };
+    assert!(weights("killed") == weights("whole"), "the last checkpoints differ");
+}
+
+/// The process number of a rank that a tch-run has started: the n-th of its children.
+fn rank_of(tch_run: u32, rank: usize) -> Option<String> {
+    let children = fs::read_to_string(format!("/proc/{tch_run}/task/{tch_run}/children")).ok()?;
+    children.split_whitespace().nth(rank).map(String::from)
+}
+
+#[test]
+fn what_rank_0_refuses_is_said_once() {
+    let test = "what_rank_0_refuses_is_said_once";
+    let place = Place::new();
+    for (options, expected) in [
+        (&["--text", "/no/such"][..], "--text /no/such does not exist"),
+        (&["--batch", "3"], "give an --accumulate or a --batch that is a multiple of 2"),
+        (&["--lr", "1e30", "--steps", "50"], "lower --lr"),
+    ] {
+        let Some(tch_run) = tch_run(test) else { return };
+        let mut command = command(&place, tch_run, "2", options);
+        command.args(["--overwrite"]);
+        // A failure is not repeated here.
+        let line: Vec<_> = command.get_args().map(|arg| arg.to_owned()).collect();
+        let mut once = Command::new(command.get_program());
+        once.args(line.iter().map(|arg| if arg == "20" { "0".into() } else { arg.clone() }));
+        once.env("OMP_NUM_THREADS", "1");
+        let output = finish(start(&mut once));
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{said}");
+        let errors: Vec<&str> = said.lines().filter(|line| line.contains("error: ")).collect();
+        assert_eq!(errors.len(), 1, "{said}");
+        assert!(
+            errors[0].starts_with("[rank 0] error: ") && errors[0].contains(expected),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn bench_trains_other_batches_on_each_process() {
+    let test = "bench_trains_other_batches_on_each_process";
+    let place = Place::new();
+    let (texts, data) = (text(&place.path("text.txt")), text(&place.path("data")));
+    succeeded(&place.run(&["prepare", "--text", &texts, "--out", &data]));
+    let inputs = text(&place.path("inputs"));
+    let size = ["--size", "mini", "--steps", "6"];
+    succeeded(&place.run(&[&["bench", "--inputs", &inputs, "--write", &data][..], &size].concat()));
+    let bench = |processes, options: &[&str]| -> Option<serde_json::Value> {
+        let mut command = tch_run(test)?;
+        command.args(["-n", processes, "--no-prefix", "--"]).arg(program().get_program());
+        command.args(["bench", "--inputs", &inputs, "--device", "cpu"]).args(options);
+        Some(serde_json::from_str(&succeeded(&finish(start(&mut command)))).unwrap())
+    };
+    let Some(one) = bench("1", &[]) else { return };
+    let two = bench("2", &["--half-gradients", "--bucket-mb", "0.5"]).unwrap();
+    assert_eq!((&one["world"], &two["world"]), (&1.into(), &2.into()));
+    assert!(one["ddp"].is_null() && two["ddp"]["bucket_bytes"].as_array().unwrap().len() > 1);
+    let each = two["tokens_per_s_each"].as_f64().unwrap();
+    assert!((two["tokens_per_s"].as_f64().unwrap() / each - 2.0).abs() < 1e-9);
+    let first = |result: &serde_json::Value| result["losses"][0].as_f64().unwrap();
+    assert!(first(&one) != first(&two) && (first(&one) - first(&two)).abs() < 0.5);
+}
