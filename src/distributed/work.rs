@@ -67,8 +67,8 @@ impl Work {
     }
 
     /// The operation, or `None` when it has been waited for.
-    pub(super) fn into_handle(self) -> Option<ffi::Work> {
-        self.work
+    pub(super) fn into_handle(mut self) -> Option<ffi::Work> {
+        self.work.take()
     }
 
     /// Returns whether the operation has ended well.

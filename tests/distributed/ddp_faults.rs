@@ -127,7 +127,7 @@ fn a_model_that_one_rank_cannot_use_is_an_error_on_every_rank() {
         Ddp::of_tensors(group, &[("v", &a), ("w", &a)], &[], DdpOptions::default())
     });
     assert_refused(2, &["a sparse or other layout"], |group| {
-        let sparse = Tensor::eye(3, cpu).to_sparse(2);
+        let sparse = Tensor::eye(3, cpu).to_sparse_sparse_dim(2);
         let tensors = [("w", &leaf())];
         Ddp::of_tensors(group, &tensors, &[("b", &sparse)], DdpOptions::default())
     });

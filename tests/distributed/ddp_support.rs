@@ -114,7 +114,7 @@ pub fn own_gradients(weights: &[Tensor], loss: &Tensor) -> Result<Vec<Tensor>> {
     let zero = |(gradient, weight): (Option<Tensor>, &Tensor)| {
         gradient.unwrap_or_else(|| weight.zeros_like().detach())
     };
-    Ok(gradients.into_iter().zip(weights).map(zero).collect())
+    Ok(gradients.into_vec().into_iter().zip(weights).map(zero).collect())
 }
 
 /// The means of all ranks, by plain collectives: divided first, as c10d does.
