@@ -4,6 +4,7 @@ mod checks;
 mod collectives;
 mod ddp;
 mod env;
+pub mod functional;
 mod group;
 mod ranks;
 mod store;

@@ -29,8 +29,10 @@ pub fn each_rank<T: Send>(
             let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
             Err(Error::msg(format!("panicked: {}", text.unwrap_or_default())))
         });
-        if let Err(error) = &outcome {
-            group.poison(&error.to_string());
+        match &outcome {
+            // No rank may close its connections before the others have ended.
+            Ok(_) => drop(group.barrier()),
+            Err(error) => group.poison(&error.to_string()),
         }
         outcome
     };
