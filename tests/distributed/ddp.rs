@@ -404,10 +404,10 @@ fn buffers_come_from_rank_0() {
             }
             // As in Python, a pass that is not synchronised needs none, and none is due after it.
             let _ = mean.shallow_clone().fill_(rank);
-            tch::no_grad(|| ddp.forward(|| Ok(loss(&weights, &batch(0, 0)))))?;
+            let _ = tch::no_grad(|| ddp.forward(|| Ok(loss(&weights, &batch(0, 0)))))?;
             assert_eq!(value(), source as f64);
             let _ = mean.shallow_clone().fill_(rank);
-            ddp.no_sync(|| ddp.forward(|| Ok(loss(&weights, &batch(0, 0)))))?;
+            let _ = ddp.no_sync(|| ddp.forward(|| Ok(loss(&weights, &batch(0, 0)))))?;
             assert_eq!(value(), rank as f64);
             Ok(())
         });
@@ -612,7 +612,7 @@ fn a_group_of_one_computes_as_without_a_ddp() {
     // An error of the closure leaves the group as it is.
     let failed: Result<Tensor> = ddp.forward(|| Err(Error::msg("no batch")));
     assert_eq!(failed.expect_err("its error").to_string(), "no batch");
-    ddp.forward(|| Ok(loss(&weights, &batch(0, 1)))).expect("it goes on");
+    let _ = ddp.forward(|| Ok(loss(&weights, &batch(0, 1)))).expect("it goes on");
 }
 
 fn sgd(vs: &VarStore) -> tch::nn::Optimizer {

@@ -29,8 +29,10 @@ pub fn each_rank<T: Send>(
             let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
             Err(Error::msg(format!("panicked: {}", text.unwrap_or_default())))
         });
-        if let Err(error) = &outcome {
-            group.poison(&error.to_string());
+        match &outcome {
+            // No rank may close its connections before the others have ended.
+            Ok(_) => drop(group.barrier()),
+            Err(error) => group.poison(&error.to_string()),
         }
         outcome
     };
@@ -114,7 +116,7 @@ pub fn own_gradients(weights: &[Tensor], loss: &Tensor) -> Result<Vec<Tensor>> {
     let zero = |(gradient, weight): (Option<Tensor>, &Tensor)| {
         gradient.unwrap_or_else(|| weight.zeros_like().detach())
     };
-    Ok(gradients.into_iter().zip(weights).map(zero).collect())
+    Ok(gradients.into_vec().into_iter().zip(weights).map(zero).collect())
 }
 
 /// The means of all ranks, by plain collectives: divided first, as c10d does.

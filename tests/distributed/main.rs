@@ -1,5 +1,6 @@
 //! Tests of `tch_extension::distributed`, with ranks as threads and as processes.
 
+mod children;
 mod collectives;
 mod ddp;
 mod ddp_cuda;

@@ -125,8 +125,8 @@ struct Inner {
     source: Option<Source>,
     names: Vec<String>,
     identities: HashSet<usize>,
-    /// The parameters, which keeps their identities.
-    _parameters: Vec<Tensor>,
+    /// The parameters, so that no other tensor gets the identity of one.
+    _parameters: Mutex<Vec<Tensor>>,
     device: Device,
     /// Held during a forward pass.
     forward: Mutex<()>,
@@ -192,7 +192,9 @@ impl Ddp {
                 source,
                 names: trained.iter().map(|(name, _)| name.clone()).collect(),
                 identities: trained.iter().map(|(_, tensor)| identity(tensor)).collect(),
-                _parameters: trained.iter().map(|(_, tensor)| tensor.shallow_clone()).collect(),
+                _parameters: Mutex::new(
+                    trained.iter().map(|(_, tensor)| tensor.shallow_clone()).collect(),
+                ),
                 device: trained.first().map_or(Device::Cpu, |(_, tensor)| tensor.device()),
                 forward: Mutex::new(()),
                 unsynchronised: AtomicUsize::new(0),
