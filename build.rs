@@ -53,6 +53,11 @@ fn main() {
     if std::env::var_os("CARGO_FEATURE_OPTIM").is_none() {
         extension = extension.without("csrc/optim");
     }
+    if std::env::var_os("CARGO_FEATURE_DISTRIBUTED").is_some() {
+        extension = extension.include_for("csrc/distributed", "csrc/distributed/stub");
+    } else {
+        extension = extension.without("csrc/distributed");
+    }
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
         extension = extension.cuda_library("cublasLt");
     }

@@ -54,6 +54,16 @@ pub enum Error {
         reason: String,
     },
 
+    /// Ranks could not be brought together, or an operation of several ranks failed: a rank ended,
+    /// came too late, or called something else.
+    #[error("{op}: {reason}")]
+    Distributed {
+        /// The function that was called.
+        op: String,
+        /// Which rank reports it, what went wrong, and, if known, how to fix it.
+        reason: String,
+    },
+
     /// Sources could not be compiled or loaded at run time. The message quotes the compiler and may
     /// have several lines.
     #[error("jit: {name}: {message}")]

@@ -11,6 +11,8 @@ pub mod autograd;
 pub mod check;
 pub mod cuda;
 mod dispatch;
+#[cfg(feature = "distributed")]
+pub mod distributed;
 mod error;
 mod ffi;
 #[cfg(feature = "jit")]

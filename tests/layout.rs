@@ -30,8 +30,19 @@ macro_rules! entries {
 const OPERATORS: &[Operator] = operators!(entries);
 
 /// Folders of csrc that belong neither to an operator nor to a family of operators.
-const SHARED: [&str; 10] =
-    ["include", "amp", "autograd", "library", "cuda", "hopper", "nn", "optim", "tensor", "testing"];
+const SHARED: [&str; 11] = [
+    "include",
+    "amp",
+    "autograd",
+    "library",
+    "cuda",
+    "distributed",
+    "hopper",
+    "nn",
+    "optim",
+    "tensor",
+    "testing",
+];
 
 fn root() -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.

@@ -5,6 +5,8 @@ pub(crate) mod amp;
 pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
+#[cfg(feature = "distributed")]
+pub(crate) mod distributed;
 pub(crate) mod facts;
 #[cfg(feature = "train")]
 pub(crate) mod gradients;

@@ -131,7 +131,9 @@ impl Unit<'_> {
             Some(value) => format!("-D{name}={value}"),
             None => format!("-D{name}"),
         }));
-        arguments.extend(options.includes.iter().map(|folder| format!("-I{}", folder.display())));
+        let own = options.includes_for.iter().filter(|(path, _)| self.source.starts_with(path));
+        let includes = own.map(|(_, folder)| folder).chain(&options.includes);
+        arguments.extend(includes.map(|folder| format!("-I{}", folder.display())));
         for folder in &libtorch.includes {
             add_system_include(arguments, folder);
         }

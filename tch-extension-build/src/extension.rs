@@ -169,6 +169,30 @@ impl Extension {
         self
     }
 
+    /// Adds a folder that `#include` searches first in some sources only: in the source `path`, or in
+    /// those below the folder `path`. The others are then not compiled again when it changes.
+    pub fn include_for(mut self, path: impl Into<PathBuf>, folder: impl Into<PathBuf>) -> Self {
+        let (path, folder) = (path.into(), folder.into());
+        if !folder.is_dir() {
+            self.mistake(|| {
+                format!(
+                    "include_for: there is no folder {} (relative to the package's)",
+                    folder.display()
+                )
+            });
+        }
+        if !self.sources.iter().any(|source| source.starts_with(&path)) {
+            self.mistake(|| {
+                format!(
+                    "include_for: no source that was added before begins with {} (relative to the package's folder)",
+                    path.display()
+                )
+            });
+        }
+        self.options.includes_for.push((path, folder));
+        self
+    }
+
     /// Declares in C++ what a Rust file shares with the kernels: its `#[repr(C)]` structs and
     /// `#[repr(i32)]` enums, with their comments. Each is typed once, in Rust. Needs the feature
     /// `headers` of this crate.

@@ -104,6 +104,9 @@ pub struct Toolchain {
 pub struct Options {
     /// The folders that `#include` searches first, in this order, before libtorch's own.
     pub includes: Vec<PathBuf>,
+    /// More folders that `#include` searches, each only for the sources whose paths begin with the
+    /// path next to it. They come before `includes`.
+    pub includes_for: Vec<(PathBuf, PathBuf)>,
     /// Macros with their values.
     pub defines: Vec<(String, Option<String>)>,
     /// Flags for the C++ compiler, after all others.
@@ -130,6 +133,7 @@ impl Default for Options {
     fn default() -> Self {
         Options {
             includes: Vec::new(),
+            includes_for: Vec::new(),
             defines: Vec::new(),
             cxx_flags: Vec::new(),
             nvcc_flags: Vec::new(),

@@ -1,0 +1,15 @@
+// c10d's own headers, with the macros that libtorch itself was compiled with. Without them the
+// headers are empty.
+#pragma once
+
+#ifndef USE_DISTRIBUTED
+#define USE_DISTRIBUTED
+#endif
+#ifndef USE_C10D_GLOO
+#define USE_C10D_GLOO
+#endif
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>

@@ -1,0 +1,23 @@
+// Declarations only; libtorch_cpu.so defines them (see ../README.md).
+#pragma once
+
+#include <chrono>
+#include <string>
+#include <vector>
+
+namespace gloo {
+namespace rendezvous {
+
+// The base of ProcessGroupGloo::GlooStore. Nothing here makes one or calls it.
+class Store {
+ public:
+  virtual ~Store();
+  virtual void set(const std::string& key, const std::vector<char>& value) = 0;
+  virtual std::vector<char> get(const std::string& key) = 0;
+  virtual void wait(const std::vector<std::string>& keys) = 0;
+  virtual void wait(const std::vector<std::string>& keys,
+                    const std::chrono::milliseconds& timeout) = 0;
+};
+
+}  // namespace rendezvous
+}  // namespace gloo

@@ -1,0 +1,24 @@
+//! Several GPUs and several machines: ranks that compute together, by libtorch's own c10d.
+
+mod checks;
+mod collectives;
+mod group;
+mod ranks;
+mod store;
+mod work;
+
+pub use collectives::ReduceOp;
+pub use group::{GroupOptions, ProcessGroup};
+pub use ranks::run_ranks;
+pub use store::{Store, TcpStoreOptions};
+pub use work::Work;
+
+use crate::Error;
+
+/// An error of a function that involves other ranks or a store.
+fn failed(op: &str, reason: impl Into<String>) -> Error {
+    // c10d's messages may have several lines, and some end with the list of its threads.
+    let reason: String = reason.into();
+    let lines: Vec<&str> = reason.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    Error::Distributed { op: op.to_string(), reason: lines.join(" ") }
+}

@@ -1,0 +1,3 @@
+//! Tests of `tch_extension::distributed`, with ranks as threads and as processes.
+
+mod collectives;
