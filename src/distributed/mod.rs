@@ -4,12 +4,14 @@ mod checks;
 mod collectives;
 mod group;
 mod ranks;
+mod sharded;
 mod store;
 mod work;
 
 pub use collectives::ReduceOp;
 pub use group::{GroupOptions, ProcessGroup};
 pub use ranks::run_ranks;
+pub use sharded::{Compression, ShardedOptimizer, ShardedOptions};
 pub use store::{Store, TcpStoreOptions};
 pub use work::Work;
 

@@ -86,9 +86,8 @@ mod tests {
     fn the_first_line_that_differs_is_named() {
         let texts = |texts: &[&str]| texts.iter().map(|text| text.to_string()).collect::<Vec<_>>();
         assert_eq!(difference(&texts(&["a\nb", "a\nb"])), None);
-        let found = |rank, expected: &str, got: &str| {
-            Some((rank, expected.to_string(), got.to_string()))
-        };
+        let found =
+            |rank, expected: &str, got: &str| Some((rank, expected.to_string(), got.to_string()));
         assert_eq!(difference(&texts(&["a\nb", "a\nb", "a\nc"])), found(2, "b", "c"));
         assert_eq!(difference(&texts(&["a\nb", "a"])), found(1, "b", "nothing more"));
         assert_eq!(difference(&texts(&["a", "a\nb"])), found(1, "nothing more", "b"));

@@ -87,7 +87,8 @@ impl ShardedOptimizer {
         let own = (mixed & i64::MAX as u64).to_string();
         let texts = exchange(&self.group, &own)?;
         let number = texts.first().and_then(|text| text.parse().ok());
-        let number = number.ok_or_else(|| Error::msg(format!("internal error: {op}: no number")))?;
+        let number =
+            number.ok_or_else(|| Error::msg(format!("internal error: {op}: no number")))?;
         Ok(Saving { number, ranks: self.group.size() })
     }
 
@@ -193,7 +194,9 @@ impl ShardedOptimizer {
         let expected: Vec<i64> = tensor.size().into_iter().chain(tensor.stride()).collect();
         match place {
             [start, end, layout @ ..]
-                if *layout == expected && 0 <= *start && start < end
+                if *layout == expected
+                    && 0 <= *start
+                    && start < end
                     && *end <= tensor.numel() as i64 =>
             {
                 Ok(*start..*end)
@@ -292,7 +295,8 @@ mod tests {
             file.file_name().expect("a name").to_string_lossy().into_owned()
         };
         assert!(new.replaces(&name(old)) && !new.replaces(&name(new)));
-        for other in [INDEX, "model.safetensors", "shard-1.safetensors", "shard-x-0-of-2.safetensors"]
+        for other in
+            [INDEX, "model.safetensors", "shard-1.safetensors", "shard-x-0-of-2.safetensors"]
         {
             assert!(!new.replaces(other), "{other}");
         }

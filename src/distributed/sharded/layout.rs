@@ -160,8 +160,7 @@ mod tests {
 
     /// The parameters of each bucket.
     fn contents(layout: &Layout) -> Vec<Vec<usize>> {
-        let parameters =
-            |bucket: &Bucket| bucket.slots.iter().map(|slot| slot.parameter).collect();
+        let parameters = |bucket: &Bucket| bucket.slots.iter().map(|slot| slot.parameter).collect();
         layout.buckets.iter().map(parameters).collect()
     }
 

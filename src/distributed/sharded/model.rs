@@ -92,7 +92,8 @@ impl Model {
         if group.size() == 1 {
             return Ok(());
         }
-        let masters = self.places.iter().filter_map(|place| self.optimizer.master_of_caller(*place));
+        let masters =
+            self.places.iter().filter_map(|place| self.optimizer.master_of_caller(*place));
         let frozen = self.frozen.iter().map(|(_, tensor)| tensor);
         for tensor in masters.chain(frozen) {
             group.broadcast(&tensor.f_detach()?, 0)?;

@@ -5,6 +5,7 @@ use super::agree::all_succeed;
 use super::layout::Piece;
 use super::model::in_memory;
 use crate::distributed::ReduceOp;
+use crate::ffi::gradients::snapshot;
 use crate::nn::state_dict::{read_tensors, shown, write_tensors};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -50,7 +51,8 @@ impl ShardedOptimizer {
                 }
                 for slot in slots.iter().filter(|slot| is_there(slot.parameter)) {
                     let parameter = &self.weights.parameters[slot.parameter];
-                    let view = super::gradients::view_of(&whole, slot.range.start, &parameter.tensor)?;
+                    let view =
+                        super::gradients::view_of(&whole, slot.range.start, &parameter.tensor)?;
                     let copy = Tensor::f_empty(view.size(), (view.f_kind()?, Device::Cpu))?;
                     copy.shallow_clone().f_copy_(&view)?;
                     gathered.insert(format!("{word}.{}", parameter.name), copy);
@@ -219,7 +221,8 @@ impl ShardedOptimizer {
             let Some(piece) = self.pieces.iter().find(|piece| piece.parameter == index) else {
                 continue;
             };
-            let part = if word == STEP { tensor.shallow_clone() } else { part_of(tensor, like, piece)? };
+            let part =
+                if word == STEP { tensor.shallow_clone() } else { part_of(tensor, like, piece)? };
             parts.insert(name.clone(), part);
         }
         Ok(parts)
@@ -250,7 +253,8 @@ fn part_of(tensor: &Tensor, like: &Tensor, piece: &Piece) -> Result<Tensor> {
     let mut same = Tensor::f_empty_strided(like.size(), like.stride(), options)?;
     same.f_copy_(tensor)?;
     let len = piece.range.end - piece.range.start;
-    Ok(in_memory(&same)?.f_narrow(0, piece.range.start, len)?.f_copy()?)
+    // A copy, so that the rest is freed.
+    snapshot(&in_memory(&same)?.f_narrow(0, piece.range.start, len)?)
 }
 
 /// A number as a tensor without dimensions.

@@ -1,0 +1,74 @@
+//! On a GPU: a group of one, whose steps must be those of an ordinary optimizer, also in graphs.
+
+use super::*;
+use tch_extension::amp::{GradScaler, GradScalerOptions};
+use tch_extension::testing::cuda_or_skip;
+use tch_extension::train::{Step, StepOptions, StepOutput};
+
+#[test]
+fn cuda_steps_of_one_rank_are_those_of_an_ordinary_optimizer() {
+    let Some(device) = cuda_or_skip("cuda_steps_of_one_rank_are_those_of_an_ordinary_optimizer")
+    else {
+        return;
+    };
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let expected = model(&SIZES, kind, device);
+        let mut whole = AdamW::default().build_of(named(&expected), 0.02).expect("one");
+        whole.set_clip_norm(Some(0.5));
+        reference(&expected, &mut whole, 1, 0..3);
+        let leaves = model(&SIZES, kind, device);
+        let mut optimizer = AdamW::default().build_of(named(&leaves), 0.02).expect("one");
+        optimizer.set_clip_norm(Some(0.5));
+        let group = ProcessGroup::single().expect("a group");
+        let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets());
+        let mut optimizer = optimizer.expect("an optimizer");
+        train(&leaves, &mut optimizer, 0..3).expect("steps");
+        // The order in which squares are added depends on addresses.
+        assert!(worst(&leaves, &expected) < 1e-2, "{kind:?}");
+        let state = optimizer.gather_state_dict().expect("a state").expect("rank 0");
+        assert_eq!(state["step.w0"].int64_value(&[]), 3);
+    }
+}
+
+/// A captured step with a scaler, of one batch and of several.
+#[test]
+fn cuda_graphs_of_a_step() {
+    let Some(device) = cuda_or_skip("cuda_graphs_of_a_step") else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        return;
+    }
+    for accumulate in [1, 3] {
+        let run = |capture: bool| {
+            let sizes: [&[i64]; 3] = [&[10, 20], &[20], &[20, 1]];
+            let leaves = model(&sizes, Kind::Float, device);
+            let mut optimizer = AdamW::default().build_of(named(&leaves), 0.02).expect("one");
+            optimizer.set_clip_norm(Some(0.5));
+            let group = ProcessGroup::single().expect("a group");
+            let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets());
+            let copied: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
+            let options = StepOptions { accumulate, capture, ..Default::default() };
+            let scaling = GradScalerOptions { init_scale: 1024.0, ..Default::default() };
+            let mut step =
+                Step::new(options, optimizer.expect("one"), move |batch: &[Tensor]| {
+                    let hidden = (batch[0].matmul(&copied[0]) + &copied[1]).tanh();
+                    Ok(StepOutput::from(hidden.matmul(&copied[2]).square().mean(Kind::Float)))
+                })
+                .expect("a step")
+                .with_scaler(GradScaler::new(scaling).expect("a scaler"));
+            for batch in 0..8 * accumulate {
+                let scale = if batch == 6 * accumulate { f64::INFINITY } else { 1.0 };
+                let x = values(&[6, 10], batch as f64, Kind::Float, device) * scale;
+                step.step(&[&x]).expect("a step");
+                if batch == 5 * accumulate {
+                    step.optimizer_mut().set_lr(0.01).expect("a rate");
+                }
+            }
+            assert_eq!(step.stats().captured, capture);
+            (copies(&leaves), step.scaler().expect("a scaler").scale_factor().expect("a scale"))
+        };
+        let (eager, captured) = (run(false), run(true));
+        assert_eq!(eager.1, 512.0);
+        assert_eq!(captured.1, 512.0);
+        assert!(worst(&eager.0, &captured.0) < 1e-5, "{accumulate}");
+    }
+}
