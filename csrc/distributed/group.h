@@ -2,9 +2,21 @@
 #pragma once
 
 #include <memory>
-#include <string>
 
 #include "c10d.h"
+
+// How a group is made; src/ffi/distributed.rs mirrors it.
+struct GroupParts {
+  int32_t rank;
+  int32_t size;
+  int64_t timeout;  // of an operation, in milliseconds
+  const char* name;
+  size_t name_length;
+  bool loopback;        // all ranks are on this machine
+  bool check;           // compare what the ranks do before they do it
+  bool abort_on_error;  // NCCL's errors become exceptions, instead of ending the process
+  int32_t device;       // the index of the GPU of this rank, or -1
+};
 
 namespace tch_extension {
 
@@ -16,18 +28,18 @@ struct ProcessGroup {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
 };
 
-// An operation in flight. It keeps its tensors alive, and copies the results to where they belong
-// once it has ended.
-struct Work;
+class Checker;
 
-// Makes the backend for CPU tensors. `timeout` is how long an operation may take. With `loopback`,
-// all ranks are on this machine. `name` is the group's.
-c10::intrusive_ptr<c10d::Backend> make_gloo(const StorePtr& store, int rank, int size,
-                                            std::chrono::milliseconds timeout, bool loopback,
-                                            const std::string& name);
+// What compares the operations of the ranks.
+std::shared_ptr<Checker> make_checker(const StorePtr& store, const GroupParts& parts);
 
-// Closes the connections of a backend that make_gloo made, so that operations in flight fail on all
-// ranks at once.
-void close_connections(c10d::Backend& backend);
+// The backend for CPU tensors. It is also an Endable. `checker` may be null.
+c10::intrusive_ptr<c10d::Backend> make_gloo(const StorePtr& store, const GroupParts& parts,
+                                            const std::shared_ptr<Checker>& checker);
+
+// The backend for CUDA tensors on the GPU of `parts`. It is also an Endable. `checker` may be null.
+// Throws if this build has none.
+c10::intrusive_ptr<c10d::Backend> make_nccl(const StorePtr& store, const GroupParts& parts,
+                                            const std::shared_ptr<Checker>& checker);
 
 }  // namespace tch_extension

@@ -27,15 +27,19 @@ impl ProcessGroup {
         written: bool,
     ) -> Result<()> {
         check!(op, name, tensor).defined()?.kind_in(&KINDS)?;
-        if tensor.device() != Device::Cpu {
-            let hint = "move the tensor with to_device(Device::Cpu)";
-            return Err(Error::argument(
-                op,
-                name,
-                "a tensor on the CPU, because this group has no backend for CUDA",
-                format!("{:?}", tensor.device()),
-                hint,
-            ));
+        let device = tensor.device();
+        if device != Device::Cpu && device != self.device() {
+            let (expected, hint) = match self.device() {
+                Device::Cpu => (
+                    "a tensor on the CPU, because this group has no NCCL".to_string(),
+                    "make the group with GroupOptions::device, or move the tensor to the CPU",
+                ),
+                own => (
+                    format!("a tensor on the CPU or on {own:?}, this rank's GPU"),
+                    "move the tensor with to_device(group.device())",
+                ),
+            };
+            return Err(Error::argument(op, name, expected, format!("{device:?}"), hint));
         }
         if written && tensor.requires_grad() && !tensor.is_leaf() {
             let hint = "use distributed::functional, whose operations have gradients, or detach it";

@@ -1,14 +1,30 @@
 //! Groups of ranks: how one is made, ended and abandoned.
 
-use super::{Store, failed};
+use super::{Env, Store, TcpStoreOptions, failed};
 use crate::ffi::distributed as ffi;
 use crate::{Error, Result};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
+use tch::Device;
+
+/// What happens when NCCL reports an error, or an operation on GPUs takes longer than the timeout.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
+pub enum OnNcclError {
+    /// The process ends, as in PyTorch. A launcher ends the other ranks and starts all again. The
+    /// CPU never waits for NCCL.
+    #[default]
+    Exit,
+    /// [`Work::wait`](super::Work::wait) waits on the CPU until the operation has ended on the GPU,
+    /// and returns an error. That costs the overlap of communication and computation. It sets
+    /// `TORCH_NCCL_BLOCKING_WAIT=1` and `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` for the process, unless
+    /// they are set, so the first group of a process should be made before other threads read
+    /// variables.
+    Abort,
+}
 
 /// How a group works.
 #[derive(Clone, Debug)]
-#[non_exhaustive]
 pub struct GroupOptions {
     /// How long an operation waits for the other ranks, and how long ranks wait for one another at
     /// the start. Default: 10 minutes.
@@ -16,11 +32,35 @@ pub struct GroupOptions {
     /// The group's name, by which its ranks find one another in the store. A store can serve many
     /// groups with different names. Default: `0`, as in Python.
     pub name: String,
+    /// Compares on all ranks what they are about to do, before they do it: the operation, the
+    /// reduction, the shapes and kinds. A difference is an error on every rank.
+    ///
+    /// Without it, ranks that differ get wrong values, wait until the timeout, or end: Gloo ends the
+    /// process when a message has an unexpected size. With it, every operation first waits for all
+    /// ranks and takes longer by a small all-gather on the CPU. All ranks must have the same setting,
+    /// and a rank in Python cannot take part in it.
+    ///
+    /// Default: true if this crate is compiled with debug assertions, or if the variable
+    /// `TORCH_DISTRIBUTED_DEBUG` is `DETAIL`.
+    pub check: bool,
+    /// The GPU of this rank, whose tensors go through NCCL; `Device::Cpu` for a group without NCCL.
+    /// Default: `None`, which stands for [`Env::device`] in [`ProcessGroup::init`], and for the CPU
+    /// elsewhere.
+    pub device: Option<Device>,
+    /// What happens when NCCL fails. Default: [`OnNcclError::Exit`].
+    pub on_nccl_error: OnNcclError,
 }
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        GroupOptions { timeout: Duration::from_secs(600), name: "0".to_string() }
+        let detail = std::env::var("TORCH_DISTRIBUTED_DEBUG").is_ok_and(|level| level == "DETAIL");
+        GroupOptions {
+            timeout: Duration::from_secs(600),
+            name: "0".to_string(),
+            check: cfg!(debug_assertions) || detail,
+            device: None,
+            on_nccl_error: OnNcclError::default(),
+        }
     }
 }
 
@@ -31,21 +71,39 @@ impl GroupOptions {
     }
 }
 
+/// Why this build has no NCCL, and so no groups for CUDA tensors; `None` if it has.
+pub fn nccl_missing() -> Option<String> {
+    ffi::no_nccl()
+}
+
 /// The ranks that compute together.
 ///
-/// Clones are handles of the same group. Every rank must call the same collectives in the same
-/// order.
+/// Every rank must call the same collectives in the same order, with the same shapes and kinds.
+/// Clones are handles of the same group, and threads may share it; operations that several threads
+/// start at the same time have no order, so let one thread start them.
+///
+/// # When a rank fails
+///
+/// A rank that ends makes operations of the others fail at once. A rank that is late makes them fail
+/// after the [`timeout`](GroupOptions::timeout). Either way the group cannot be used any more: make
+/// another one under another name, or end the program and let the launcher start all ranks again. A
+/// rank that goes on after an error of its own must say so by [`poison`](ProcessGroup::poison).
+///
+/// Dropping the last handle waits for operations in flight, at most for the timeout.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
 }
 
 struct Inner {
+    /// Messages that were not waited for, whose memory must stay.
+    abandoned: Mutex<Vec<ffi::Work>>,
     group: ffi::Group,
     rank: usize,
     size: usize,
-    name: String,
-    timeout: Duration,
+    options: GroupOptions,
+    /// The GPU of this rank.
+    device: Device,
     /// The group's own part of the store.
     store: Store,
     /// Why the group cannot be used any more.
@@ -54,12 +112,52 @@ struct Inner {
     /// another order on each rank.
     start: Mutex<()>,
     subgroups: Mutex<Vec<Weak<Inner>>>,
+    /// How many subgroups were asked for, which is the same number on all ranks.
+    asked: AtomicUsize,
 }
 
 /// The key with the message of a rank that failed.
 const FAILED: &str = "tch_extension/failed";
 
+/// How long rank 0, which may have the store's server, waits for the others at the end.
+const FAREWELL: Duration = Duration::from_secs(5);
+
 impl ProcessGroup {
+    /// Joins all ranks that the launcher started, with Gloo for CPU tensors, and NCCL for those on
+    /// [`Env::device`] if that is a GPU. The GPU becomes the current one of this thread.
+    ///
+    /// Equivalent to: `torch.distributed.init_process_group("cpu:gloo,cuda:nccl")`. Ranks in Python
+    /// can be part of the group: with backend `gloo` for the CPU alone, and `check` set to false
+    /// here.
+    ///
+    /// # Errors
+    /// When not all ranks come until the timeout, when the port is taken, or when NCCL is needed and
+    /// missing.
+    pub fn init(env: &Env, options: &GroupOptions) -> Result<ProcessGroup> {
+        let op = "ProcessGroup::init";
+        env.check()?;
+        let store = match &env.master {
+            None if env.world_size == 1 => Store::hash(options.timeout)?,
+            None => {
+                let got = format!("none with {} ranks", env.world_size);
+                return Err(Error::argument(op, "env.master", "the place of the store", got, ""));
+            }
+            Some(master) => {
+                let tcp = TcpStoreOptions {
+                    server: env.rank == 0 && !master.is_launcher,
+                    workers: Some(env.world_size),
+                    multi_tenant: !master.is_launcher,
+                    timeout: options.timeout,
+                };
+                Store::tcp(&master.host, master.port, &tcp)?
+            }
+        };
+        let device = Some(options.device.unwrap_or_else(|| env.device()));
+        let options = GroupOptions { device, ..options.clone() };
+        // Python has the same prefix.
+        ProcessGroup::join(op, &store.prefix("default_pg")?, env.rank, env.world_size, options)
+    }
+
     /// Joins the ranks that call this with the same store. Returns when all have come.
     ///
     /// # Errors
@@ -70,37 +168,7 @@ impl ProcessGroup {
         size: usize,
         options: &GroupOptions,
     ) -> Result<ProcessGroup> {
-        let op = "ProcessGroup::with_store";
-        if size == 0 || rank >= size {
-            let got = format!("rank {rank} of {size}");
-            return Err(Error::argument(op, "rank", "a number less than the size", got, ""));
-        }
-        if options.timeout.is_zero() {
-            return Err(Error::argument(op, "options.timeout", "more than zero", "zero", ""));
-        }
-        let own = store.prefix(&format!("{}/", options.name))?;
-        let parts = ffi::Parts {
-            rank,
-            size,
-            timeout: options.timeout,
-            name: &options.name,
-            loopback: store.is_local,
-        };
-        let group = ffi::Group::new(store.handle(), &parts)
-            .map_err(|reason| failed(op, format!("rank {rank} of {size}: {reason}")))?;
-        Ok(ProcessGroup {
-            inner: Arc::new(Inner {
-                group,
-                rank,
-                size,
-                name: options.name.clone(),
-                timeout: options.timeout,
-                store: own,
-                failed: Mutex::new(None),
-                start: Mutex::new(()),
-                subgroups: Mutex::new(Vec::new()),
-            }),
-        })
+        ProcessGroup::join("ProcessGroup::with_store", store, rank, size, options.clone())
     }
 
     /// A group of one rank: a program that is written for several ranks then runs alone.
@@ -110,6 +178,115 @@ impl ProcessGroup {
     pub fn single() -> Result<ProcessGroup> {
         let options = GroupOptions::default();
         ProcessGroup::with_store(&Store::hash(options.timeout)?, 0, 1, &options)
+    }
+
+    fn join(
+        op: &str,
+        store: &Store,
+        rank: usize,
+        size: usize,
+        options: GroupOptions,
+    ) -> Result<ProcessGroup> {
+        if size == 0 || rank >= size {
+            let got = format!("rank {rank} of {size}");
+            return Err(Error::argument(op, "rank", "a number less than the size", got, ""));
+        }
+        if options.timeout.is_zero() {
+            return Err(Error::argument(op, "options.timeout", "more than zero", "zero", ""));
+        }
+        let device = options.device.unwrap_or(Device::Cpu);
+        let gpu = gpu_of(op, device)?;
+        let own = store.prefix(&format!("{}/", options.name))?;
+        agree_on_checks(op, &own, rank, size, &options)?;
+        let parts = ffi::Parts {
+            rank,
+            size,
+            timeout: options.timeout,
+            name: &options.name,
+            loopback: store.is_local,
+            check: options.check && size > 1,
+            abort_on_error: options.on_nccl_error == OnNcclError::Abort,
+            device: gpu,
+        };
+        let group = ffi::Group::new(store.handle(), &parts)
+            .map_err(|reason| failed(op, format!("rank {rank} of {size}: {reason}")))?;
+        let inner = Inner {
+            abandoned: Mutex::new(Vec::new()),
+            group,
+            rank,
+            size,
+            options,
+            device,
+            store: own,
+            failed: Mutex::new(None),
+            start: Mutex::new(()),
+            subgroups: Mutex::new(Vec::new()),
+            asked: AtomicUsize::new(0),
+        };
+        Ok(ProcessGroup { inner: Arc::new(inner) })
+    }
+
+    /// A group of some ranks of this one, in this order: the first becomes rank 0. **All** ranks of
+    /// this group must call it with the same list; those that are not in the list get `None`.
+    ///
+    /// Equivalent to: `torch.distributed.new_group(ranks)`.
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_extension::distributed::{ReduceOp, run_ranks};
+    ///
+    /// let sums = run_ranks(3, |group| {
+    ///     let x = Tensor::from(group.rank() as f64);
+    ///     if let Some(ends) = group.subgroup(&[0, 2])? {
+    ///         ends.all_reduce(&x, ReduceOp::Sum)?;
+    ///     }
+    ///     Ok(x.double_value(&[]))
+    /// })?;
+    /// assert_eq!(sums, [2.0, 1.0, 2.0]);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the list is empty, has a rank twice or one that does not exist, when another rank asks
+    /// for other ranks, or when not all ranks come until the timeout.
+    pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
+        let op = "subgroup";
+        let expected = format!("different ranks less than {}", self.size());
+        let is_wrong =
+            |(at, rank): (usize, &usize)| *rank >= self.size() || ranks[..at].contains(rank);
+        if ranks.is_empty() || ranks.iter().enumerate().any(is_wrong) {
+            return Err(Error::argument(op, "ranks", expected, format!("{ranks:?}"), ""));
+        }
+        drop(self.starting(op)?);
+        let number = self.inner.asked.fetch_add(1, Ordering::Relaxed);
+        let list = format!("{ranks:?}");
+        let key = |rank: usize| format!("tch_extension/subgroup/{number}/{rank}");
+        let store = &self.inner.store;
+        store.set(&key(self.rank()), list.as_bytes())?;
+        for rank in 0..self.size() {
+            let other = self.read_in_time(op, &key(rank))?;
+            if other != list {
+                let reason = format!("rank {rank} asks for the ranks {other}, this one for {list}");
+                return Err(self.error(op, &reason));
+            }
+        }
+        let Some(rank) = ranks.iter().position(|rank| *rank == self.rank()) else {
+            return Ok(None);
+        };
+        let name = format!("{}.{number}", self.name());
+        let options =
+            GroupOptions { name, device: Some(self.inner.device), ..self.inner.options.clone() };
+        let group = ProcessGroup::join(op, store, rank, ranks.len(), options)?;
+        lock(&self.inner.subgroups).push(Arc::downgrade(&group.inner));
+        Ok(Some(group))
+    }
+
+    /// The value that another rank sets, as text.
+    fn read_in_time(&self, op: &str, key: &str) -> Result<String> {
+        let store = &self.inner.store;
+        let value = store.wait(key, self.timeout()).and_then(|()| store.get(key));
+        let value = value.map_err(|error| self.error(op, &error.to_string()))?;
+        Ok(String::from_utf8_lossy(&value).into_owned())
     }
 
     /// This rank, from 0.
@@ -124,12 +301,27 @@ impl ProcessGroup {
 
     /// The group's name.
     pub fn name(&self) -> &str {
-        &self.inner.name
+        &self.inner.options.name
     }
 
     /// How long an operation waits for the other ranks.
     pub fn timeout(&self) -> Duration {
-        self.inner.timeout
+        self.inner.options.timeout
+    }
+
+    /// The GPU whose tensors the group takes, besides those on the CPU; or the CPU.
+    pub fn device(&self) -> Device {
+        self.inner.device
+    }
+
+    /// Whether operations are compared over the ranks: [`GroupOptions::check`].
+    pub fn is_checked(&self) -> bool {
+        self.inner.options.check
+    }
+
+    /// Why the group cannot be used any more, if this rank gave it up.
+    pub fn failure(&self) -> Option<String> {
+        lock(&self.inner.failed).clone()
     }
 
     /// The part of the store that belongs to this group, for values of your own.
@@ -155,7 +347,7 @@ impl ProcessGroup {
         // The others read the message when their operation fails, so it is set first.
         let text = format!("rank {}: {message}", self.rank());
         drop(self.inner.store.set(FAILED, text.as_bytes()));
-        drop(self.inner.group.abort());
+        drop(self.inner.group.end(&text));
         for subgroup in lock(&self.inner.subgroups).drain(..) {
             if let Some(inner) = subgroup.upgrade() {
                 ProcessGroup { inner }.poison(message);
@@ -163,12 +355,39 @@ impl ProcessGroup {
         }
     }
 
-    /// Makes all operations in flight fail, here and on the other ranks, and ends the group's use.
+    /// Makes all operations fail, those in flight and later ones, on all ranks. It does not wait.
+    pub fn abort(&self) {
+        self.poison("the group was aborted");
+    }
+
+    /// Ends the group in an orderly way, when all ranks call this: no rank ends while another one
+    /// still waits for its data. Operations that are called later are errors.
+    ///
+    /// A program that ends after its last collective can leave it out, but then a rank that is
+    /// slower may see that operation fail.
     ///
     /// # Errors
-    /// When libtorch reports one.
-    pub fn abort(&self) -> Result<()> {
-        self.poison("the group was aborted");
+    /// When not all ranks call it until the timeout.
+    pub fn shutdown(&self) -> Result<()> {
+        let op = "shutdown";
+        let _start = self.starting(op)?;
+        let store = &self.inner.store;
+        let count = |key: &str, amount: i64| -> Result<bool> {
+            let sum = store.add(key, amount)?;
+            Ok(usize::try_from(sum).is_ok_and(|sum| sum >= self.size()))
+        };
+        if count("tch_extension/ending", 1)? {
+            store.set("tch_extension/ended", b"1")?;
+        }
+        self.read_in_time(op, "tch_extension/ended")?;
+        *lock(&self.inner.failed) = Some("it was shut down".to_string());
+        self.inner.group.shutdown().map_err(|reason| self.error(op, &reason))?;
+        let mut all = count("tch_extension/left", 1)?;
+        let end = Instant::now() + FAREWELL;
+        while self.rank() == 0 && !all && Instant::now() < end {
+            std::thread::sleep(Duration::from_millis(1));
+            all = count("tch_extension/left", 0)?;
+        }
         Ok(())
     }
 
@@ -197,10 +416,16 @@ impl ProcessGroup {
             let message = if self.others_failed() { store.get(FAILED).ok() } else { None };
             message.map(|message| String::from_utf8_lossy(&message).into_owned())
         });
+        let reason = without_source(reason);
         match cause {
             Some(cause) => failed(op, self.place(&format!("{cause} ({reason})"))),
-            None => failed(op, self.place(reason)),
+            None => failed(op, self.place(&format!("{reason}{}", way_out(reason)))),
         }
+    }
+
+    /// Keeps the memory of a message that nobody waits for: Gloo would stop at it.
+    pub(super) fn abandon(&self, message: ffi::Work) {
+        lock(&self.inner.abandoned).push(message);
     }
 
     /// Whether a rank has left a message.
@@ -216,6 +441,88 @@ impl ProcessGroup {
 impl std::fmt::Debug for ProcessGroup {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "ProcessGroup({:?}, rank {} of {})", self.name(), self.rank(), self.size())
+    }
+}
+
+/// The index of a GPU that the group can have; `None` for the CPU.
+fn gpu_of(op: &str, device: Device) -> Result<Option<usize>> {
+    let argument = "options.device";
+    let Device::Cuda(index) = device else {
+        return match device {
+            Device::Cpu => Ok(None),
+            _ => Err(Error::argument(op, argument, "the CPU or a GPU", format!("{device:?}"), "")),
+        };
+    };
+    let hint = "set GroupOptions::device to Device::Cpu for a group without NCCL";
+    if let Some(missing) = ffi::no_nccl() {
+        let expected = "the CPU, because this build has no NCCL";
+        let got = format!("{device:?}; {missing}");
+        return Err(Error::argument(op, argument, expected, got, hint));
+    }
+    let gpus = tch::Cuda::device_count();
+    if i64::try_from(index).is_ok_and(|index| index < gpus) {
+        return Ok(Some(index));
+    }
+    let expected = format!("one of the {gpus} GPUs that libtorch sees");
+    Err(Error::argument(op, argument, expected, format!("{device:?}"), "start fewer ranks"))
+}
+
+/// Makes sure that either all ranks compare their operations or none does.
+fn agree_on_checks(
+    op: &str,
+    store: &Store,
+    rank: usize,
+    size: usize,
+    options: &GroupOptions,
+) -> Result<()> {
+    if size == 1 {
+        return Ok(());
+    }
+    let key = |rank: usize| format!("tch_extension/check/{rank}");
+    store.set(&key(rank), &[u8::from(options.check)])?;
+    if !options.check {
+        return Ok(());
+    }
+    for other in 0..size {
+        let place = format!("rank {rank} of {size}: rank {other}");
+        let theirs = store.wait(&key(other), options.timeout).and_then(|()| store.get(&key(other)));
+        match theirs {
+            Ok(value) if value == [1] => {}
+            Ok(_) => {
+                let reason = format!(
+                    "{place} does not compare operations; set GroupOptions::check to the same on all ranks"
+                );
+                return Err(failed(op, reason));
+            }
+            Err(error) => {
+                let reason = format!(
+                    "{place} did not come ({error}); if it is in Python, set GroupOptions::check to false"
+                );
+                return Err(failed(op, reason));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A message of Gloo's without the place in its sources.
+fn without_source(reason: &str) -> &str {
+    let is_place = |place: &str| place.contains(".cc:") || place.contains(".h:");
+    match reason.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {
+        Some((place, rest)) if is_place(place) => rest,
+        _ => reason,
+    }
+}
+
+/// What to do when c10d reports this.
+fn way_out(reason: &str) -> &'static str {
+    let has = |words: &[&str]| words.iter().any(|word| reason.contains(word));
+    if has(&["by peer", "Socket closed", "pair closure", "Broken pipe"]) {
+        "; a rank ended or gave up: make a new group under another name, or end and let the launcher start all ranks again"
+    } else if has(&["imed out", "imeout"]) {
+        "; a rank did not take part in time: see what it does, or raise GroupOptions::timeout"
+    } else {
+        ""
     }
 }
 

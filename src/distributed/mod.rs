@@ -2,6 +2,7 @@
 
 mod checks;
 mod collectives;
+mod env;
 mod group;
 mod ranks;
 mod sharded;
@@ -9,7 +10,8 @@ mod store;
 mod work;
 
 pub use collectives::ReduceOp;
-pub use group::{GroupOptions, ProcessGroup};
+pub use env::{Env, Master};
+pub use group::{GroupOptions, OnNcclError, ProcessGroup, nccl_missing};
 pub use ranks::run_ranks;
 pub use sharded::{Compression, ShardedOptimizer, ShardedOptions};
 pub use store::{Store, TcpStoreOptions};

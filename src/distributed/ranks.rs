@@ -47,12 +47,14 @@ pub(crate) fn run_ranks_with<T: Send>(
         return Err(Error::argument("run_ranks", "n", "at least one rank", "0", ""));
     }
     let store = Store::hash(options.timeout)?;
-    // Whether a rank failed because another one did.
-    type Outcome<T> = (Result<T>, bool);
+    // What a rank returned, whether it failed because another one did, and its group. All groups
+    // live until all ranks have ended: one that is dropped closes connections from which a slower
+    // rank may still read.
+    type Outcome<T> = (Result<T>, bool, Option<ProcessGroup>);
     let one = |rank: usize| -> Outcome<T> {
         let group = match ProcessGroup::with_store(&store, rank, n, options) {
             Ok(group) => group,
-            Err(error) => return (Err(error), true),
+            Err(error) => return (Err(error), false, None),
         };
         let outcome =
             catch_unwind(AssertUnwindSafe(|| run(group.clone()))).unwrap_or_else(|payload| {
@@ -66,21 +68,21 @@ pub(crate) fn run_ranks_with<T: Send>(
                 follows
             }
         };
-        (outcome, follows)
+        (outcome, follows, Some(group))
     };
     let outcomes: Vec<Outcome<T>> = std::thread::scope(|scope| {
         let one = &one;
         let threads: Vec<_> = (0..n).map(|rank| scope.spawn(move || one(rank))).collect();
         let join = |thread: std::thread::ScopedJoinHandle<'_, Outcome<T>>| {
-            thread
-                .join()
-                .unwrap_or_else(|payload| (Err(failed("run_ranks", panic_text(&*payload))), false))
+            thread.join().unwrap_or_else(|payload| {
+                (Err(failed("run_ranks", panic_text(&*payload))), false, None)
+            })
         };
         threads.into_iter().map(join).collect()
     });
     let mut results = Vec::with_capacity(n);
     let (mut first, mut following) = (None, None);
-    for (outcome, follows) in outcomes {
+    for (outcome, follows, _) in outcomes {
         match outcome {
             Ok(value) => results.push(value),
             Err(error) if follows => following = following.or(Some(error)),

@@ -26,7 +26,7 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 /// assert_eq!(store.add("count", 2)?, 2);
 /// assert_eq!(store.add("count", 3)?, 5);
 ///
-/// let part = store.prefix("part/")?;
+/// let part = store.prefix("part")?;
 /// part.set("greeting", b"hi")?;
 /// assert_eq!(store.get("part/greeting")?, b"hi");
 /// # Ok::<(), tch_extension::Error>(())
@@ -123,7 +123,7 @@ impl Store {
         Ok(Store::new(store, None, timeout, true))
     }
 
-    /// The same store, with this text before every key.
+    /// The same store, with this text and a `/` before every key.
     ///
     /// # Errors
     /// When libtorch reports one.

@@ -83,6 +83,15 @@ impl Work {
     }
 }
 
+impl Drop for Work {
+    fn drop(&mut self) {
+        let is_message = matches!(self.op, "send" | "recv");
+        if let Some(work) = self.work.take_if(|_| is_message) {
+            self.group.abandon(work);
+        }
+    }
+}
+
 impl std::fmt::Debug for Work {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Work").field("op", &self.op).finish_non_exhaustive()

@@ -1,7 +1,7 @@
 //! Bindings to `csrc/distributed`: stores, groups of ranks, and operations in flight.
 
 use super::take_message;
-use std::ffi::{c_char, c_int, c_void};
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::time::Duration;
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -34,6 +34,9 @@ struct GroupParts {
     name: *const c_char,
     name_length: usize,
     loopback: bool,
+    check: bool,
+    abort_on_error: bool,
+    device: i32,
 }
 
 /// An operation. C++ has the same struct.
@@ -149,7 +152,13 @@ unsafe extern "C" {
         result: *mut *mut CGroup,
     ) -> *mut c_char;
     fn tch_extension_group_free(group: *mut CGroup) -> *mut c_char;
-    fn tch_extension_group_abort(group: *mut CGroup) -> *mut c_char;
+    fn tch_extension_group_end(
+        group: *mut CGroup,
+        why: *const c_char,
+        length: usize,
+    ) -> *mut c_char;
+    fn tch_extension_group_shutdown(group: *mut CGroup) -> *mut c_char;
+    safe fn tch_extension_no_nccl() -> *const c_char;
     fn tch_extension_group_start(
         group: *const CGroup,
         call: *const Call,
@@ -355,6 +364,20 @@ pub(crate) struct Parts<'a> {
     pub timeout: Duration,
     pub name: &'a str,
     pub loopback: bool,
+    pub check: bool,
+    pub abort_on_error: bool,
+    /// The index of this rank's GPU.
+    pub device: Option<usize>,
+}
+
+/// Why this build has no NCCL; `None` if it has.
+pub(crate) fn no_nccl() -> Option<String> {
+    let text = tch_extension_no_nccl();
+    if text.is_null() {
+        return None;
+    }
+    // SAFETY: C++ returns null or a constant, which ends with NUL.
+    Some(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
 }
 
 impl Group {
@@ -368,6 +391,9 @@ impl Group {
             name,
             name_length,
             loopback: group.loopback,
+            check: group.check,
+            abort_on_error: group.abort_on_error,
+            device: group.device.map_or(Ok(-1), number)?,
         };
         let mut result = std::ptr::null_mut();
         // SAFETY: the store, the parts and the name live during the call. On success we own the
@@ -383,9 +409,16 @@ impl Group {
         self.0
     }
 
-    pub fn abort(&self) -> Outcome<()> {
+    /// Makes all operations fail, those in flight and later ones, on all ranks.
+    pub fn end(&self, why: &str) -> Outcome<()> {
+        let (why, length) = parts(why);
+        // SAFETY: the group and the text live during the call.
+        check(unsafe { tch_extension_group_end(self.0, why, length) })
+    }
+
+    pub fn shutdown(&self) -> Outcome<()> {
         // SAFETY: the group lives.
-        check(unsafe { tch_extension_group_abort(self.0) })
+        check(unsafe { tch_extension_group_shutdown(self.0) })
     }
 
     /// Starts an operation.
