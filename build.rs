@@ -54,7 +54,10 @@ fn main() {
         extension = extension.without("csrc/optim");
     }
     if std::env::var_os("CARGO_FEATURE_DISTRIBUTED").is_some() {
-        extension = extension.include_for("csrc/distributed", "csrc/distributed/stub");
+        // Declarations for headers of Gloo that libtorch's headers include, and that it lacks.
+        extension = extension
+            .include_for("csrc/distributed", "csrc/distributed/stub")
+            .cuda_header("csrc/distributed/nccl.cpp", "nccl.h");
     } else {
         extension = extension.without("csrc/distributed");
     }

@@ -167,8 +167,9 @@ class Checked : public Base, public Endable {
   WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
                         std::vector<int64_t>& input_sizes,
                         const c10d::AllToAllOptions& options) override {
-    const auto lock = enter();
-    if (checker_) {
+    const Entry entry(*this);
+    require_life();
+    if (Checker* checker = entry.checker()) {
       const int64_t rows = input.dim() > 0 ? input.size(0) : 0;
       const bool equal = output_sizes.empty() && input_sizes.empty();
       const std::string part =
@@ -176,8 +177,8 @@ class Checked : public Base, public Endable {
                 : std::string("rows of ") + c10::toString(input.scalar_type()) + " with " +
                       (rows > 0 ? std::to_string(input.numel() / rows) : "any number of") +
                       " elements";
-      checker_->compare(std::string("all_to_all of ") + (equal ? part : "parts"));
-      if (!equal) checker_->compare_sizes(output_sizes, input_sizes);
+      checker->compare("all_to_all of " + part);
+      if (!equal) checker->compare_sizes(output_sizes, input_sizes);
     }
     return Base::alltoall_base(output, input, output_sizes, input_sizes, options);
   }
@@ -187,16 +188,19 @@ class Checked : public Base, public Endable {
   }
 
   WorkPtr send(Tensors& tensors, int rank, int tag) override {
-    const auto lock = enter();
-    if (checker_ && checks_messages(tensors)) {
-      checker_->announce(describe(tensors), rank, tag);
+    const Entry entry(*this);
+    require_life();
+    Checker* checker = entry.checker();
+    if (checker != nullptr && checks_messages(tensors)) {
+      checker->announce(describe(tensors), rank, tag);
     }
     return Base::send(tensors, rank, tag);
   }
 
   WorkPtr recv(Tensors& tensors, int rank, int tag) override {
-    const auto lock = enter();
-    if (!checker_ || !checks_messages(tensors)) return Base::recv(tensors, rank, tag);
+    const Entry entry(*this);
+    require_life();
+    if (entry.checker() == nullptr || !checks_messages(tensors)) return Base::recv(tensors, rank, tag);
     // The group keeps this backend alive as long as the work.
     auto start = [this, tensors, rank, tag](std::chrono::milliseconds timeout) mutable {
       try {
@@ -206,7 +210,8 @@ class Checked : public Base, public Endable {
         end(error.what());
         throw;
       }
-      const auto relock = enter();
+      const Entry start(*this);
+      require_life();
       return Base::recv(tensors, rank, tag);
     };
     return c10::make_intrusive<CheckedRecv>(this->getRank(), std::move(start));
@@ -237,27 +242,45 @@ class Checked : public Base, public Endable {
     return !tensors.empty() && tensors[0].is_cpu();
   }
 
-  // Operations that start at the same time would have another order on each rank.
-  std::unique_lock<std::mutex> enter() {
-    std::unique_lock<std::mutex> lock(mutex_);
+  // Held while an operation is started: operations that start at the same time would have another
+  // order on each rank. `Base` starts some operations by others, which are not compared again.
+  class Entry {
+   public:
+    explicit Entry(Checked& backend) : backend_(backend), lock_(backend.mutex_) {
+      backend_.depth_ += 1;
+    }
+    ~Entry() { backend_.depth_ -= 1; }
+    Entry(const Entry&) = delete;
+    Entry& operator=(const Entry&) = delete;
+
+    // What compares the operation with those of the other ranks, or null.
+    Checker* checker() const { return backend_.depth_ == 1 ? backend_.checker_.get() : nullptr; }
+
+   private:
+    Checked& backend_;
+    std::unique_lock<std::recursive_mutex> lock_;
+  };
+
+  void require_life() {
     if (ended_) {
       const std::lock_guard<std::mutex> why_lock(why_mutex_);
       TORCH_CHECK(false, "the group has failed: ", why_);
     }
-    return lock;
   }
 
   template <typename Described, typename Start>
   WorkPtr checked(std::string what, const Described& tensors, Start&& start) {
-    const auto lock = enter();
-    if (checker_) {
+    const Entry entry(*this);
+    require_life();
+    if (Checker* checker = entry.checker()) {
       const std::string of = describe(tensors);
-      checker_->compare(what + (of.empty() ? "" : " of ") + of);
+      checker->compare(what + (of.empty() ? "" : " of ") + of);
     }
     return start();
   }
 
-  std::mutex mutex_;
+  std::recursive_mutex mutex_;
+  int depth_ = 0;
   std::mutex why_mutex_;
   std::atomic<bool> ended_{false};
   std::string why_;

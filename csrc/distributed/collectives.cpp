@@ -120,6 +120,9 @@ c10::intrusive_ptr<c10d::Work> all_gather(c10d::ProcessGroup& group, const Call&
                                           at::Tensor output, at::Tensor input) {
   c10d::AllgatherOptions options;
   options.timeout = Milliseconds(call.timeout);
+  // Gloo wants the shapes of the two to go together; they are contiguous.
+  output = output.view(-1);
+  input = input.view(-1);
   return group._allgather_base(output, input, options);
 }
 
@@ -128,6 +131,8 @@ c10::intrusive_ptr<c10d::Work> reduce_scatter(c10d::ProcessGroup& group, const C
   c10d::ReduceScatterOptions options;
   options.reduceOp = reduction(call);
   options.timeout = Milliseconds(call.timeout);
+  output = output.view(-1);
+  input = input.view(-1);
   return group._reduce_scatter_base(output, input, options);
 }
 

@@ -96,6 +96,9 @@ impl ProcessGroup {
             self.check(name, "tensors", tensor, self.rank() != root)?;
         }
         let _start = self.starting(name)?;
+        if tensors.is_empty() {
+            return Ok(());
+        }
         self.handle()
             .broadcast_coalesced(tensors, COALESCED_BYTES, rank)
             .map_err(|reason| self.error(name, &reason))

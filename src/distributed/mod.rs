@@ -3,6 +3,7 @@
 mod checks;
 mod collectives;
 mod env;
+pub mod functional;
 mod group;
 mod ranks;
 mod sharded;

@@ -147,6 +147,7 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) 
         // Our headers come first, because a folder with Python's headers would bring the real
         // pybind11.
         includes: includes.iter().chain(&sources.includes).cloned().collect(),
+        includes_for: Vec::new(),
         defines: ours.into_iter().chain(sources.defines.iter().cloned()).collect(),
         cxx_flags: sources.flags.clone(),
         nvcc_flags: nvcc_flags(&sources.nvcc_flags, workers),

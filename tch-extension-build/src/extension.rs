@@ -4,6 +4,7 @@
 use crate::environment::{BuildScript, Environment, Process};
 use crate::isolate;
 use crate::paths;
+use crate::probe;
 use crate::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain, is_cuda, text_of};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -36,6 +37,8 @@ pub struct Extension {
     #[cfg(feature = "headers")]
     params: Vec<PathBuf>,
     cuda_libraries: Vec<String>,
+    /// Headers of CUDA libraries, and the sources that include them.
+    cuda_headers: Vec<(PathBuf, String)>,
     options: Options,
     archs: Option<String>,
     whole_archive: Option<bool>,
@@ -65,6 +68,7 @@ impl Extension {
             #[cfg(feature = "headers")]
             params: Vec::new(),
             cuda_libraries: Vec::new(),
+            cuda_headers: Vec::new(),
             options: Options::default(),
             archs: None,
             whole_archive: None,
@@ -190,6 +194,16 @@ impl Extension {
             });
         }
         self.options.includes_for.push((path, folder));
+        self
+    }
+
+    /// Lets some sources include a header of a CUDA library that is no part of the toolkit, such as
+    /// `nccl.h`, if CUDA is compiled in and the header is found: in the `include` folder of
+    /// `NCCL_HOME` (named as the header), next to libtorch, where wheels have it, or where the system
+    /// has headers. `path` is a source, or a folder of sources. They must ask by
+    /// `__has_include(<nccl.h>)` whether it is there.
+    pub fn cuda_header(mut self, path: impl Into<PathBuf>, header: &str) -> Self {
+        self.cuda_headers.push((path.into(), header.to_string()));
         self
     }
 
@@ -377,6 +391,9 @@ impl Extension {
             toolchain.warn_of_missing_nvcc(env);
         }
         let mut options = self.options_for(env);
+        if toolchain.cuda.is_some() {
+            options.includes_for.extend(self.folders_of_headers(&toolchain.libtorch, env));
+        }
         if env.var("PROFILE").as_deref() == Some("debug") {
             // With this macro, the headers check indices.
             options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
@@ -459,6 +476,21 @@ impl Extension {
             options.includes.push(include);
         }
         Ok(())
+    }
+
+    /// The folders of the headers of [`Extension::cuda_header`] that are found.
+    fn folders_of_headers(
+        &self,
+        libtorch: &Libtorch,
+        env: &dyn Environment,
+    ) -> Vec<(PathBuf, PathBuf)> {
+        let found = self.cuda_headers.iter().filter_map(|(path, header)| {
+            let folder = probe::cuda_header(&libtorch.lib, header, &|name| env.var(name))?;
+            env.reads(&folder.join(header));
+            let is_system = probe::SYSTEM_INCLUDES.iter().any(|system| folder == Path::new(system));
+            (!is_system).then(|| (path.clone(), folder))
+        });
+        found.collect()
     }
 
     fn options_for(&self, env: &dyn Environment) -> Options {

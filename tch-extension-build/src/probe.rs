@@ -126,6 +126,33 @@ fn parse_nvcc_version(text: &str) -> Option<CudaVersion> {
     Some(CudaVersion { major: major.trim().parse().ok()?, minor: minor.parse().ok()? })
 }
 
+/// The folder with a header of a CUDA library that is no part of the toolkit, such as `nccl.h`. It is
+/// looked for in `include` of the folder that a variable names (`NCCL_HOME`), next to libtorch, where
+/// wheels have it, and where the system has headers.
+pub fn cuda_header(
+    libtorch_lib: &Path,
+    header: &str,
+    env: &dyn Fn(&str) -> Option<String>,
+) -> Option<PathBuf> {
+    let name = header.split(['.', '/']).next().unwrap_or(header).to_uppercase();
+    let named = env(&format!("{name}_HOME")).map(|home| Path::new(&home).join("include"));
+    let site = libtorch_lib.canonicalize().unwrap_or_default().join("../../nvidia");
+    let mut wheels: Vec<_> = std::fs::read_dir(site)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .map(|entry| entry.path().join("include"))
+        .collect();
+    wheels.sort();
+    let system = SYSTEM_INCLUDES.map(PathBuf::from);
+    named.into_iter().chain(wheels).chain(system).find(|folder| folder.join(header).is_file())
+}
+
+/// The folders that compilers search by themselves. Naming one would change the order in which they
+/// search, which the headers of the standard library do not survive.
+pub const SYSTEM_INCLUDES: [&str; 3] =
+    ["/usr/include", "/usr/local/include", "/usr/include/x86_64-linux-gnu"];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -158,5 +185,27 @@ mod tests {
         let env = |name: &str| (name == "CUDA_HOME").then(|| "/does/not/exist".to_string());
         let found = find_nvcc(Path::new("/nowhere/lib"), &env);
         assert!(found.is_none_or(|nvcc| nvcc.source != "CUDA_HOME"));
+    }
+
+    #[test]
+    fn a_header_of_a_library_next_to_libtorch_or_where_a_variable_says() {
+        let folder = std::env::temp_dir().join(format!("probe-header-{}", std::process::id()));
+        let lib = folder.join("torch/lib");
+        let (wheel, named) = (folder.join("nvidia/some/include"), folder.join("named/include"));
+        for folder in [&lib, &wheel, &named] {
+            std::fs::create_dir_all(folder).expect("a folder");
+        }
+        let none = |_: &str| None;
+        assert_eq!(cuda_header(&lib, "probed.h", &none), None);
+        std::fs::write(wheel.join("probed.h"), "").expect("a file");
+        let found = cuda_header(&lib, "probed.h", &none).expect("next to libtorch");
+        assert!(found.ends_with("nvidia/some/include"), "{}", found.display());
+        let home = folder.join("named").display().to_string();
+        let env = |name: &str| (name == "PROBED_HOME").then(|| home.clone());
+        // A folder without the header hides nothing.
+        assert_eq!(cuda_header(&lib, "probed.h", &env), Some(found));
+        std::fs::write(named.join("probed.h"), "").expect("a file");
+        assert_eq!(cuda_header(&lib, "probed.h", &env), Some(named));
+        let _ = std::fs::remove_dir_all(folder);
     }
 }

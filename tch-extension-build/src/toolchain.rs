@@ -198,9 +198,9 @@ impl Toolchain {
     ) -> Result<Vec<Object>> {
         self.check_abi(options)?;
         let paths = sources.iter().map(|path| ("the source", path));
-        for (what, path) in
-            paths.chain(options.includes.iter().map(|path| ("the include folder", path)))
-        {
+        let own = options.includes_for.iter().map(|(_, folder)| folder);
+        let includes = options.includes.iter().chain(own).map(|path| ("the include folder", path));
+        for (what, path) in paths.chain(includes) {
             paths::check(what, path)?;
         }
         paths::check("the folder of objects", folder)?;

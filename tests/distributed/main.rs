@@ -1,4 +1,46 @@
 //! Tests of `tch_extension::distributed`, with ranks as threads and as processes.
 
 mod collectives;
+mod faults;
+mod functional;
+mod group;
+mod processes;
 mod sharded;
+
+use std::time::Duration;
+use tch_extension::Result;
+use tch_extension::distributed::{GroupOptions, ProcessGroup, Store, run_ranks};
+
+/// [`run_ranks`] with groups that have another timeout, and compare operations or not.
+fn ranks_with<T: Send>(
+    n: usize,
+    options: &GroupOptions,
+    run: impl Fn(&ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let store = Store::hash(options.timeout)?;
+    run_ranks(n, |outer| {
+        let group = ProcessGroup::with_store(&store, outer.rank(), n, options)?;
+        let value = run(&group)?;
+        // No rank may close its connections before the others have ended.
+        outer.barrier()?;
+        Ok(value)
+    })
+}
+
+/// Ranks whose operations are not compared.
+fn unchecked<T: Send>(
+    n: usize,
+    timeout: Duration,
+    run: impl Fn(&ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    ranks_with(n, &GroupOptions { check: false, ..GroupOptions::with_timeout(timeout) }, run)
+}
+
+/// Ranks whose operations are compared.
+fn checked<T: Send>(
+    n: usize,
+    timeout: Duration,
+    run: impl Fn(&ProcessGroup) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    ranks_with(n, &GroupOptions { check: true, ..GroupOptions::with_timeout(timeout) }, run)
+}

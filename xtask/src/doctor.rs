@@ -149,6 +149,7 @@ fn check_libtorch(findings: &mut Findings, repo: &Repo) {
         Ok(libtorch) => {
             findings.row("libtorch", describe_libtorch(&libtorch));
             check_cuda(findings, &libtorch, repo);
+            findings.row("distributed", distributed(&libtorch));
         }
         Err(error) => findings.check("libtorch", Err(error)),
     }
@@ -175,6 +176,46 @@ fn check_cuda(findings: &mut Findings, libtorch: &Libtorch, repo: &Repo) {
         Cuda::Off(reason) => format!("left out: {reason}"),
     });
     findings.check("CUDA kernels", decision);
+}
+
+/// What the feature `distributed` can use.
+fn distributed(libtorch: &Libtorch) -> String {
+    let include = libtorch.lib.join("../include");
+    let header = include.join("torch/csrc/distributed/c10d/ProcessGroupGloo.hpp");
+    if !header.is_file() {
+        return "Gloo: no, this libtorch has no c10d; NCCL: no".to_string();
+    }
+    let env = |name: &str| real_env(name)?.into_string().ok();
+    let nccl = match crate::probe::libtorch_cuda_major(&libtorch.lib) {
+        None => "no, this libtorch has no CUDA".to_string(),
+        Some(_) => match crate::probe::cuda_header(&libtorch.lib, "nccl.h", &env) {
+            None => "no, there is no nccl.h (next to libtorch, or in NCCL_HOME)".to_string(),
+            Some(folder) => nccl(&folder, libtorch.version().as_deref()),
+        },
+    };
+    format!("Gloo: yes; NCCL: {nccl}")
+}
+
+/// The versions of libtorch and of the NCCL that each was compiled with, as in
+/// `csrc/distributed/nccl.cpp`.
+const NCCL: [(&str, &str); 2] = [("2.11.0", "2.28.9"), ("2.13.0", "2.29.7")];
+
+/// Whether the `nccl.h` of a folder is the one that libtorch was compiled with.
+fn nccl(folder: &Path, libtorch: Option<&str>) -> String {
+    let text = std::fs::read_to_string(folder.join("nccl.h")).unwrap_or_default();
+    let part = |name: &str| {
+        let start = format!("#define NCCL_{name} ");
+        text.lines().find_map(|line| line.strip_prefix(&start)).map_or("?", str::trim)
+    };
+    let found = format!("{}.{}.{}", part("MAJOR"), part("MINOR"), part("PATCH"));
+    let wanted = NCCL.iter().find(|(version, _)| Some(*version) == libtorch);
+    match wanted {
+        Some((_, wanted)) if *wanted == found => format!("yes, {found} ({})", folder.display()),
+        Some((_, wanted)) => {
+            format!("no, {} has {found}, but libtorch needs {wanted}", folder.display())
+        }
+        None => format!("unknown for this libtorch ({} has {found})", folder.display()),
+    }
 }
 
 /// The oldest driver that runs programs of this CUDA major version.

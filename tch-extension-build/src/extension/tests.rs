@@ -425,3 +425,22 @@ fn another_nvcc_or_arch_is_an_error() {
     let error = script.refusal(&Extension::new("a").source(&source).for_hopper("hopper/b.cu"));
     assert_says(&error, &["for_hopper(\"hopper/b.cu\"): no CUDA source", "that was added"]);
 }
+
+#[test]
+fn a_folder_of_headers_for_some_sources_only() {
+    let script = Script::new("include-for", false);
+    script.source("headers/only.h", "#define ONLY 1\n");
+    let with = script.source("with/a.cpp", "#include <only.h>\nint a() { return ONLY; }\n");
+    let without = script.source(
+        "without/b.cpp",
+        "#if __has_include(<only.h>)\n#error\n#endif\nint b() { return 0; }\n",
+    );
+    let headers = script.folder.join("headers");
+    let extension = || Extension::new("my_ops").sources([&with, &without]);
+    let (folder, missing) = (script.folder.join("with"), script.folder.join("missing"));
+    extension().include_for(&folder, &headers).build_in(&script).expect("a library");
+    let message = script.refusal(&extension().include_for(&folder, &missing));
+    assert_says(&message, &["include_for: there is no folder", "missing"]);
+    let message = script.refusal(&extension().include_for(&missing, &headers));
+    assert_says(&message, &["include_for: no source that was added before begins with"]);
+}
