@@ -139,7 +139,7 @@ fn together(
         ddp.bucket_cap_mb = options.bucket_mb.unwrap_or(ddp.bucket_cap_mb);
         let ddp = Ddp::new(group, &model.variables, ddp)?;
         for (_, master) in model.masters() {
-            group.broadcast(master, 0)?;
+            group.broadcast(&master.detach(), 0)?;
         }
         let optimizer = Trained::Ddp(ddp.guard(optimizer)?);
         return Ok((optimizer, Box::new(move |batch| ddp.forward(|| loss(&model, batch)))));
