@@ -8,6 +8,7 @@ mod ddp_faults;
 mod ddp_python;
 mod ddp_support;
 mod ddp_train;
+mod cuda;
 mod faults;
 mod functional;
 mod group;
