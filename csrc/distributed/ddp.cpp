@@ -165,7 +165,7 @@ TCH_EXTENSION_API Message tch_extension_ddp_statistics(const std::shared_ptr<Ddp
     result->communication = number(data, "avg_backward_comm_time");
     result->overlap = number(data, "avg_backward_compute_comm_overlap_time");
     result->rebuilt = number(data, "has_rebuilt_buckets") != 0;
-    result->can_be_static = number(data, "can_set_static_graph") != 0;
+    result->can_be_static = (*ddp)->graph_is_static();
     for (const int64_t bytes : logger.get_bucket_sizes()) take(context, bytes);
   });
 }

@@ -116,6 +116,8 @@ class Ddp final : public std::enable_shared_from_this<Ddp> {
   void backward_begins();
 
   c10d::Logger& logger() { return *logger_; }
+  // Whether all passes so far used the same parameters.
+  bool graph_is_static() { return reducer_->ddp_graph_static(); }
   void set_sample_rate(int passes) { reducer_->set_ddp_runtime_logging_sample_rate(passes); }
 
  private:

@@ -400,6 +400,20 @@ impl Ddp {
         self.stepped(outcome)
     }
 
+    /// Gives the group up, and says which rank failed first.
+    fn batch_failed(&self, error: Error) -> Error {
+        let group = &self.inner.group;
+        if self.inner.reduction.is_none() || group.failure().is_some() {
+            return error;
+        }
+        let error = match group.others_failed() {
+            true => group.error(STEP, &error.to_string()),
+            false => error,
+        };
+        give_up(group, &error);
+        error
+    }
+
     fn set_accumulating(&self, accumulating: bool) {
         self.inner.accumulating.store(accumulating, Ordering::Relaxed);
     }
