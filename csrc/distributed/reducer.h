@@ -43,8 +43,8 @@ struct TensorList {
 
 // The tensors of a model. src/ffi/distributed/ddp.rs mirrors it.
 struct DdpTensors {
-  TensorList parameters;         // those that are trained
-  const char* const* names;      // of the parameters: UTF-8, not null-terminated
+  TensorList parameters;     // those that are trained
+  const char* const* names;  // of the parameters: UTF-8, not null-terminated
   const size_t* name_lengths;
   TensorList frozen;
   TensorList buffers;

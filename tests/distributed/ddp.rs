@@ -187,6 +187,37 @@ fn parameters_may_be_unused_on_some_ranks_or_on_all() {
     }
 }
 
+/// Its gradient is of this rank only until the synchronised pass, which does not use it.
+#[test]
+fn a_parameter_that_only_an_unsynchronised_pass_used_is_averaged() {
+    for view in [false, true] {
+        all_ranks(2, |group| {
+            let vs = network(1);
+            let options = DdpOptions {
+                find_unused_parameters: true,
+                gradient_as_bucket_view: view,
+                ..small_buckets()
+            };
+            let ddp = Ddp::new(group, &vs, options)?;
+            let weights = vs.trainable_variables();
+            for round in 0..3 {
+                let run = |part: i64, left_out: &[usize]| {
+                    let x = batch(group.rank(), 10 * round + part);
+                    output(&weights, &x, left_out).square().mean(Kind::Float)
+                };
+                let both = run(0, &[3]) + run(1, &[1]);
+                let expected = means(group, &own_gradients(&weights, &both)?)?;
+                drop_gradients(&vs, false)?;
+                ddp.no_sync(|| ddp.backward(&ddp.forward(|| Ok(run(0, &[3])))?))?;
+                ddp.backward(&ddp.forward(|| Ok(run(1, &[1])))?)?;
+                ddp.check()?;
+                assert_gradients(group, &weights, &expected, 1e-8)?;
+            }
+            Ok(())
+        });
+    }
+}
+
 #[test]
 fn an_output_that_the_loss_ignores_counts_as_unused() {
     all_ranks(2, |group| {

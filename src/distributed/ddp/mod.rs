@@ -170,7 +170,7 @@ impl Ddp {
         source: Option<Source>,
         options: DdpOptions,
     ) -> Result<Ddp> {
-        let checked = model.check(NEW).and_then(|()| options.parts(NEW));
+        let checked = model.check(NEW, group).and_then(|()| options.parts(NEW));
         let parts = if options.with_python || group.size() == 1 {
             // Python's ranks take no part in a comparison of ours.
             checked.inspect_err(|error| give_up(group, error))?
