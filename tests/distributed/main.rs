@@ -2,6 +2,7 @@
 
 mod children;
 mod collectives;
+mod cuda;
 mod ddp;
 mod ddp_cuda;
 mod ddp_faults;
