@@ -518,7 +518,9 @@ struct PoisonUnlessDone<'a> {
 
 impl Drop for PoisonUnlessDone<'_> {
     fn drop(&mut self) {
-        self.group.poison("a step of the training panicked");
+        if self.group.size() > 1 {
+            self.group.poison("a step of the training panicked");
+        }
     }
 }
 
