@@ -375,17 +375,20 @@ fn communication_hooks_that_fail_are_errors() {
         assert!(errors.iter().all(|error| error.contains("a broken hook")), "{errors:?}");
     }
     // A hook that uses the Ddp would wait for itself.
-    let errors = all_fail(2, |group| {
-        let own = std::sync::Arc::new(std::sync::OnceLock::<Ddp>::new());
-        let of_hook = std::sync::Arc::clone(&own);
-        let hook = CommHook::closure(move |_| {
-            of_hook.get().map_or(Ok(None), |ddp| ddp.check().map(|()| None))
+    for static_graph in [false, true] {
+        let errors = all_fail(2, |group| {
+            let own = std::sync::Arc::new(std::sync::OnceLock::<Ddp>::new());
+            let of_hook = std::sync::Arc::clone(&own);
+            let hook = CommHook::closure(move |_| {
+                of_hook.get().map_or(Ok(None), |ddp| ddp.check().map(|()| None))
+            });
+            let mut trained =
+                trained(group, DdpOptions { hook, static_graph, ..Default::default() })?;
+            let _ = own.set(trained.ddp.clone());
+            trained.step(0)
         });
-        let mut trained = trained(group, DdpOptions { hook, ..Default::default() })?;
-        let _ = own.set(trained.ddp.clone());
-        trained.step(0)
-    });
-    assert!(errors.iter().all(|error| error.contains("must not use the Ddp")), "{errors:?}");
+        assert!(errors.iter().all(|error| error.contains("must not use the Ddp")), "{errors:?}");
+    }
 }
 
 #[test]

@@ -2,13 +2,14 @@
 
 mod children;
 mod collectives;
+mod cuda;
 mod ddp;
 mod ddp_cuda;
 mod ddp_faults;
+mod ddp_hooks;
 mod ddp_python;
 mod ddp_support;
 mod ddp_train;
-mod cuda;
 mod faults;
 mod functional;
 mod group;

@@ -170,7 +170,7 @@ impl Ddp {
         source: Option<Source>,
         options: DdpOptions,
     ) -> Result<Ddp> {
-        let checked = model.check(NEW).and_then(|()| options.parts(NEW));
+        let checked = model.check(NEW, group).and_then(|()| options.parts(NEW));
         let parts = if options.with_python || group.size() == 1 {
             // Python's ranks take no part in a comparison of ours.
             checked.inspect_err(|error| give_up(group, error))?
@@ -400,6 +400,20 @@ impl Ddp {
         self.stepped(outcome)
     }
 
+    /// Gives the group up, and says which rank failed first.
+    fn batch_failed(&self, error: Error) -> Error {
+        let group = &self.inner.group;
+        if self.inner.reduction.is_none() || group.failure().is_some() {
+            return error;
+        }
+        let error = match group.others_failed() {
+            true => group.error(STEP, &error.to_string()),
+            false => error,
+        };
+        give_up(group, &error);
+        error
+    }
+
     fn set_accumulating(&self, accumulating: bool) {
         self.inner.accumulating.store(accumulating, Ordering::Relaxed);
     }
@@ -504,7 +518,9 @@ struct PoisonUnlessDone<'a> {
 
 impl Drop for PoisonUnlessDone<'_> {
     fn drop(&mut self) {
-        self.group.poison("a step of the training panicked");
+        if self.group.size() > 1 {
+            self.group.poison("a step of the training panicked");
+        }
     }
 }
 
