@@ -48,3 +48,8 @@ mod porting_page {}
 #[cfg(all(doctest, feature = "norm", feature = "gemm", feature = "optim", feature = "train"))]
 #[doc = include_str!("../docs/training.md")]
 mod training_page {}
+
+/// Runs the examples of docs/distributed.md as tests.
+#[cfg(all(doctest, feature = "distributed"))]
+#[doc = include_str!("../docs/distributed.md")]
+mod distributed_page {}

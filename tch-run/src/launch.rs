@@ -177,8 +177,12 @@ impl<'a> Attempt<'a> {
             }
             // Of an earlier attempt.
             Event::Ended { .. } | Event::Silent { .. } => {}
-            // They come only when this node has no ranks.
-            Event::Order(Order::Start(_) | Order::End(..)) => {}
+            // Only if node 0 cannot go on: otherwise it waits until no node has ranks.
+            Event::Order(Order::End(_, text)) => {
+                ranks.end();
+                self.reason = Some(Reason::Lost(text));
+            }
+            Event::Order(Order::Start(_)) => {}
         }
     }
 

@@ -2,6 +2,8 @@
 //! bad input.
 
 mod place;
+#[cfg(feature = "distributed")]
+mod ranks;
 mod refusals;
 
 use place::*;

@@ -55,14 +55,25 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 }
 
 fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
+    const ALL: &str = "tch-extension/distributed";
     let mut builds: Vec<&[&str]> = vec![
-        &["test", "--no-run", "--workspace", "--exclude", cargo::GPT],
-        &["build", "--examples"],
-        &["test", "--no-run", "-p", cargo::GPT],
-        &["build", "-p", cargo::GPT],
+        &["test", "--no-run", "--workspace", "--exclude", cargo::GPT, "--features", ALL],
+        &["build", "--examples", "--features", "distributed"],
+        &["test", "--no-run", "-p", cargo::GPT, "--features", "distributed"],
+        &["build", "-p", cargo::GPT, "--features", "distributed"],
+        &["build", "-p", cargo::LAUNCHER],
     ];
     if options.benches {
-        builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
+        builds.push(&[
+            "bench",
+            "--profile",
+            "dev",
+            "--bench",
+            "ops",
+            "--no-run",
+            "--features",
+            ALL,
+        ]);
     }
     let example = repo.root.join(outside::EXAMPLE);
     let outside = [&["test", "--no-run"][..], &["build"]];
@@ -90,11 +101,12 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
 
 /// The packages whose programs are useful on another machine. `xtask` and `tch-extension-build` are
 /// not among them.
-const PACKAGES: [&str; 4] = [
+const PACKAGES: [&str; 5] = [
     "Cargo.toml",
     "tests/downstream/Cargo.toml",
     "examples/extension/Cargo.toml",
     "examples/gpt/Cargo.toml",
+    "tch-run/Cargo.toml",
 ];
 
 /// The program that one of cargo's messages reports, if it belongs to one of [`PACKAGES`].
@@ -108,7 +120,7 @@ fn program(message: &Value, root: &Path) -> Option<Program> {
     let folder = match target["kind"][0].as_str()? {
         "example" => "examples",
         "bench" => "benches",
-        // Only examples have binaries. Their unit-test programs are left out.
+        // Only examples and the launcher have binaries. Their unit-test programs are left out.
         "bin" if message["profile"]["test"] == true => return None,
         "bin" => "examples",
         _ if message["profile"]["test"] == true => "tests",

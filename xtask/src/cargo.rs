@@ -11,6 +11,11 @@ use std::process::{Command, Stdio};
 /// Selects all packages but the one whose dependencies are not everybody's. It is tested by a step of
 /// `ci` of its own, and otherwise with `-p gpt`.
 pub const ALL_BUT_GPT: [&str; 3] = ["--workspace", "--exclude", GPT];
+/// Switches on what is off by default: `ci` and the bundle have all of it. One set of features for all
+/// of their commands means that cargo builds the crate once.
+pub const DISTRIBUTED: [&str; 2] = ["--features", "tch-extension/distributed"];
+/// The launcher, which the tests of several processes need.
+pub const LAUNCHER: &str = "tch-run";
 /// The package in `examples/gpt`.
 pub const GPT: &str = "gpt";
 

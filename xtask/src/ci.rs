@@ -143,6 +143,8 @@ impl Ci {
             "clippy",
             "--workspace",
             "--all-targets",
+            "--features",
+            "tch-extension/distributed,gpt/distributed",
             "--",
             "-D",
             "warnings",
@@ -154,7 +156,9 @@ impl Ci {
             cargo::run(command.args(args).args(["--", "-D", "warnings"]))
         };
         library(&["--features", "doc-only"])?;
-        for family in ["", "norm", "loss", "gemm", "mlp", "recurrent", "rope", "train"] {
+        for family in
+            ["", "norm", "loss", "gemm", "mlp", "recurrent", "rope", "train", "distributed"]
+        {
             let features = format!("doc-only,{family}");
             library(&["--no-default-features", "--features", features.trim_end_matches(',')])?;
         }
@@ -164,7 +168,8 @@ impl Ci {
     /// Builds what the tests run. Building the library alone would select other features of its
     /// dependencies and so compile it twice.
     fn build(&self) -> Result<Vec<Value>> {
-        cargo::messages(self.cargo(&["test", "--no-run"]).args(cargo::ALL_BUT_GPT))
+        let mut command = self.cargo(&["test", "--no-run"]);
+        cargo::messages(command.args(cargo::ALL_BUT_GPT).args(cargo::DISTRIBUTED))
     }
 
     fn weak_symbols(&self) -> Result<()> {
@@ -188,6 +193,7 @@ impl Ci {
 
     fn tests(&self) -> Result<()> {
         let mut command = self.test(&cargo::ALL_BUT_GPT);
+        command.args(cargo::DISTRIBUTED);
         if self.has_vision {
             // In this run, a torchvision that cannot be loaded is a failure and not a reason to
             // skip a test.
@@ -207,7 +213,7 @@ impl Ci {
         }
         say(format_args!("-- {}", tests.join(", ")));
         let command = |capability: &str| {
-            let mut command = self.test(&[]);
+            let mut command = self.test(&cargo::DISTRIBUTED);
             command.args(tests.iter().flat_map(|test| ["--test", test]));
             // Second derivatives, sizes and strides have no per-instruction-set code of their own.
             const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
@@ -237,7 +243,9 @@ impl Ci {
     }
 
     fn gpt(&self) -> Result<()> {
-        let mut command = self.test(&["-p", cargo::GPT]);
+        // Its tests start several processes with the launcher.
+        cargo::run(&mut self.cargo(&["build", "-p", cargo::LAUNCHER]))?;
+        let mut command = self.test(&["-p", cargo::GPT, "--features", "distributed"]);
         if self.has_transformers {
             // In this run, a test that skips for want of it fails.
             command.env("TCH_EXTENSION_REQUIRE_TRANSFORMERS", "1");
@@ -270,10 +278,11 @@ impl Ci {
             command.args(args).env("RUSTDOCFLAGS", "-D warnings");
             command
         };
-        cargo::run(&mut build(&["--workspace"]))?;
+        cargo::run(build(&["--workspace"]).args(cargo::DISTRIBUTED))?;
         // As docs.rs builds it, where there is no libtorch. The features are those of
         // `[package.metadata.docs.rs]` in the packages' manifests.
-        for args in [&["--features", "doc-only"][..], &["-p", BUILD_CRATE, "--all-features"]] {
+        let features = ["--features", "doc-only,distributed"];
+        for args in [&features[..], &["-p", BUILD_CRATE, "--all-features"]] {
             cargo::run(build(args).env("DOCS_RS", "1"))?;
         }
         Ok(())
@@ -282,7 +291,7 @@ impl Ci {
     /// Makes the packages that a release publishes, without compiling them. Cargo warns of each
     /// test that is not packed, which `--quiet` silences.
     fn package(&self) -> Result<()> {
-        let crates = ["-p", BUILD_CRATE, "-p", "tch-extension"];
+        let crates = ["-p", BUILD_CRATE, "-p", "tch-extension", "-p", cargo::LAUNCHER];
         let args = ["package", "--quiet", "--no-verify", "--allow-dirty"];
         cargo::run(self.cargo(&args).args(crates))
     }

@@ -21,10 +21,13 @@ fn the_first_to_fail_gives_the_exit_code_and_ends_the_others() {
 
 #[test]
 fn a_killed_rank_gives_128_and_its_signal() {
-    let place = Place::new();
-    let done = place.run(&["-n", "2"], &format!("[ $RANK = 1 ] && kill -KILL $$; {SLEEP}"));
-    assert_eq!(done.code, 128 + 9);
-    assert!(done.err.contains("rank 1 was killed by SIGKILL"), "{}", done.err);
+    for (name, number) in [("KILL", 9), ("ABRT", 6), ("SEGV", 11)] {
+        let place = Place::new();
+        let script = format!("ulimit -c 0; [ $RANK = 1 ] && kill -{name} $$; {SLEEP}");
+        let done = place.run(&["-n", "2"], &script);
+        assert_eq!(done.code, 128 + number, "{}", done.err);
+        assert!(done.err.contains(&format!("rank 1 was killed by SIG{name}")), "{}", done.err);
+    }
 }
 
 #[test]

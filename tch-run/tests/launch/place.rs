@@ -11,7 +11,11 @@ use tempfile::TempDir;
 pub const SOON: Duration = Duration::from_secs(20);
 
 pub fn tch_run() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_tch-run"))
+    // The bundle's script sets the variable where there is no cargo.
+    match std::env::var_os("TCH_EXTENSION_EXAMPLES") {
+        Some(folder) => Command::new(PathBuf::from(folder).join("tch-run")),
+        None => Command::new(env!("CARGO_BIN_EXE_tch-run")),
+    }
 }
 
 /// The script runs in this folder, which scripts use to leave notes.
