@@ -1,14 +1,15 @@
-// The backend for CPU tensors, libtorch's own ProcessGroupGloo, and the comparison of what ranks do.
+// The backend for CPU tensors, libtorch's own ProcessGroupGloo, and the comparison of what ranks
+// do.
 #include "c10d.h"
 // After the macros of c10d.h.
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "checked.h"
 #include "group.h"
@@ -35,8 +36,8 @@ class Gloo : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
 
-  // Also makes everything fail that waits for a connection. closeConnections alone would let it wait
-  // until the timeout. c10d does the same when an operation takes too long.
+  // Also makes everything fail that waits for a connection. closeConnections alone would let it
+  // wait until the timeout. c10d does the same when an operation takes too long.
   void close(const std::string& why) {
     // Connections that do not exist yet would be made by getPair.
     const bool by_pairs =
@@ -93,6 +94,7 @@ class GlooChecker final : public Checker {
   explicit GlooChecker(c10::intrusive_ptr<Gloo> gloo) : gloo_(std::move(gloo)) {}
 
   void compare(const std::string& what) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const int size = gloo_->getSize();
     at::Tensor own = bytes_of(what);
     at::Tensor all = at::empty({size * kBytes}, at::kByte);
@@ -114,6 +116,7 @@ class GlooChecker final : public Checker {
 
   void compare_sizes(const std::vector<int64_t>& output,
                      const std::vector<int64_t>& input) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t size = gloo_->getSize();
     at::Tensor own = at::empty({2 * size}, at::kLong);
     std::copy(output.begin(), output.end(), own.data_ptr<int64_t>());
@@ -133,6 +136,7 @@ class GlooChecker final : public Checker {
   }
 
   void announce(const std::string& what, int rank, int tag) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<at::Tensor> bytes{bytes_of(what)};
     auto work = gloo_->send(bytes, rank, tag);
     // The work must live until the bytes are sent, which the sender does not wait for.
@@ -154,6 +158,8 @@ class GlooChecker final : public Checker {
   // How many announcements may be on their way.
   static constexpr size_t kKept = 256;
 
+  // The backends of a group share the checker.
+  std::mutex mutex_;
   c10::intrusive_ptr<Gloo> gloo_;
   std::deque<c10::intrusive_ptr<c10d::Work>> sent_;
 };

@@ -1,6 +1,7 @@
 //! Tests of `tch_extension::distributed`, with ranks as threads and as processes.
 
 mod collectives;
+mod cuda;
 mod faults;
 mod functional;
 mod group;
