@@ -61,7 +61,7 @@ fn cuda_graphs_of_a_step() {
             for batch in 0..8 * accumulate {
                 let scale = if batch == 6 * accumulate { f64::INFINITY } else { 1.0 };
                 let x = values(&[6, 10], batch as f64, Kind::Float, device) * scale;
-                step.step(&[&x]).expect("a step");
+                let _ = step.step(&[&x]).expect("a step");
                 if batch == 5 * accumulate {
                     step.optimizer_mut().set_lr(0.01).expect("a rate");
                 }

@@ -119,7 +119,7 @@ fn graphs() -> Result<()> {
             .with_scaler(GradScaler::new(scaling)?);
             for batch in 0..20 * accumulate {
                 let seed = (2 * batch + env.rank) as f64;
-                step.step(&[&values(&[64, 100], seed, Kind::Float, device)])?;
+                let _ = step.step(&[&values(&[64, 100], seed, Kind::Float, device)])?;
             }
             assert_eq!(step.stats().captured, capture);
             Ok(leaves.iter().map(|leaf| leaf.detach().to_device(CPU)).collect())
