@@ -61,7 +61,7 @@ fn cuda_graphs_of_a_step() {
             for batch in 0..8 * accumulate {
                 let scale = if batch == 6 * accumulate { f64::INFINITY } else { 1.0 };
                 let x = values(&[6, 10], batch as f64, Kind::Float, device) * scale;
-                step.step(&[&x]).expect("a step");
+                let _ = step.step(&[&x]).expect("a step");
                 if batch == 5 * accumulate {
                     step.optimizer_mut().set_lr(0.01).expect("a rate");
                 }
@@ -76,15 +76,23 @@ fn cuda_graphs_of_a_step() {
     }
 }
 
+/// Whether there are two GPUs and NCCL. If not, it says that the test is skipped.
+pub fn has_two_gpus(test: &str) -> bool {
+    if cuda_or_skip(test).is_none() {
+        return false;
+    }
+    let missing = (tch::Cuda::device_count() < 2).then(|| "one GPU only".to_string());
+    let Some(missing) = missing.or_else(nccl_missing) else { return true };
+    let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {missing}\n").as_bytes());
+    false
+}
+
 /// Ranks as threads, each with a GPU of its own, over NCCL.
 fn on_two_gpus<T: Send>(
     test: &str,
     run: impl Fn(ProcessGroup, Device) -> Result<T> + Sync,
 ) -> Option<Vec<T>> {
-    cuda_or_skip(test)?;
-    let missing = (tch::Cuda::device_count() < 2).then(|| "one GPU only".to_string());
-    if let Some(missing) = missing.or_else(nccl_missing) {
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {missing}\n").as_bytes());
+    if !has_two_gpus(test) {
         return None;
     }
     let timeout = Duration::from_secs(30);

@@ -4,8 +4,11 @@
 mod cuda;
 mod errors;
 mod gradients;
+mod processes;
 mod state;
 mod steps;
+
+pub use processes::CASES;
 
 use tch::{Device, Kind, Tensor};
 use tch_extension::distributed::{
