@@ -233,6 +233,8 @@ class Checked : public Base, public Endable {
  protected:
   // Makes what is in flight fail.
   virtual void end_base(const std::string& why) = 0;
+  // An operation is about to start on the current stream.
+  virtual void starting() {}
 
  private:
   static std::string name(const char* name, const c10d::ReduceOp& op) {
@@ -268,6 +270,7 @@ class Checked : public Base, public Endable {
       const std::lock_guard<std::mutex> why_lock(why_mutex_);
       TORCH_CHECK(false, "the group has failed: ", why_);
     }
+    starting();
   }
 
   template <typename Described, typename Start>

@@ -59,9 +59,13 @@ c10::intrusive_ptr<c10d::Backend> make_nccl(const StorePtr&, const GroupParts&,
 #else
 
 #define USE_C10D_NCCL
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_runtime.h>
 
 #include <cstdlib>
+#include <thread>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -73,12 +77,71 @@ namespace {
 static_assert(sizeof(c10d::ProcessGroupNCCL) == TCH_EXTENSION_NCCL_SIZE,
               "this libtorch lays out ProcessGroupNCCL differently than csrc/distributed knows");
 
+// Counts the CUDA graphs that hold operations of a group. NCCL ends a communicator only when they
+// are gone, and waits for that without end.
+class Graphs {
+ public:
+  // Notes that an operation starts on this stream, which may be captured.
+  void note(cudaStream_t stream) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    unsigned long long id = 0;
+    cudaGraph_t graph = nullptr;
+    C10_CUDA_CHECK(
+        cudaStreamGetCaptureInfo(stream, &status, &id, &graph, nullptr, nullptr, nullptr));
+    if (status != cudaStreamCaptureStatusActive || id == last_) return;
+    auto alive = std::make_unique<Count>(alive_);
+    cudaUserObject_t object = nullptr;
+    C10_CUDA_CHECK(
+        cudaUserObjectCreate(&object, alive.get(), forget, 1, cudaUserObjectNoDestructorSync));
+    ++*alive_;
+    alive.release();
+    // The graph, and all that is made of it, own the object from here on.
+    C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
+    last_ = id;
+  }
+
+  // CUDA destroys what a graph owned a moment after the graph, so this waits a little.
+  bool are_alive() const {
+    for (int i = 0; i < 200 && *alive_ > 0; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return *alive_ > 0;
+  }
+
+ private:
+  using Count = std::shared_ptr<std::atomic<int> >;
+
+  static void CUDART_CB forget(void* alive) {
+    const std::unique_ptr<Count> own(static_cast<Count*>(alive));
+    --**own;
+  }
+
+  Count alive_ = std::make_shared<std::atomic<int> >(0);  // may outlive the group
+  unsigned long long last_ = 0;                           // the capture that was noted last
+};
+
 class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
  public:
   using Checked<c10d::ProcessGroupNCCL>::Checked;
 
+  // With a graph alive, the communicator stays until the process ends.
+  void shutdown() override {
+    if (!graphs_.are_alive()) ProcessGroupNCCL::shutdown();
+  }
+
  private:
-  void end_base(const std::string&) override { abort(); }
+  void starting() override {
+    graphs_.note(c10::cuda::getCurrentCUDAStream(getBoundDeviceId()->index()).stream());
+  }
+
+  void end_base(const std::string&) override {
+    if (!graphs_.are_alive()) return abort();
+    // It returns when the graphs are gone.
+    auto self = c10::intrusive_ptr<CheckedNccl>::unsafe_reclaim_from_nonowning(this);
+    std::thread([self] { self->abort(); }).detach();
+  }
+
+  Graphs graphs_;
 };
 
 }  // namespace

@@ -370,7 +370,9 @@ impl ProcessGroup {
     /// still waits for its data. Operations that are called later are errors.
     ///
     /// A program that ends after its last collective can leave it out, but then a rank that is
-    /// slower may see that operation fail.
+    /// slower may see that operation fail. NCCL's connections stay as long as a CUDA graph that holds
+    /// collectives, such as that of a `train::Step`; if it is not dropped before, until the process
+    /// ends.
     ///
     /// # Errors
     /// When not all ranks call it until the timeout.
