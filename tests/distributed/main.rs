@@ -14,6 +14,8 @@ mod faults;
 mod functional;
 mod group;
 mod processes;
+#[path = "../support/python.rs"]
+mod python;
 
 use std::time::Duration;
 use tch_extension::Result;

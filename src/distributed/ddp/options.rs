@@ -97,7 +97,7 @@ impl CommHook {
     ///     let model = nn::linear(vs.root(), 3, 1, Default::default());
     ///     let ranks = group.clone();
     ///     let hook = CommHook::closure(move |bucket| {
-    ///         let _ = bucket.buffer().f_div_scalar_(ranks.size() as i64)?;
+    ///         let _ = bucket.buffer().shallow_clone().f_div_scalar_(ranks.size() as i64)?;
     ///         ranks.all_reduce_async(bucket.buffer(), ReduceOp::Sum).map(Some)
     ///     });
     ///     let ddp = Ddp::new(&group, &vs, DdpOptions { hook, ..Default::default() })?;
