@@ -104,7 +104,7 @@ impl CommHook {
     ///     let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)) * (group.rank() as f64 + 1.0);
     ///     let loss = ddp.forward(|| Ok(model.forward(&x).sum(Kind::Float)))?;
     ///     ddp.backward(&loss)?;
-    ///     let gradient = vs.trainable_variables()[0].grad();
+    ///     let gradient = model.ws.grad();
     ///     assert_eq!(gradient.double_value(&[0, 0]), 6.0); // (4 + 8) / 2
     ///     Ok(())
     /// })?;
