@@ -2,6 +2,8 @@
 
 use super::children::Child;
 use super::ddp_support::*;
+use super::processes::free_port;
+use super::python;
 use std::io::Write;
 use std::time::Duration;
 use tch::nn::VarStore;
@@ -10,9 +12,6 @@ use tch_extension::Result;
 use tch_extension::distributed::{
     CommHook, Ddp, DdpOptions, GroupOptions, ProcessGroup, Store, TcpStoreOptions,
 };
-
-#[path = "../support/python.rs"]
-mod python;
 
 /// What the script does, on one rank.
 fn train(group: &ProcessGroup, way: &str, with_python: bool) -> Result<Tensor> {
@@ -51,12 +50,6 @@ fn train(group: &ProcessGroup, way: &str, with_python: bool) -> Result<Tensor> {
     }
     let flat: Vec<Tensor> = weights.iter().map(|weight| weight.detach().flatten(0, -1)).collect();
     Ok(Tensor::cat(&flat, 0))
-}
-
-/// A port that was free a moment ago.
-fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").expect("a port");
-    listener.local_addr().expect("an address").port()
 }
 
 #[test]

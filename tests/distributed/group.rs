@@ -1,6 +1,7 @@
 //! Stores, and how groups are made and end.
 
 use super::processes::{Case, Ranks, free_port};
+use super::python;
 use std::sync::Mutex;
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
@@ -8,9 +9,6 @@ use tch_extension::Result;
 use tch_extension::distributed::{
     Env, GroupOptions, Master, ProcessGroup, ReduceOp, Store, TcpStoreOptions, run_ranks,
 };
-
-#[path = "../support/python.rs"]
-mod python;
 
 pub const CASES: &[Case] = &[("everything", everything)];
 

@@ -16,6 +16,8 @@ mod group;
 mod processes;
 mod sampler;
 mod sharded;
+#[path = "../support/python.rs"]
+mod python;
 
 use std::time::Duration;
 use tch_extension::Result;

@@ -38,7 +38,6 @@ pub fn command(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command,
 }
 
 /// The output of such a script. Panics if it fails.
-#[allow(dead_code)]
 pub fn run(script: &str, arguments: &[&OsStr]) -> Result<Output, &'static str> {
     let output = command(script, arguments)?.output().expect("python3 was there a moment ago");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

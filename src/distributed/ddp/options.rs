@@ -97,14 +97,14 @@ impl CommHook {
     ///     let model = nn::linear(vs.root(), 3, 1, Default::default());
     ///     let ranks = group.clone();
     ///     let hook = CommHook::closure(move |bucket| {
-    ///         let _ = bucket.buffer().f_div_scalar_(ranks.size() as i64)?;
+    ///         let _ = bucket.buffer().shallow_clone().f_div_scalar_(ranks.size() as i64)?;
     ///         ranks.all_reduce_async(bucket.buffer(), ReduceOp::Sum).map(Some)
     ///     });
     ///     let ddp = Ddp::new(&group, &vs, DdpOptions { hook, ..Default::default() })?;
     ///     let x = Tensor::ones([4, 3], (Kind::Float, Device::Cpu)) * (group.rank() as f64 + 1.0);
     ///     let loss = ddp.forward(|| Ok(model.forward(&x).sum(Kind::Float)))?;
     ///     ddp.backward(&loss)?;
-    ///     let gradient = vs.trainable_variables()[0].grad();
+    ///     let gradient = model.ws.grad();
     ///     assert_eq!(gradient.double_value(&[0, 0]), 6.0); // (4 + 8) / 2
     ///     Ok(())
     /// })?;
