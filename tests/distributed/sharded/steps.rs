@@ -211,7 +211,7 @@ fn one_rank_with_an_infinite_gradient_skips_the_step_of_all() {
                 for step in 0..3 {
                     let mut loss = loss(&leaves, group.rank(), step);
                     if step == 1 && group.rank() == ranks - 1 {
-                        loss = loss * f64::INFINITY;
+                        loss *= f64::INFINITY;
                     }
                     scaler.scale(&loss)?.f_backward()?;
                     stepped.push(scaler.step(&mut optimizer)?);
