@@ -6,10 +6,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <utility>
 
 #include "checked.h"
 #include "group.h"
@@ -100,16 +100,22 @@ class GlooChecker final : public Checker {
     at::Tensor all = at::empty({size * kBytes}, at::kByte);
     gloo_->_allgather_base(all, own)->wait();
     const auto* bytes = all.const_data_ptr<uint8_t>();
-    // The ranks that do the same.
-    std::map<std::string, std::string> ranks;
+    // What is done, with the ranks that do it, in the order of ranks.
+    std::vector<std::pair<std::string, std::string>> kinds;
     for (int rank = 0; rank < size; ++rank) {
-      std::string& list = ranks[text_of(bytes + rank * kBytes)];
-      list += (list.empty() ? "" : ", ") + std::to_string(rank);
+      const std::string name = text_of(bytes + rank * kBytes);
+      auto same = [&](const auto& kind) { return kind.first == name; };
+      const auto found = std::find_if(kinds.begin(), kinds.end(), same);
+      if (found == kinds.end()) {
+        kinds.emplace_back(name, std::to_string(rank));
+      } else {
+        found->second += ", " + std::to_string(rank);
+      }
     }
-    if (ranks.size() == 1) return;
+    if (kinds.size() == 1) return;
     std::string text;
-    for (const auto& [name, list] : ranks) {
-      text += (text.empty() ? "" : "; ") + std::string("rank ") + list + ": " + name;
+    for (const auto& [name, ranks] : kinds) {
+      text += (text.empty() ? "rank " : "; rank ") + ranks + ": " + name;
     }
     TORCH_CHECK(false, "the ranks call different operations: ", text);
   }

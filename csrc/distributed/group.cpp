@@ -3,9 +3,8 @@
 
 #include <torch/csrc/distributed/c10d/debug.h>
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include <exception>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "checked.h"
 #include "tch_extension/c_abi.h"

@@ -3,6 +3,7 @@
 use std::io::{BufRead, BufReader, Read};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -30,10 +31,18 @@ pub struct End {
     pub after: Duration,
 }
 
-/// A port of this machine that is free at the moment.
+/// A port of this machine that is free at the moment. It is none of those that the system gives to
+/// connections, or another rank's connection could take it before the server does.
 pub fn free_port() -> u16 {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.local_addr().expect("an address").port()
+    static NEXT: AtomicU16 = AtomicU16::new(0);
+    const PORTS: u16 = 12_000;
+    let start = (std::process::id().wrapping_mul(97) % u32::from(PORTS)) as u16;
+    loop {
+        let offset = start.wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed)) % PORTS;
+        if let Ok(listener) = TcpListener::bind(("127.0.0.1", 20_000 + offset)) {
+            return listener.local_addr().expect("an address").port();
+        }
+    }
 }
 
 impl Ranks {
