@@ -1,8 +1,8 @@
 //! What ranks tell each other on the host: whether they have the same model, and whether all of them
 //! succeeded. An error of one rank becomes an error of every rank, so that none waits for another.
 
-use crate::distributed::ProcessGroup;
-use crate::{Error, Result};
+use crate::Result;
+use crate::distributed::{ProcessGroup, failed};
 use tch::{Device, Kind, Tensor};
 
 /// The text of each rank, on every rank.
@@ -37,14 +37,13 @@ fn gather(group: &ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
 /// Is an error on every rank if `outcome` is an error on one of them.
 pub(super) fn all_succeed<T>(op: &str, group: &ProcessGroup, outcome: Result<T>) -> Result<T> {
     let text = outcome.as_ref().err().map_or(String::new(), |error| format!("{error} "));
-    let texts = exchange(group, &text)?;
+    let texts = exchange(group, &text);
+    // An own error says more than that the others could not be told.
     let value = outcome?;
+    let texts = texts?;
     match texts.iter().position(|text| !text.is_empty()) {
         None => Ok(value),
-        Some(rank) => {
-            let reason = format!("rank {rank} failed: {}", texts[rank].trim_end());
-            Err(Error::Distributed { op: op.to_string(), reason })
-        }
+        Some(rank) => Err(failed(op, format!("rank {rank} failed: {}", texts[rank]))),
     }
 }
 
@@ -53,13 +52,13 @@ pub(super) fn all_have(op: &str, group: &ProcessGroup, lines: &[String]) -> Resu
     let texts = exchange(group, &lines.join("\n"))?;
     match difference(&texts) {
         None => Ok(()),
-        Some((rank, expected, got)) => Err(Error::Distributed {
-            op: op.to_string(),
-            reason: format!(
+        Some((rank, expected, got)) => Err(failed(
+            op,
+            format!(
                 "rank {rank} has another model or other settings: expected {expected}, as rank 0 \
                  has, got {got}; build the same on every rank"
             ),
-        }),
+        )),
     }
 }
 

@@ -183,13 +183,15 @@ impl Gradients {
     /// Takes the gradient that a backward pass has just completed.
     fn take(&mut self, index: usize, leaf: &Tensor) -> Result<()> {
         self.check(OP)?;
-        let name = &self.names[index];
+        let (name, bucket) = (&self.names[index], self.layout.places[index].0);
+        let is_empty = self.layout.slot(index).range.is_empty();
         let parameter = &mut self.parameters[index];
-        if self.is_last && parameter.has_arrived {
+        // What is being reduced must not change, also not by a pass in `no_sync`.
+        if !is_empty && (self.is_last && parameter.has_arrived || bucket < self.next) {
             return Err(failure(
                 OP,
                 format!(
-                    "{name}: expected one backward pass before a step, got a second one; use \
+                    "{name}: expected a step after a backward pass, got another backward pass; use \
                      no_sync for all but the last"
                 ),
             ));
@@ -203,10 +205,10 @@ impl Gradients {
             return Ok(());
         }
         parameter.has_arrived = true;
-        if self.layout.slot(index).range.is_empty() {
+        if is_empty {
             return Ok(());
         }
-        self.buckets[self.layout.places[index].0].missing -= 1;
+        self.buckets[bucket].missing -= 1;
         if !self.allow_unused {
             self.reduce_complete()?;
         }
@@ -223,10 +225,11 @@ impl Gradients {
     }
 
     fn reduce(&mut self, index: usize) -> Result<()> {
-        if self.group.size() == 1 {
+        let Bucket { whole, own, reduction, .. } = &mut self.buckets[index];
+        // Parameters without values may have a bucket of their own.
+        if self.group.size() == 1 || own.numel() == 0 {
             return Ok(());
         }
-        let Bucket { whole, own, reduction, .. } = &mut self.buckets[index];
         let rounds = self.compression == Compression::BFloat16 && whole.f_kind()? == Kind::Float;
         let sum = ReduceOp::Sum;
         *reduction = Some(match rounds {
@@ -301,7 +304,7 @@ impl Gradients {
 }
 
 pub(super) fn failure(op: &str, reason: String) -> Error {
-    Error::Distributed { op: op.to_string(), reason }
+    crate::distributed::failed(op, reason)
 }
 
 /// What hooks and the optimizer share. A panic elsewhere leaves nothing half done that

@@ -104,7 +104,7 @@ impl ShardedOptimizer {
             let len = piece.range.end - piece.range.start;
             own.f_narrow(0, piece.place, len)?.f_copy_(tensor)?;
         }
-        if self.group.size() == 1 {
+        if self.group.size() == 1 || layout.part == 0 {
             return Ok(own);
         }
         let len = layout.part * self.group.size() as i64;

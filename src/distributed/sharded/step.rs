@@ -120,11 +120,7 @@ impl ShardedOptimizer {
     /// A step, and what it found if the gradients are scaled.
     fn run(&mut self, scale: Option<&Tensor>) -> Result<Option<Tensor>> {
         let outcome = self.try_run(scale);
-        outcome.map_err(|error| {
-            let text = error.to_string();
-            let _same = lock(&self.gradients).fail(STEP, text);
-            error
-        })
+        outcome.inspect_err(|error| drop(lock(&self.gradients).fail(STEP, error.to_string())))
     }
 
     fn try_run(&mut self, scale: Option<&Tensor>) -> Result<Option<Tensor>> {

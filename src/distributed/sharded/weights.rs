@@ -60,7 +60,8 @@ impl Weights {
         if group.size() == 1 {
             return Ok(());
         }
-        self.buckets.iter().try_for_each(|bucket| group.broadcast(&bucket.whole, 0))
+        let buckets = self.buckets.iter().filter(|bucket| bucket.whole.numel() > 0);
+        buckets.map(|bucket| &bucket.whole).try_for_each(|whole| group.broadcast(whole, 0))
     }
 
     /// Lets the parameters be views of the buffers.
@@ -85,10 +86,10 @@ impl Weights {
 
     /// Begins to send this rank's part of a bucket to all ranks, and to get theirs.
     pub fn gather(&self, group: &ProcessGroup, bucket: usize) -> Result<Option<Work>> {
-        if group.size() == 1 {
+        let Bucket { whole, own } = &self.buckets[bucket];
+        if group.size() == 1 || own.numel() == 0 {
             return Ok(None);
         }
-        let Bucket { whole, own } = &self.buckets[bucket];
         group.all_gather_into_async(whole, own).map(Some)
     }
 

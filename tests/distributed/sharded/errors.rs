@@ -158,16 +158,26 @@ fn assert_all_fail(
 
 #[test]
 fn a_second_backward_pass_is_an_error_of_all_ranks() {
-    assert_all_fail(
-        "expected one backward pass before a step, got a second one",
-        |group, leaves, mut optimizer| {
-            loss(&leaves, group.rank(), 0).f_backward()?;
-            if group.rank() == 1 {
-                loss(&leaves, group.rank(), 1).f_backward()?;
-            }
-            optimizer.step()
-        },
-    );
+    assert_all_fail("got another backward pass; use no_sync", |group, leaves, mut optimizer| {
+        loss(&leaves, group.rank(), 0).f_backward()?;
+        if group.rank() == 1 {
+            loss(&leaves, group.rank(), 1).f_backward()?;
+        }
+        optimizer.step()
+    });
+}
+
+/// It would change what is being sent.
+#[test]
+fn a_backward_pass_after_the_last_one_is_an_error_of_all_ranks() {
+    let what = "got another backward pass; use no_sync";
+    assert_all_fail(what, |group, leaves, mut optimizer| {
+        loss(&leaves, group.rank(), 0).f_backward()?;
+        if group.rank() == 1 {
+            optimizer.no_sync(|| loss(&leaves, group.rank(), 1).f_backward())?;
+        }
+        optimizer.step()
+    });
 }
 
 #[test]

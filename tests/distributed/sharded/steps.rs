@@ -211,7 +211,7 @@ fn one_rank_with_an_infinite_gradient_skips_the_step_of_all() {
                 for step in 0..3 {
                     let mut loss = loss(&leaves, group.rank(), step);
                     if step == 1 && group.rank() == ranks - 1 {
-                        loss = loss * f64::INFINITY;
+                        loss *= f64::INFINITY;
                     }
                     scaler.scale(&loss)?.f_backward()?;
                     stepped.push(scaler.step(&mut optimizer)?);
@@ -317,6 +317,29 @@ fn mixed_kinds_and_frozen_parameters() {
     .expect("all ranks");
     assert_eq!(bits(&all[0]), bits(&all[1]));
     assert_eq!(bits(&all[0]), bits(&expected));
+}
+
+/// Also if it is the only one of its kind.
+#[test]
+fn a_parameter_without_values_does_no_harm() {
+    run_ranks(3, |group| {
+        let leaf = |size: &[i64], kind| values(size, 1.0, kind, CPU).set_requires_grad(true);
+        let leaves = vec![leaf(&[7], Kind::Float), leaf(&[0, 3], Kind::Double)];
+        let optimizer = AdamW::default().build_of(named(&leaves), 0.1)?;
+        let mut optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets())?;
+        let before = copies(&leaves);
+        train(&leaves, &mut optimizer, 0..2)?;
+        assert!(worst(&leaves, &before) > 0.1);
+        // A step without a gradient of the empty one.
+        optimizer.backward_step(&leaves[0].sum(Kind::Float))?;
+        let state = optimizer.gather_state_dict()?;
+        if let Some(state) = &state {
+            let steps = |name: &str| state[name].int64_value(&[]);
+            assert_eq!((steps("step.w0"), steps("step.w1")), (3, 0));
+        }
+        Ok(())
+    })
+    .expect("all ranks");
 }
 
 #[test]
