@@ -1,12 +1,15 @@
-// A backend of c10d's that can be given up at once and, if wanted, compares what the ranks are about
-// to do before they do it.
+// A backend of c10d's that can be given up at once and, if wanted, compares what the ranks are
+// about to do before they do it.
 //
 // Without the comparison, ranks that differ in a shape, a kind or an operation get wrong sums, wait
-// until the timeout, or end: Gloo throws on a thread of its own when a message has another size than
-// expected. c10d's own ProcessGroupWrapper does not compare reductions, roots and messages.
+// until the timeout, or end: Gloo throws on a thread of its own when a message has another size
+// than expected. c10d's own ProcessGroupWrapper does not compare reductions, roots and messages.
 #pragma once
 
 #include <atomic>
+#include <exception>
+#include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -24,7 +27,8 @@ class Checker {
   // Throws on every rank if they differ. It waits for all ranks.
   virtual void compare(const std::string& what) = 0;
   // Throws if a rank will send another number of rows than this one expects from it.
-  virtual void compare_sizes(const std::vector<int64_t>& output, const std::vector<int64_t>& input) = 0;
+  virtual void compare_sizes(const std::vector<int64_t>& output,
+                             const std::vector<int64_t>& input) = 0;
   // Announces a message to a rank, without waiting.
   virtual void announce(const std::string& what, int rank, int tag) = 0;
   // Waits for the announcement of a message; throws and closes the connection if it differs.
@@ -58,7 +62,7 @@ inline std::string describe(at::TensorList tensors) {
 }
 
 inline const char* describe(const c10d::ReduceOp& op) {
-  static constexpr const char* kNames[] = {"sum", "avg", "product", "min", "max",
+  static constexpr const char* kNames[] = {"sum",     "avg",    "product", "min",       "max",
                                            "bit and", "bit or", "bit xor", "premul sum"};
   const size_t index = op.op_;
   return index < std::size(kNames) ? kNames[index] : "unknown";
@@ -126,8 +130,7 @@ class Checked : public Base, public Endable {
 
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                     const c10d::AllgatherOptions& options) override {
-    return checked("all_gather", inputs,
-                   [&] { return Base::allgather(outputs, inputs, options); });
+    return checked("all_gather", inputs, [&] { return Base::allgather(outputs, inputs, options); });
   }
 
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
@@ -138,9 +141,8 @@ class Checked : public Base, public Endable {
 
   WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::AllgatherOptions& options) override {
-    return checked("all_gather_into_coalesced", inputs, [&] {
-      return Base::allgather_into_tensor_coalesced(outputs, inputs, options);
-    });
+    return checked("all_gather_into_coalesced", inputs,
+                   [&] { return Base::allgather_into_tensor_coalesced(outputs, inputs, options); });
   }
 
   WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
@@ -157,9 +159,8 @@ class Checked : public Base, public Endable {
 
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           const c10d::ReduceScatterOptions& options) override {
-    return checked(name("reduce_scatter_coalesced", options.reduceOp), inputs, [&] {
-      return Base::reduce_scatter_tensor_coalesced(outputs, inputs, options);
-    });
+    return checked(name("reduce_scatter_coalesced", options.reduceOp), inputs,
+                   [&] { return Base::reduce_scatter_tensor_coalesced(outputs, inputs, options); });
   }
 
   // The ranks may have different numbers of rows, but what a rank sends must be what the other one
@@ -200,7 +201,8 @@ class Checked : public Base, public Endable {
   WorkPtr recv(Tensors& tensors, int rank, int tag) override {
     const Entry entry(*this);
     require_life();
-    if (entry.checker() == nullptr || !checks_messages(tensors)) return Base::recv(tensors, rank, tag);
+    if (entry.checker() == nullptr || !checks_messages(tensors))
+      return Base::recv(tensors, rank, tag);
     // The group keeps this backend alive as long as the work.
     auto start = [this, tensors, rank, tag](std::chrono::milliseconds timeout) mutable {
       try {

@@ -116,6 +116,10 @@ c10::intrusive_ptr<c10d::Work> reduce(c10d::ProcessGroup& group, const Call& cal
   return group.reduce(tensors, options);
 }
 
+// libtorch 2.13 has new names for the next three, which 2.11 lacks.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+
 c10::intrusive_ptr<c10d::Work> all_gather(c10d::ProcessGroup& group, const Call& call,
                                           at::Tensor output, at::Tensor input) {
   c10d::AllgatherOptions options;
@@ -144,6 +148,8 @@ c10::intrusive_ptr<c10d::Work> all_to_all(c10d::ProcessGroup& group, const Call&
   options.timeout = Milliseconds(call.timeout);
   return group.alltoall_base(output, input, output_sizes, input_sizes, options);
 }
+
+#pragma GCC diagnostic pop
 
 // ProcessGroup::barrier assigns to a static tensor, which several threads must not do at a time.
 c10::intrusive_ptr<c10d::Work> barrier(c10d::ProcessGroup& group, const Call& call) {

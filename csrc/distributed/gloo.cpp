@@ -1,14 +1,15 @@
-// The backend for CPU tensors, libtorch's own ProcessGroupGloo, and the comparison of what ranks do.
+// The backend for CPU tensors, libtorch's own ProcessGroupGloo, and the comparison of what ranks
+// do.
 #include "c10d.h"
 // After the macros of c10d.h.
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <map>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
+#include <utility>
 
 #include "checked.h"
 #include "group.h"
@@ -35,8 +36,8 @@ class Gloo : public c10d::ProcessGroupGloo {
  public:
   using ProcessGroupGloo::ProcessGroupGloo;
 
-  // Also makes everything fail that waits for a connection. closeConnections alone would let it wait
-  // until the timeout. c10d does the same when an operation takes too long.
+  // Also makes everything fail that waits for a connection. closeConnections alone would let it
+  // wait until the timeout. c10d does the same when an operation takes too long.
   void close(const std::string& why) {
     // Connections that do not exist yet would be made by getPair.
     const bool by_pairs =
@@ -93,27 +94,35 @@ class GlooChecker final : public Checker {
   explicit GlooChecker(c10::intrusive_ptr<Gloo> gloo) : gloo_(std::move(gloo)) {}
 
   void compare(const std::string& what) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const int size = gloo_->getSize();
     at::Tensor own = bytes_of(what);
     at::Tensor all = at::empty({size * kBytes}, at::kByte);
     gloo_->_allgather_base(all, own)->wait();
     const auto* bytes = all.const_data_ptr<uint8_t>();
-    // The ranks that do the same.
-    std::map<std::string, std::string> ranks;
+    // What is done, with the ranks that do it, in the order of ranks.
+    std::vector<std::pair<std::string, std::string>> kinds;
     for (int rank = 0; rank < size; ++rank) {
-      std::string& list = ranks[text_of(bytes + rank * kBytes)];
-      list += (list.empty() ? "" : ", ") + std::to_string(rank);
+      const std::string name = text_of(bytes + rank * kBytes);
+      auto same = [&](const auto& kind) { return kind.first == name; };
+      const auto found = std::find_if(kinds.begin(), kinds.end(), same);
+      if (found == kinds.end()) {
+        kinds.emplace_back(name, std::to_string(rank));
+      } else {
+        found->second += ", " + std::to_string(rank);
+      }
     }
-    if (ranks.size() == 1) return;
+    if (kinds.size() == 1) return;
     std::string text;
-    for (const auto& [name, list] : ranks) {
-      text += (text.empty() ? "" : "; ") + std::string("rank ") + list + ": " + name;
+    for (const auto& [name, ranks] : kinds) {
+      text += (text.empty() ? "rank " : "; rank ") + ranks + ": " + name;
     }
     TORCH_CHECK(false, "the ranks call different operations: ", text);
   }
 
   void compare_sizes(const std::vector<int64_t>& output,
                      const std::vector<int64_t>& input) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t size = gloo_->getSize();
     at::Tensor own = at::empty({2 * size}, at::kLong);
     std::copy(output.begin(), output.end(), own.data_ptr<int64_t>());
@@ -133,6 +142,7 @@ class GlooChecker final : public Checker {
   }
 
   void announce(const std::string& what, int rank, int tag) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
     std::vector<at::Tensor> bytes{bytes_of(what)};
     auto work = gloo_->send(bytes, rank, tag);
     // The work must live until the bytes are sent, which the sender does not wait for.
@@ -154,6 +164,8 @@ class GlooChecker final : public Checker {
   // How many announcements may be on their way.
   static constexpr size_t kKept = 256;
 
+  // The backends of a group share the checker.
+  std::mutex mutex_;
   c10::intrusive_ptr<Gloo> gloo_;
   std::deque<c10::intrusive_ptr<c10d::Work>> sent_;
 };

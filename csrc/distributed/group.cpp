@@ -1,8 +1,10 @@
 // Groups of ranks: how one is made, ended and abandoned.
 #include "group.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/debug.h>
+
+#include <exception>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "checked.h"
 #include "tch_extension/c_abi.h"
@@ -25,8 +27,7 @@ TCH_EXTENSION_API Message tch_extension_group_new(const StorePtr* store, const G
     group->setDefaultBackend(cuda ? Type::NCCL : Type::GLOO);
     const auto checker = parts->check ? make_checker(prefixed, *parts) : nullptr;
     if (cuda) {
-      group->setBoundDeviceId(
-          at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(parts->device)));
+      group->setBoundDeviceId(at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(parts->device)));
     }
     group->setBackend(c10::DeviceType::CPU, Type::GLOO, make_gloo(prefixed, *parts, checker));
     if (cuda) {
@@ -47,10 +48,17 @@ TCH_EXTENSION_API Message tch_extension_group_end(ProcessGroup* group, const cha
                                                   size_t length) {
   return guard([&] {
     auto& inner = *group->group;
+    std::exception_ptr failure;
     for (const c10::Device device : inner.getDeviceTypes()) {
-      auto* backend = dynamic_cast<Endable*>(inner.getBackend(device.type()).get());
-      if (backend != nullptr) backend->end(std::string(why, length));
+      // One that fails must not spare the others.
+      try {
+        auto* backend = dynamic_cast<Endable*>(inner.getBackend(device.type()).get());
+        if (backend != nullptr) backend->end(std::string(why, length));
+      } catch (...) {
+        failure = std::current_exception();
+      }
     }
+    if (failure) std::rethrow_exception(failure);
   });
 }
 

@@ -24,7 +24,7 @@
 #if !defined(TCH_EXTENSION_CUDA)
 #define TCH_EXTENSION_NO_NCCL "it was built without CUDA (`cargo xtask doctor` says why)"
 #elif !__has_include(<nccl.h>)
-#define TCH_EXTENSION_NO_NCCL                                                                \
+#define TCH_EXTENSION_NO_NCCL                                                                 \
   "there was no nccl.h when it was built; install the wheel nvidia-nccl-cu13 next to torch, " \
   "or set NCCL_HOME to NCCL " TCH_EXTENSION_NCCL_VERSION
 #else
@@ -60,10 +60,10 @@ c10::intrusive_ptr<c10d::Backend> make_nccl(const StorePtr&, const GroupParts&,
 
 #define USE_C10D_NCCL
 #include <c10/cuda/CUDAFunctions.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include <cstdlib>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "checked.h"
 

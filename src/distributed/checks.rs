@@ -92,9 +92,10 @@ pub(super) fn check_reduction(op: &'static str, tensor: &Tensor, reduce: ReduceO
         ReduceOp::Avg => {
             (is_float, "use ReduceOp::Sum and divide, or cast with to_kind(Kind::Float)")
         }
-        ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => {
-            (!is_float, "these are for integers and booleans")
-        }
+        ReduceOp::BitAnd | ReduceOp::BitOr | ReduceOp::BitXor => (
+            !is_float && tensor.device() == Device::Cpu,
+            "these are for integers and booleans on the CPU; NCCL has none",
+        ),
         // Booleans would be added as bytes, and 2 is no boolean.
         ReduceOp::Sum | ReduceOp::Product => (
             kind != Kind::Bool,

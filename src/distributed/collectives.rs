@@ -21,11 +21,11 @@ pub enum ReduceOp {
     Min = 3,
     /// The largest value; for booleans whether any is true.
     Max = 4,
-    /// Bitwise and. For integers and booleans.
+    /// Bitwise and. For integers and booleans on the CPU.
     BitAnd = 5,
-    /// Bitwise or. For integers and booleans.
+    /// Bitwise or. For integers and booleans on the CPU.
     BitOr = 6,
-    /// Bitwise exclusive or. For integers and booleans.
+    /// Bitwise exclusive or. For integers and booleans on the CPU.
     BitXor = 7,
 }
 
@@ -290,7 +290,8 @@ impl ProcessGroup {
         self.start("recv", call, Some(tensor), None, (&[], &[]))
     }
 
-    /// Waits until all ranks have called this.
+    /// Waits until all ranks have called this. It waits on the CPU and for no GPU, whose work may
+    /// still be running.
     ///
     /// # Errors
     /// When another rank ended, failed or did not come until the timeout.

@@ -37,8 +37,10 @@ pub struct GroupOptions {
     ///
     /// Without it, ranks that differ get wrong values, wait until the timeout, or end: Gloo ends the
     /// process when a message has an unexpected size. With it, every operation first waits for all
-    /// ranks and takes longer by a small all-gather on the CPU. All ranks must have the same setting,
-    /// and a rank in Python cannot take part in it.
+    /// ranks and takes longer by a small all-gather on the CPU: 0.2 ms between two processes of one
+    /// machine. Operations then do not overlap with what a late rank still computes. All ranks must
+    /// have the same setting, and a rank in Python cannot take part in it. Messages of CUDA tensors
+    /// are not compared.
     ///
     /// Default: true if this crate is compiled with debug assertions, or if the variable
     /// `TORCH_DISTRIBUTED_DEBUG` is `DETAIL`.

@@ -1,4 +1,76 @@
 //! Several GPUs and several machines: ranks that compute together, by libtorch's own c10d.
+//!
+//! A *rank* is a process (in tests: a thread) that runs the same program as the others and knows its
+//! number. `torch.distributed` is mostly known from Python, but its stores, its process groups, Gloo
+//! and NCCL are in libtorch itself, and run here without Python. Needs the feature `distributed`.
+//!
+//! ```
+//! use tch::Tensor;
+//! use tch_extension::distributed::{Env, GroupOptions, ProcessGroup, ReduceOp};
+//!
+//! // What the launcher says: torchrun, Slurm, or nobody, for a group of one.
+//! let env = Env::from_env()?;
+//! let group = ProcessGroup::init(&env, &GroupOptions::default())?;
+//!
+//! let x = Tensor::from_slice(&[1.0, group.rank() as f64]).to_device(env.device());
+//! group.all_reduce(&x, ReduceOp::Sum)?; // in place, as in PyTorch
+//! assert_eq!(x.double_value(&[0]), group.size() as f64);
+//! group.shutdown()?;
+//! # Ok::<(), tch_extension::Error>(())
+//! ```
+//!
+//! # What there is
+//!
+//! | here | in Python |
+//! |---|---|
+//! | [`Env`] | the variables of torchrun; here also those of Slurm |
+//! | [`Store`] | `TCPStore`, `FileStore`, `HashStore`, `PrefixStore` |
+//! | [`ProcessGroup::init`] | `init_process_group("cpu:gloo,cuda:nccl")` |
+//! | [`ProcessGroup::subgroup`] | `new_group` |
+//! | [`all_reduce`](ProcessGroup::all_reduce), [`broadcast`](ProcessGroup::broadcast), [`reduce`](ProcessGroup::reduce), … | the same names |
+//! | [`all_reduce_async`](ProcessGroup::all_reduce_async) and [`Work`] | `async_op=True` |
+//! | [`functional`]: collectives with gradients | `torch.distributed.nn.functional` |
+//! | [`run_ranks`]: ranks as threads, for tests | `MultiThreadedTestCase` |
+//!
+//! CPU tensors go through Gloo. CUDA tensors go through NCCL, which needs a build with CUDA and the
+//! `nccl.h` that libtorch was compiled with: it is next to a libtorch from wheels, or named by
+//! `NCCL_HOME`. [`nccl_missing`] says why there is none, and so does `cargo xtask doctor`.
+//!
+//! # Tensors
+//!
+//! Any strides are right: a tensor that is not contiguous is copied, because Gloo would reduce the
+//! memory next to its elements. Kinds are `Half`, `BFloat16`, `Float`, `Double`, the integers and
+//! `Bool`. Shapes and kinds must be the same on all ranks. In-place operations raise the version
+//! counter, so that autograd refuses a tensor that was saved before; a tensor that is the result of
+//! recorded operations is refused, because its graph would be wrong: see [`functional`].
+//!
+//! # What can go wrong
+//!
+//! Networks fail, so every function returns a [`Result`](crate::Result), and none has a variant that
+//! panics. The errors say which rank, of which group, and what.
+//!
+//! | what | the others see |
+//! |---|---|
+//! | a rank ends or is killed | an error at once, in operations that involve it |
+//! | a rank is late | an error after the timeout; the group is then dead on all ranks |
+//! | a rank returns an error and ends | as for a rank that ends |
+//! | a rank fails a step and goes on | wrong values, unless it says so: [`ProcessGroup::poison`] |
+//! | ranks call different operations, or with different shapes | an error on every rank, with [`GroupOptions::check`]; without it wrong values, an error after the timeout, or the end of the process |
+//! | the process with the store ends | errors of [`Store`] and of new groups; operations between the others go on |
+//! | not all ranks come | an error after the timeout |
+//! | the port is taken, or a variable is wrong | an error that names it |
+//! | NCCL fails, or waits too long | the process ends, or an error: [`OnNcclError`] |
+//!
+//! A group that failed stays so. Make a new one under another name, or end the process: a launcher
+//! with restarts starts all ranks again.
+//!
+//! # Order
+//!
+//! All ranks must start the same operations in the same order, also those of a backward pass. Two
+//! threads of a rank that use one group at the same time have no order; give each a group of its
+//! own.
+//!
+//! Source: `csrc/distributed`, over `torch/csrc/distributed/c10d`.
 
 mod checks;
 mod collectives;

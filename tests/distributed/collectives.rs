@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::distributed::{ProcessGroup, ReduceOp, run_ranks};
 use tch_extension::{Error, Result};
 
-const KINDS: [Kind; 9] = [
+pub const KINDS: [Kind; 9] = [
     Kind::Half,
     Kind::BFloat16,
     Kind::Float,
@@ -18,7 +18,7 @@ const KINDS: [Kind; 9] = [
     Kind::Bool,
 ];
 
-const REDUCTIONS: [ReduceOp; 8] = [
+pub const REDUCTIONS: [ReduceOp; 8] = [
     ReduceOp::Sum,
     ReduceOp::Avg,
     ReduceOp::Product,
@@ -31,26 +31,26 @@ const REDUCTIONS: [ReduceOp; 8] = [
 
 /// How a tensor lies in memory.
 #[derive(Clone, Copy, Debug)]
-enum Layout {
+pub enum Layout {
     Contiguous,
     Transposed,
     Strided,
     Offset,
 }
 
-const LAYOUTS: [Layout; 4] =
+pub const LAYOUTS: [Layout; 4] =
     [Layout::Contiguous, Layout::Transposed, Layout::Strided, Layout::Offset];
 
 /// A tensor with the memory in which it lies.
-struct Placed {
+pub struct Placed {
     base: Tensor,
-    view: Tensor,
+    pub view: Tensor,
     layout: Layout,
 }
 
 impl Placed {
     /// Lays these values out; `[R, C]`.
-    fn new(values: &Tensor, layout: Layout) -> Placed {
+    pub fn new(values: &Tensor, layout: Layout) -> Placed {
         let (rows, columns) = (values.size()[0], values.size()[1]);
         let shape = match layout {
             Layout::Contiguous => [rows, columns],
@@ -58,7 +58,7 @@ impl Placed {
             Layout::Strided => [rows, 2 * columns],
             Layout::Offset => [rows + 2, columns],
         };
-        let base = Tensor::ones(shape, (values.kind(), Device::Cpu));
+        let base = Tensor::ones(shape, (values.kind(), values.device()));
         let view = Placed::view_of(&base, layout);
         view.shallow_clone().copy_(values);
         Placed { base, view, layout }
@@ -74,15 +74,15 @@ impl Placed {
     }
 
     /// Whether the view has these values, and the memory around it what it had.
-    fn assert_is(&self, expected: &Tensor, what: &str) {
-        let whole = Tensor::ones(self.base.size(), (self.base.kind(), Device::Cpu));
+    pub fn assert_is(&self, expected: &Tensor, what: &str) {
+        let whole = Tensor::ones(self.base.size(), (self.base.kind(), self.base.device()));
         Placed::view_of(&whole, self.layout).copy_(expected);
         assert_eq!(self.base, whole, "{what} in {:?}, {:?}", self.base.kind(), self.layout);
     }
 }
 
 /// The values of a rank: 1 to 3, or booleans, so that no kind rounds a sum or a product.
-fn values(rank: usize, shape: [i64; 2], kind: Kind) -> Tensor {
+pub fn values(rank: usize, shape: [i64; 2], kind: Kind) -> Tensor {
     let numbers = Tensor::arange(shape[0] * shape[1], (Kind::Int64, Device::Cpu)) + rank as i64;
     let numbers = match kind {
         Kind::Bool => numbers.remainder(2),
@@ -91,7 +91,7 @@ fn values(rank: usize, shape: [i64; 2], kind: Kind) -> Tensor {
     numbers.reshape(shape).to_kind(kind)
 }
 
-fn exists(op: ReduceOp, kind: Kind) -> bool {
+pub fn exists(op: ReduceOp, kind: Kind) -> bool {
     let is_float = matches!(kind, Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double);
     match op {
         ReduceOp::Avg => is_float,
@@ -102,7 +102,7 @@ fn exists(op: ReduceOp, kind: Kind) -> bool {
 }
 
 /// The reduction of all ranks' values, computed by tch.
-fn reduced(op: ReduceOp, ranks: usize, shape: [i64; 2], kind: Kind) -> Tensor {
+pub fn reduced(op: ReduceOp, ranks: usize, shape: [i64; 2], kind: Kind) -> Tensor {
     let all: Vec<_> =
         (0..ranks).map(|rank| values(rank, shape, kind).to_kind(Kind::Int64)).collect();
     let mut sum = all[0].shallow_clone();
@@ -617,7 +617,7 @@ fn ranks_that_differ() {
     ];
     super::checked(3, Duration::from_secs(20), |group| {
         for (call, words) in cases {
-            let error = call(&group, group.rank() == 1).expect_err(words).to_string();
+            let error = call(group, group.rank() == 1).expect_err(words).to_string();
             assert!(error.contains(words), "{error}");
             // The group is as it was.
             let x = ones(&[4]);

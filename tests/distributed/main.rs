@@ -1,6 +1,7 @@
 //! Tests of `tch_extension::distributed`, with ranks as threads and as processes.
 
 mod collectives;
+mod cuda;
 mod ddp;
 mod ddp_cuda;
 mod ddp_faults;
