@@ -3,10 +3,9 @@
 
 #include "c10d.h"
 // After c10d.h, which defines c10d's macros.
-#include <torch/csrc/distributed/c10d/comm.hpp>
-
 #include <deque>
 #include <functional>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <utility>
 
 namespace tch_extension {

@@ -1,8 +1,7 @@
 // The functions through which Rust makes and asks a Ddp.
-#include "reducer.h"
-
 #include <ATen/core/grad_mode.h>
 
+#include "reducer.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -111,9 +110,9 @@ TCH_EXTENSION_API Message tch_extension_ddp_new(const ProcessGroup* group,
       c10d::verify_params_across_processes(group->group, parameters, std::nullopt);
     }
     hand_over(*group, tensors->states);
-    *result = new std::shared_ptr<Ddp>(std::make_shared<Ddp>(
-        group->group, parameters, names_of(*tensors), tensors->frozen.copy(),
-        tensors->buffers.copy(), *options, std::move(owned)));
+    *result = new std::shared_ptr<Ddp>(
+        std::make_shared<Ddp>(group->group, parameters, names_of(*tensors), tensors->frozen.copy(),
+                              tensors->buffers.copy(), *options, std::move(owned)));
   });
 }
 
@@ -165,7 +164,7 @@ TCH_EXTENSION_API Message tch_extension_ddp_statistics(const std::shared_ptr<Ddp
     result->communication = number(data, "avg_backward_comm_time");
     result->overlap = number(data, "avg_backward_compute_comm_overlap_time");
     result->rebuilt = number(data, "has_rebuilt_buckets") != 0;
-    result->can_be_static = number(data, "can_set_static_graph") != 0;
+    result->can_be_static = (*ddp)->graph_is_static();
     for (const int64_t bytes : logger.get_bucket_sizes()) take(context, bytes);
   });
 }

@@ -27,6 +27,17 @@ constexpr size_t kBroadcastBytes = size_t{250} << 20;
 // The Ddp whose hook runs in this thread, which holds the Reducer's lock meanwhile.
 thread_local const Ddp* in_hook = nullptr;
 
+class InHook {
+ public:
+  explicit InHook(const Ddp* ddp) : before_(std::exchange(in_hook, ddp)) {}
+  ~InHook() { in_hook = before_; }
+  InHook(const InHook&) = delete;
+  InHook& operator=(const InHook&) = delete;
+
+ private:
+  const Ddp* before_;
+};
+
 // A node between the model's outputs and the loss. It tells when the backward pass reaches them,
 // and passes undefined gradients on, so that parameters of outputs that the loss does not use are
 // ready, too.
@@ -118,8 +129,7 @@ std::vector<std::vector<size_t>> first_buckets(const std::vector<at::Tensor>& pa
               static_cast<size_t>(options.bucket_bytes)};
   }
   const std::vector<bool> sparse(parameters.size(), false);
-  auto buckets =
-      std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
+  auto buckets = std::get<0>(c10d::compute_bucket_assignment_by_size(parameters, limits, sparse));
   std::reverse(buckets.begin(), buckets.end());
   return buckets;
 }
@@ -210,8 +220,7 @@ Ddp::Ddp(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> p
     logger_->set_static_graph();
   }
   if (!hook && options.compress >= 0) {
-    hook =
-        std::make_unique<CompressHook>(group_, static_cast<at::ScalarType>(options.compress));
+    hook = std::make_unique<CompressHook>(group_, static_cast<at::ScalarType>(options.compress));
   }
   if (hook) {
     hook_ = hook.get();
@@ -345,9 +354,11 @@ void Ddp::backward_begins() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!options_.static_graph || delay_is_queued_ || !reducer_->awaits_gradients()) return;
   delay_is_queued_ = true;
-  auto reducer = reducer_;
-  torch::autograd::Engine::get_default_engine().queue_callback(
-      [reducer] { reducer->delay_all_reduce(); });
+  auto self = shared_from_this();
+  torch::autograd::Engine::get_default_engine().queue_callback([self] {
+    const InHook mark(self.get());
+    self->reducer_->delay_all_reduce();
+  });
 }
 
 void Ddp::arrive(size_t index) {
@@ -362,14 +373,10 @@ void Ddp::arrive(size_t index) {
       last_pass_[index] = pass_;
     } else {
       has_local_ = true;
-      return;
     }
   }
-  struct Mark {
-    explicit Mark(const Ddp* ddp) : before(std::exchange(in_hook, ddp)) {}
-    ~Mark() { in_hook = before; }
-    const Ddp* before;
-  } mark(this);
+  const InHook mark(this);
+  // Also outside of a synchronised pass, so that the parameter counts as used in the next one.
   reducer_->autograd_hook(index);
 }
 
@@ -398,13 +405,12 @@ void Ddp::check_finished() {
   TORCH_CHECK(!names.empty(),
               "the last backward pass did not end: it failed, or the loss does not depend on the "
               "outputs of Ddp::forward");
-  TORCH_CHECK(
-      false, "the last backward pass gave no gradient to ", names,
-      options_.static_graph
-          ? "; with static_graph, each pass must use the same parameters as the first"
-          : (options_.find_unused_parameters
-                 ? "; return all tensors of which the loss is made from Ddp::forward"
-                 : "; set find_unused_parameters, or leave them out of the model"));
+  TORCH_CHECK(false, "the last backward pass gave no gradient to ", names,
+              options_.static_graph
+                  ? "; with static_graph, each pass must use the same parameters as the first"
+                  : (options_.find_unused_parameters
+                         ? "; return all tensors of which the loss is made from Ddp::forward"
+                         : "; set find_unused_parameters, or leave them out of the model"));
 }
 
 void Ddp::check(bool for_step) {

@@ -43,8 +43,8 @@ struct TensorList {
 
 // The tensors of a model. src/ffi/distributed/ddp.rs mirrors it.
 struct DdpTensors {
-  TensorList parameters;         // those that are trained
-  const char* const* names;      // of the parameters: UTF-8, not null-terminated
+  TensorList parameters;     // those that are trained
+  const char* const* names;  // of the parameters: UTF-8, not null-terminated
   const size_t* name_lengths;
   TensorList frozen;
   TensorList buffers;
@@ -116,6 +116,8 @@ class Ddp final : public std::enable_shared_from_this<Ddp> {
   void backward_begins();
 
   c10d::Logger& logger() { return *logger_; }
+  // Whether all passes so far used the same parameters.
+  bool graph_is_static() { return reducer_->ddp_graph_static(); }
   void set_sample_rate(int passes) { reducer_->set_ddp_runtime_logging_sample_rate(passes); }
 
  private:

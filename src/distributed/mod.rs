@@ -30,6 +30,7 @@
 //! | [`all_reduce`](ProcessGroup::all_reduce), [`broadcast`](ProcessGroup::broadcast), [`reduce`](ProcessGroup::reduce), … | the same names |
 //! | [`all_reduce_async`](ProcessGroup::all_reduce_async) and [`Work`] | `async_op=True` |
 //! | [`functional`]: collectives with gradients | `torch.distributed.nn.functional` |
+//! | [`Ddp`]: data-parallel training | `torch.nn.parallel.DistributedDataParallel` |
 //! | [`run_ranks`]: ranks as threads, for tests | `MultiThreadedTestCase` |
 //!
 //! CPU tensors go through Gloo. CUDA tensors go through NCCL, which needs a build with CUDA and the
@@ -54,7 +55,7 @@
 //! | a rank ends or is killed | an error at once, in operations that involve it |
 //! | a rank is late | an error after the timeout; the group is then dead on all ranks |
 //! | a rank returns an error and ends | as for a rank that ends |
-//! | a rank fails a step and goes on | wrong values, unless it says so: [`ProcessGroup::poison`] |
+//! | a rank fails a step and goes on | wrong values, unless it says so: [`ProcessGroup::poison`], as [`Ddp`] does |
 //! | ranks call different operations, or with different shapes | an error on every rank, with [`GroupOptions::check`]; without it wrong values, an error after the timeout, or the end of the process |
 //! | the process with the store ends | errors of [`Store`] and of new groups; operations between the others go on |
 //! | not all ranks come | an error after the timeout |

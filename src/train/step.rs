@@ -142,6 +142,7 @@ where
         let device = self.device_of_graphs(STEP)?;
         if std::mem::replace(&mut self.has_failed, true) {
             // The closure panicked, so nobody cleaned up.
+            drop(self.work.optimizer.batch_failed(Error::msg("the last step panicked")));
             self.graphs.forget_all_unused();
             self.start_anew()?;
         }
@@ -153,10 +154,13 @@ where
             None => self.run_here(&batch, part),
             Some(device) => self.run_on(device, &batch, part),
         };
-        if output.is_err() {
-            self.has_failed = self.start_anew().is_err();
-            return output;
-        }
+        let output = match output {
+            Ok(output) => output,
+            Err(error) => {
+                self.has_failed = self.start_anew().is_err();
+                return Err(self.work.optimizer.batch_failed(error));
+            }
+        };
         if part == Part::Step {
             self.stats.steps += 1;
             self.position = 0;
@@ -164,7 +168,7 @@ where
             self.position += 1;
         }
         self.has_failed = false;
-        output
+        Ok(output)
     }
 
     /// Begins to capture and replay, or ends it. Graphs that exist are kept.

@@ -1,8 +1,8 @@
 //! `Ddp` on two GPUs, by NCCL, with a process for each: eager steps, captured steps, and a rank that
 //! is killed while a graph is replayed.
 
+use super::children::{self, Child, End};
 use super::ddp_support::*;
-use super::processes::{self, Child, End};
 use std::io::Write;
 use std::time::Duration;
 use tch::nn::VarStore;
@@ -54,7 +54,7 @@ fn assert_success(scenario: &str) {
 
 #[test]
 fn child_with_a_gpu() {
-    let Some(child) = processes::this_child("child_with_a_gpu") else { return };
+    let Some(child) = children::this_child("child_with_a_gpu") else { return };
     let [rank, scenario, path] = child.arguments() else { panic!("three arguments") };
     let rank: usize = rank.parse().expect("a rank");
     let store = Store::file(path, 2, PATIENCE).expect("a store");
@@ -195,7 +195,7 @@ fn killed(group: &ProcessGroup) -> Result<()> {
     })?;
     for call in 0..1000 {
         if call == 10 && group.rank() == 1 {
-            processes::kill_this();
+            children::kill_this();
         }
         let loss = step.step(&[&batch_on(group, call)])?;
         let _ = loss.double_value(&[]);

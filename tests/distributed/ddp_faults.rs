@@ -1,8 +1,8 @@
 //! What `Ddp` must refuse, and what happens when a rank fails: an error that says why, on every
 //! rank, before the timeout.
 
+use super::children::{self, Child};
 use super::ddp_support::*;
-use super::processes::{self, Child};
 use std::time::{Duration, Instant};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -127,7 +127,7 @@ fn a_model_that_one_rank_cannot_use_is_an_error_on_every_rank() {
         Ddp::of_tensors(group, &[("v", &a), ("w", &a)], &[], DdpOptions::default())
     });
     assert_refused(2, &["a sparse or other layout"], |group| {
-        let sparse = Tensor::eye(3, cpu).to_sparse(2);
+        let sparse = Tensor::eye(3, cpu).to_sparse_sparse_dim(2);
         let tensors = [("w", &leaf())];
         Ddp::of_tensors(group, &tensors, &[("b", &sparse)], DdpOptions::default())
     });
@@ -375,17 +375,20 @@ fn communication_hooks_that_fail_are_errors() {
         assert!(errors.iter().all(|error| error.contains("a broken hook")), "{errors:?}");
     }
     // A hook that uses the Ddp would wait for itself.
-    let errors = all_fail(2, |group| {
-        let own = std::sync::Arc::new(std::sync::OnceLock::<Ddp>::new());
-        let of_hook = std::sync::Arc::clone(&own);
-        let hook = CommHook::closure(move |_| {
-            of_hook.get().map_or(Ok(None), |ddp| ddp.check().map(|()| None))
+    for static_graph in [false, true] {
+        let errors = all_fail(2, |group| {
+            let own = std::sync::Arc::new(std::sync::OnceLock::<Ddp>::new());
+            let of_hook = std::sync::Arc::clone(&own);
+            let hook = CommHook::closure(move |_| {
+                of_hook.get().map_or(Ok(None), |ddp| ddp.check().map(|()| None))
+            });
+            let mut trained =
+                trained(group, DdpOptions { hook, static_graph, ..Default::default() })?;
+            let _ = own.set(trained.ddp.clone());
+            trained.step(0)
         });
-        let mut trained = trained(group, DdpOptions { hook, ..Default::default() })?;
-        let _ = own.set(trained.ddp.clone());
-        trained.step(0)
-    });
-    assert!(errors.iter().all(|error| error.contains("must not use the Ddp")), "{errors:?}");
+        assert!(errors.iter().all(|error| error.contains("must not use the Ddp")), "{errors:?}");
+    }
 }
 
 #[test]
@@ -501,7 +504,7 @@ fn a_new_group_goes_on_after_a_failure() {
 /// A rank of the test below, in a process of its own.
 #[test]
 fn child_that_may_be_killed() {
-    let Some(child) = processes::this_child("child_that_may_be_killed") else { return };
+    let Some(child) = children::this_child("child_that_may_be_killed") else { return };
     let [rank, place, path] = child.arguments() else { panic!("three arguments") };
     let rank: usize = rank.parse().expect("a rank");
     let store = Store::file(path, 3, TIMEOUT).expect("a store");
@@ -510,14 +513,14 @@ fn child_that_may_be_killed() {
     let mut trained = trained(&group, DdpOptions::default()).expect("a model");
     let kills = |here: &str, step: i64| {
         if rank == 1 && step == 3 && here == place {
-            processes::kill_this();
+            children::kill_this();
         }
     };
     let of_hook = place == "backward" && rank == 1;
     let passes = std::sync::atomic::AtomicI64::new(0);
     let _hook = tch_extension::autograd::register_hook(&trained.weights[4], move |_| {
         if of_hook && passes.fetch_add(1, std::sync::atomic::Ordering::Relaxed) == 3 {
-            processes::kill_this();
+            children::kill_this();
         }
         Ok(None)
     });

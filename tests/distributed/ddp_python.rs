@@ -1,7 +1,7 @@
 //! One rank in Rust and one in Python, whose `DistributedDataParallel` has the same Reducer.
 
+use super::children::Child;
 use super::ddp_support::*;
-use super::processes::Child;
 use std::io::Write;
 use std::time::Duration;
 use tch::nn::VarStore;

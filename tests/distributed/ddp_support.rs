@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use tch::nn::{Init, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::distributed::{GroupOptions, ProcessGroup, ReduceOp, Store};
+use tch_extension::distributed::{Ddp, DdpOptions, GroupOptions, ProcessGroup, ReduceOp, Store};
 use tch_extension::optim::{AdamW, OptimizerConfig};
 use tch_extension::{Error, Result};
 
@@ -29,8 +29,10 @@ pub fn each_rank<T: Send>(
             let text = text.or_else(|| payload.downcast_ref::<&str>().map(|text| text.to_string()));
             Err(Error::msg(format!("panicked: {}", text.unwrap_or_default())))
         });
-        if let Err(error) = &outcome {
-            group.poison(&error.to_string());
+        match &outcome {
+            // No rank may close its connections before the others have ended.
+            Ok(_) => drop(group.barrier()),
+            Err(error) => group.poison(&error.to_string()),
         }
         outcome
     };
@@ -114,7 +116,7 @@ pub fn own_gradients(weights: &[Tensor], loss: &Tensor) -> Result<Vec<Tensor>> {
     let zero = |(gradient, weight): (Option<Tensor>, &Tensor)| {
         gradient.unwrap_or_else(|| weight.zeros_like().detach())
     };
-    Ok(gradients.into_iter().zip(weights).map(zero).collect())
+    Ok(gradients.into_vec().into_iter().zip(weights).map(zero).collect())
 }
 
 /// The means of all ranks, by plain collectives: divided first, as c10d does.
@@ -184,4 +186,33 @@ pub fn worst(left: &[Tensor], right: &[Tensor]) -> f64 {
 /// Copies without history.
 pub fn copies(tensors: &[Tensor]) -> Vec<Tensor> {
     tensors.iter().map(|tensor| tensor.detach().copy()).collect()
+}
+
+/// 1 MiB has this many bytes, and the tests have buckets of few bytes.
+pub fn mib(bytes: usize) -> f64 {
+    bytes as f64 / 1_048_576.0
+}
+
+pub fn small_buckets() -> DdpOptions {
+    DdpOptions { bucket_cap_mb: mib(1200), first_bucket_mb: mib(600), ..Default::default() }
+}
+
+/// Some steps of a network whose weights differ at the start, in which each gradient is compared
+/// with the mean.
+pub fn check_steps(group: &ProcessGroup, options: DdpOptions, tolerance: f64) -> Result<Ddp> {
+    let vs = network(group.rank() as i64);
+    let ddp = Ddp::new(group, &vs, options)?;
+    let weights = vs.trainable_variables();
+    assert_eq!(worst(&weights, &network(0).trainable_variables()), 0.0, "rank 0's values");
+    for step in 0..5 {
+        let x = batch(group.rank(), step);
+        let expected = means(group, &own_gradients(&weights, &loss(&weights, &x))?)?;
+        drop_gradients(&vs, step % 2 == 1)?;
+        let loss = ddp.forward(|| Ok(loss(&weights, &x)))?;
+        ddp.backward(&loss)?;
+        ddp.check()?;
+        assert_gradients(group, &weights, &expected, tolerance)?;
+        descend(&weights, 0.5)?;
+    }
+    Ok(ddp)
 }

@@ -1,10 +1,12 @@
 //! Tests of `tch_extension::distributed`, with ranks as threads and as processes.
 
+mod children;
 mod collectives;
 mod cuda;
 mod ddp;
 mod ddp_cuda;
 mod ddp_faults;
+mod ddp_hooks;
 mod ddp_python;
 mod ddp_support;
 mod ddp_train;

@@ -1,6 +1,6 @@
 //! What a scaler needs from an optimizer.
 
-use crate::Result;
+use crate::{Error, Result};
 use tch::{Device, Tensor};
 
 /// What [`GradScaler`](super::GradScaler) needs from an optimizer. tch's optimizers implement it;
@@ -89,6 +89,13 @@ pub trait Optimizer {
     /// An error of the optimizer; the batch is then not run.
     fn begin_batch(&mut self, _steps: bool) -> Result<()> {
         Ok(())
+    }
+
+    /// `train::Step` calls this when a batch has failed, with the error, and returns the result. An
+    /// optimizer whose gradients come from several ranks can tell the others, and say which rank
+    /// failed first. After a panic of its closure, the next call of the step calls it.
+    fn batch_failed(&mut self, error: Error) -> Error {
+        error
     }
 
     /// `train::Step` calls this after it has launched a graph on the current stream of the device.

@@ -125,8 +125,8 @@ struct Inner {
     source: Option<Source>,
     names: Vec<String>,
     identities: HashSet<usize>,
-    /// The parameters, which keeps their identities.
-    _parameters: Vec<Tensor>,
+    /// The parameters, so that no other tensor gets the identity of one.
+    _parameters: Mutex<Vec<Tensor>>,
     device: Device,
     /// Held during a forward pass.
     forward: Mutex<()>,
@@ -170,7 +170,7 @@ impl Ddp {
         source: Option<Source>,
         options: DdpOptions,
     ) -> Result<Ddp> {
-        let checked = model.check(NEW).and_then(|()| options.parts(NEW));
+        let checked = model.check(NEW, group).and_then(|()| options.parts(NEW));
         let parts = if options.with_python || group.size() == 1 {
             // Python's ranks take no part in a comparison of ours.
             checked.inspect_err(|error| give_up(group, error))?
@@ -192,7 +192,9 @@ impl Ddp {
                 source,
                 names: trained.iter().map(|(name, _)| name.clone()).collect(),
                 identities: trained.iter().map(|(_, tensor)| identity(tensor)).collect(),
-                _parameters: trained.iter().map(|(_, tensor)| tensor.shallow_clone()).collect(),
+                _parameters: Mutex::new(
+                    trained.iter().map(|(_, tensor)| tensor.shallow_clone()).collect(),
+                ),
                 device: trained.first().map_or(Device::Cpu, |(_, tensor)| tensor.device()),
                 forward: Mutex::new(()),
                 unsynchronised: AtomicUsize::new(0),
@@ -398,6 +400,20 @@ impl Ddp {
         self.stepped(outcome)
     }
 
+    /// Gives the group up, and says which rank failed first.
+    fn batch_failed(&self, error: Error) -> Error {
+        let group = &self.inner.group;
+        if self.inner.reduction.is_none() || group.failure().is_some() {
+            return error;
+        }
+        let error = match group.others_failed() {
+            true => group.error(STEP, &error.to_string()),
+            false => error,
+        };
+        give_up(group, &error);
+        error
+    }
+
     fn set_accumulating(&self, accumulating: bool) {
         self.inner.accumulating.store(accumulating, Ordering::Relaxed);
     }
@@ -502,7 +518,9 @@ struct PoisonUnlessDone<'a> {
 
 impl Drop for PoisonUnlessDone<'_> {
     fn drop(&mut self) {
-        self.group.poison("a step of the training panicked");
+        if self.group.size() > 1 {
+            self.group.poison("a step of the training panicked");
+        }
     }
 }
 

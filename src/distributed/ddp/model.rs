@@ -74,7 +74,7 @@ impl Model {
     }
 
     /// Checks what can be checked on this rank.
-    pub fn check(&self, op: &str) -> Result<()> {
+    pub fn check(&self, op: &str, group: &ProcessGroup) -> Result<()> {
         let (mut names, mut known) = (HashSet::new(), HashSet::new());
         for (name, tensor) in self.parameters.iter().chain(&self.buffers) {
             let refuse = |expected: &str, got: &str, hint: &str| {
@@ -105,6 +105,17 @@ impl Model {
         if devices.any(|device| Some(device) != first) {
             let (expected, got) = ("parameters on the CPU or on CUDA", "parameters on both");
             return Err(Error::argument(op, "parameters", expected, got, ""));
+        }
+        // With one rank, nothing is sent.
+        let elsewhere = self.parameters.iter().chain(&self.buffers);
+        let elsewhere = elsewhere.filter(|(_, tensor)| is_cuda(tensor) && group.size() > 1);
+        if let Some((name, tensor)) =
+            elsewhere.into_iter().find(|(_, tensor)| tensor.device() != group.device())
+        {
+            let hint = "make the model on `group.device()`";
+            let (expected, got) =
+                (format!("{:?}, that of the group", group.device()), tensor.device());
+            return Err(Error::argument(op, name, expected, format!("{got:?}"), hint));
         }
         if self.trained().next().is_none() {
             let (expected, got) = ("at least one that requires a gradient", "none");

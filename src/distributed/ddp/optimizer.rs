@@ -95,6 +95,11 @@ impl<O: Optimizer> Optimizer for DdpOptimizer<O> {
         self.optimizer.begin_batch(steps)
     }
 
+    fn batch_failed(&mut self, error: Error) -> Error {
+        let error = self.optimizer.batch_failed(error);
+        self.ddp.batch_failed(error)
+    }
+
     fn replayed(&mut self, device: Device) -> Result<()> {
         self.ddp.watch(device)?;
         self.optimizer.replayed(device)

@@ -27,7 +27,8 @@ pub struct DdpOptions {
     /// [`Ddp::forward`](super::Ddp::forward). Default: false.
     pub find_unused_parameters: bool,
     /// Let each gradient be a view of its bucket, which saves memory and copies. A gradient that is
-    /// kept is then overwritten by the next step. Default: true; false in PyTorch.
+    /// kept is then overwritten by the next step, and tch's `Tensor::zero_grad` panics, because it
+    /// would detach a view: use that of the optimizer. Default: true; false in PyTorch.
     pub gradient_as_bucket_view: bool,
     /// Every pass uses the same parameters in the same way. The first finds out which, so that
     /// nothing is searched for later. Default: false.

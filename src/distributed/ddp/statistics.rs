@@ -23,7 +23,7 @@ pub struct DdpStatistics {
     /// Whether buckets were made anew.
     pub rebuilt: bool,
     /// Whether all passes so far used the same parameters, so that
-    /// [`static_graph`](super::DdpOptions::static_graph) may be set. Only known with
+    /// [`static_graph`](super::DdpOptions::static_graph) may be set. It says something only with
     /// [`find_unused_parameters`](super::DdpOptions::find_unused_parameters).
     pub can_be_static: bool,
 }
