@@ -81,6 +81,7 @@ pub mod functional;
 mod group;
 mod ranks;
 mod sampler;
+mod sharded;
 mod store;
 mod work;
 
@@ -90,6 +91,7 @@ pub use env::{Env, Master};
 pub use group::{GroupOptions, OnNcclError, ProcessGroup, nccl_missing};
 pub use ranks::run_ranks;
 pub use sampler::{DistributedSampler, SamplerOptions, Samples};
+pub use sharded::{Compression, ShardedOptimizer, ShardedOptions};
 pub use store::{Store, TcpStoreOptions};
 pub use work::Work;
 

@@ -8,7 +8,7 @@ pub(crate) mod cuda;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
 pub(crate) mod facts;
-#[cfg(feature = "train")]
+#[cfg(any(feature = "distributed", feature = "train"))]
 pub(crate) mod gradients;
 pub(crate) mod library;
 pub(crate) mod loader;
@@ -16,6 +16,8 @@ pub(crate) mod loader;
 pub(crate) mod per_device;
 pub(crate) mod precision;
 pub(crate) mod sdp_backends;
+#[cfg(feature = "distributed")]
+pub(crate) mod sharded;
 pub(crate) mod tensor;
 pub(crate) mod testing;
 mod value;

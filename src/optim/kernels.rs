@@ -396,6 +396,18 @@ impl Spans {
     fn len(&self) -> i64 {
         self.spans.len() as i64
     }
+
+    /// Some of the spans, of which `self` has as many, cut as before.
+    #[cfg(feature = "distributed")]
+    fn some(&self, range: std::ops::Range<usize>) -> Result<Spans> {
+        let end = self.spans.get(range.end).map_or(self.chunks, |span| span.begin);
+        let spans = self.spans.get(range);
+        let spans = spans.ok_or_else(|| Error::msg("internal error: there are fewer spans"))?;
+        let begin = spans.first().map_or(end, |span| span.begin);
+        let moved = |span: &Span| Span { begin: span.begin - begin, ..*span };
+        let spans = spans.iter().map(moved).collect();
+        Ok(Spans { spans, chunk: self.chunk, chunks: end - begin })
+    }
 }
 
 /// What a step is told besides its spans. All tensors are on the spans' device.
@@ -489,6 +501,32 @@ impl Call<'_> {
         let params = self.params(device, scratch, true, false)?;
         // SAFETY: as for `scan`. No two spans share memory that is written: parameters were
         // compared when they were added, and all else belongs to one parameter.
+        unsafe { update_raw(device, &params) }
+    }
+
+    /// Updates weights and moments of some of the spans.
+    #[cfg(feature = "distributed")]
+    pub fn update_some(
+        &self,
+        device: Device,
+        scratch: &Scratch,
+        range: std::ops::Range<usize>,
+    ) -> Result<()> {
+        if range.is_empty() {
+            return Ok(());
+        }
+        let first = range.start;
+        let some = self.spans.some(range)?;
+        let params = self.params(device, scratch, true, false)?;
+        let params = Step {
+            spans: some.spans.as_ptr(),
+            count: some.len(),
+            chunks: some.chunks,
+            coefficients: params.coefficients.wrapping_add(first),
+            ..params
+        };
+        // SAFETY: as for `update`. `some` checked that these spans exist, and `scratch` has
+        // coefficients for all spans.
         unsafe { update_raw(device, &params) }
     }
 }

@@ -29,6 +29,8 @@ mod numbers;
 mod optimizer;
 mod plan;
 pub mod schedule;
+#[cfg(feature = "distributed")]
+pub(crate) mod shard;
 mod state;
 mod state_dict;
 mod step;

@@ -70,9 +70,9 @@ pub struct Optimizer {
     pub(super) rule: Rule,
     /// The numbers of a group that does not exist yet.
     pub(super) defaults: Hyper,
-    store: Option<Arc<Mutex<Variables>>>,
+    pub(super) store: Option<Arc<Mutex<Variables>>>,
     /// The number of variables of the store that have joined.
-    joined: usize,
+    pub(super) joined: usize,
     pub(super) parameters: Vec<Parameter>,
     pub(super) groups: Vec<Group>,
     pub(super) places: Vec<Place>,
@@ -117,7 +117,7 @@ pub(super) fn unwrap<T>(result: Result<T>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
 
-fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
+pub(super) fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
     variables.lock().unwrap_or_else(PoisonError::into_inner)
 }
 

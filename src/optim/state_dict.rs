@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 /// The parts of a parameter's state.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Part {
+pub(super) enum Part {
     First,
     Second,
     Master,
@@ -21,10 +21,10 @@ enum Part {
 }
 
 impl Part {
-    const ALL: [Part; 4] = [Part::First, Part::Second, Part::Master, Part::Step];
+    pub(super) const ALL: [Part; 4] = [Part::First, Part::Second, Part::Master, Part::Step];
 
     /// torch's word, where it has one.
-    fn word(self, rule: Rule) -> &'static str {
+    pub(super) fn word(self, rule: Rule) -> &'static str {
         match (self, rule) {
             (Part::First, Rule::AdamW) => "exp_avg",
             (Part::First, Rule::Sgd) => "momentum_buffer",
@@ -34,7 +34,7 @@ impl Part {
         }
     }
 
-    fn of(self, state: &State) -> Option<&Owned> {
+    pub(super) fn of(self, state: &State) -> Option<&Owned> {
         match self {
             Part::First => state.first.as_ref(),
             Part::Second => state.second.as_ref(),
@@ -54,7 +54,7 @@ fn words(rule: Rule) -> &'static [&'static str] {
 
 /// Who wrote a state.
 #[derive(Clone, Copy)]
-enum Writer<'a> {
+pub(super) enum Writer<'a> {
     /// This crate: `exp_avg.<name>`.
     Us,
     /// torch: `state.<index>.exp_avg`, where an index is a place in this list of names.
@@ -130,15 +130,22 @@ impl Optimizer {
                 tensors.insert(format!("{}.{name}", part.word(self.rule)), tensor);
             }
         }
+        tensors.extend(self.numbers()?);
+        Ok(tensors)
+    }
+
+    /// The numbers of groups.
+    pub(super) fn numbers(&self) -> Result<Vec<(String, Tensor)>> {
+        let mut numbers = Vec::new();
         for group in
             self.groups.iter().filter(|group| !self.stands_for_another(group.id, group.is_exempt))
         {
             for (word, value) in words(self.rule).iter().zip(values(self.rule, &group.hyper)) {
                 let value = Tensor::f_from_slice(&[value])?.f_squeeze()?;
-                tensors.insert(format!("group.{}.{word}", group.id), value);
+                numbers.push((format!("group.{}.{word}", group.id), value));
             }
         }
-        Ok(tensors)
+        Ok(numbers)
     }
 
     /// Whether a group only has exempt parameters of another group.
@@ -185,7 +192,7 @@ impl Optimizer {
     pub fn load<P: AsRef<Path>>(&mut self, file: P) -> Result<()> {
         let op = "Optimizer::load";
         let tensors = read_tensors(op, file.as_ref())?;
-        self.load_from(op, &tensors, Writer::Us)
+        self.load_from(op, &tensors, Writer::Us, || Ok(()))
     }
 
     /// Loads what [`state_dict`](Self::state_dict) returned, as [`load`](Self::load) does.
@@ -202,7 +209,7 @@ impl Optimizer {
     /// When tensors are missing, unexpected, or of other sizes or kinds than they should be; then
     /// nothing was changed. While the current stream is being captured. Errors of CUDA.
     pub fn f_load_state_dict(&mut self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-        self.load_from("Optimizer::load_state_dict", tensors, Writer::Us)
+        self.load_from("Optimizer::load_state_dict", tensors, Writer::Us, || Ok(()))
     }
 
     /// Loads the state of a `torch.optim.AdamW` or `torch.optim.SGD`. Write the file in Python with
@@ -226,14 +233,16 @@ impl Optimizer {
     pub fn load_torch<P: AsRef<Path>>(&mut self, file: P, names: &[&str]) -> Result<()> {
         let op = "Optimizer::load_torch";
         let tensors = read_tensors(op, file.as_ref())?;
-        self.load_from(op, &tensors, Writer::Torch(names))
+        self.load_from(op, &tensors, Writer::Torch(names), || Ok(()))
     }
 
-    fn load_from(
+    /// `checked` runs after all checks and before anything is changed, which an error prevents.
+    pub(super) fn load_from(
         &mut self,
         op: &str,
         tensors: &BTreeMap<String, Tensor>,
         writer: Writer<'_>,
+        checked: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         self.add_missing_variables()?;
@@ -255,6 +264,7 @@ impl Optimizer {
         problems.into_result(op)?;
 
         let mut facts = parameter_facts(op, &self.parameters)?;
+        checked()?;
         let rule = self.rule;
         for (id, values) in numbers {
             self.change(op, Some(id), |hyper, is_exempt| {

@@ -1,7 +1,7 @@
 //! One step: everything is checked and made first; then each device gets a kernel that prepares the
 //! step and one that updates all its parameters.
 
-use super::gradients::{AllGathered, Gradients, gather};
+use super::gradients::{AllGathered, Gathered, Gradients, gather};
 use super::kernels::{Call, Scratch, Spans, Update};
 use super::optimizer::Optimizer;
 use super::state::{Needs, Place};
@@ -23,13 +23,13 @@ pub(super) enum Scaling<'a> {
 }
 
 /// The work of a step on one device.
-struct Batch<'a> {
-    device: Device,
+pub(super) struct Batch<'a> {
+    pub device: Device,
     place: &'a Place,
     spans: Spans,
-    scratch: Scratch,
+    pub scratch: Scratch,
     grad_scale: Option<Tensor>,
-    found_inf: Option<Tensor>,
+    pub found_inf: Option<Tensor>,
 }
 
 /// Copies a tensor to a device. The copy to a GPU does not wait.
@@ -59,16 +59,7 @@ impl Optimizer {
     ) -> Result<Vec<Tensor>> {
         let _no_grad = tch::no_grad_guard();
         self.add_missing_variables()?;
-        let gathered = gather(OP, &self.parameters, gradients)?;
-        let needs = gathered.all.iter().map(|each| Needs {
-            index: each.index,
-            fact: each.facts.parameter,
-            has_buffer: false,
-        });
-        let needs: Vec<Needs> = needs.collect();
-        // The copies of gradients live until the kernels are launched.
-        let all = gathered.all;
-        self.make_states(OP, &needs)?;
+        let all = self.ready(gradients)?;
         let gathered = AllGathered { all, parameters: &self.parameters };
         let batches = gathered
             .devices()
@@ -85,12 +76,27 @@ impl Optimizer {
         Ok(found)
     }
 
+    /// Checks what a step needs, and makes the states that are missing. The copies of gradients live
+    /// as long as the result.
+    pub(super) fn ready(&mut self, gradients: Gradients<'_>) -> Result<Vec<Gathered>> {
+        let gathered = gather(OP, &self.parameters, gradients)?;
+        let needs = gathered.all.iter().map(|each| Needs {
+            index: each.index,
+            fact: each.facts.parameter,
+            has_buffer: false,
+        });
+        let needs: Vec<Needs> = needs.collect();
+        let all = gathered.all;
+        self.make_states(OP, &needs)?;
+        Ok(all)
+    }
+
     fn place(&self, device: Device) -> Result<&Place> {
         let place = self.places.iter().find(|place| place.device == device);
         place.ok_or_else(|| Error::msg("internal error: no memory on a device"))
     }
 
-    fn batch(
+    pub(super) fn batch(
         &self,
         gathered: &AllGathered<'_>,
         device: Device,
@@ -123,7 +129,7 @@ impl Optimizer {
         Ok(Batch { device, place: self.place(device)?, spans, scratch, grad_scale, found_inf })
     }
 
-    fn call<'a>(&self, batch: &'a Batch<'_>) -> Call<'a> {
+    pub(super) fn call<'a>(&self, batch: &'a Batch<'_>) -> Call<'a> {
         let clips = self.max_norm.is_some();
         Call {
             rule: self.rule,

@@ -299,7 +299,7 @@ where
 
     fn run_eagerly(&mut self, batch: &[Tensor], part: Part) -> Result<StepOutput> {
         self.work.prepare_gradients(self.position == 0)?;
-        let output = self.work.run(STEP, batch, part)?;
+        let output = self.work.run(STEP, batch, part, self.position == 0)?;
         // Graphs know nothing of a parameter that had no gradient before.
         self.has_new_sums |= self.work.keep_gradients()?;
         // A step of tch's optimizers, and of those of `optim`, takes in new variables of its store.
@@ -379,9 +379,10 @@ where
         }
         let inputs: Vec<Tensor> =
             self.graphs.shape(index).inputs.iter().map(Tensor::shallow_clone).collect();
+        let is_first = self.position == 0;
         let (graph, (output, gradients)) =
             Graph::capture_for(STEP, side, self.graphs.any(), || {
-                let output = self.work.run(STEP, &inputs, part)?;
+                let output = self.work.run(STEP, &inputs, part, is_first)?;
                 Ok((output, self.work.captured_gradients(STEP)?))
             })?;
         Ok(Captured { graph, output, gradients })

@@ -123,8 +123,14 @@ where
     R: Into<StepOutput>,
 {
     /// Runs the closure, the backward pass and, for [`Part::Step`], what changes the parameters.
-    /// The gradients are prepared.
-    pub fn run(&mut self, op: &str, batch: &[Tensor], part: Part) -> Result<StepOutput> {
+    /// The gradients are prepared. `is_first` says whether this is the first batch of the step.
+    pub fn run(
+        &mut self,
+        op: &str,
+        batch: &[Tensor],
+        part: Part,
+        is_first: bool,
+    ) -> Result<StepOutput> {
         // Casts that the cache keeps are of weights before the last step, or belong to a capture.
         clear_autocast_cache()?;
         self.optimizer.begin_batch(part == Part::Step)?;
@@ -133,6 +139,7 @@ where
         for (place, extra) in output.extra.iter().enumerate() {
             check!(op, &format!("extra tensor {place}"), extra).defined()?;
         }
+        self.optimizer.before_backward(is_first, part == Part::Step)?;
         self.differentiate(&output.loss)?;
         if part == Part::Step {
             self.update()?;

@@ -15,6 +15,7 @@ mod functional;
 mod group;
 mod processes;
 mod sampler;
+mod sharded;
 
 use std::time::Duration;
 use tch_extension::Result;

@@ -70,6 +70,17 @@ pub trait Optimizer {
         0
     }
 
+    /// Is called by `train::Step` before each backward pass, with whether it is the first and the
+    /// last one of a step. An optimizer that sends gradients to other processes during the last
+    /// backward pass needs to know. A graph that holds a backward pass, neither the first nor the
+    /// last of its step, is also replayed as the first. The default does nothing.
+    ///
+    /// # Errors
+    /// When there must be no backward pass now.
+    fn before_backward(&mut self, _is_first: bool, _is_last: bool) -> Result<()> {
+        Ok(())
+    }
+
     /// Applies the gradients unless one of them is infinite or NaN, which the device itself decides:
     /// torch's `_step_supports_amp_scaling`. The optimizers of this crate do so. The default,
     /// `None`, says that this optimizer cannot; then the scaler unscales the gradients, waits for
