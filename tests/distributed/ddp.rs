@@ -1,8 +1,8 @@
 //! What `Ddp` computes: the gradients of all options against the means of the ranks' own.
 
 use super::ddp_support::*;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::checkpoint;

@@ -227,6 +227,11 @@ fn bench_trains_other_batches_on_each_process() {
     assert!(one["ddp"].is_null() && two["ddp"]["bucket_bytes"].as_array().unwrap().len() > 1);
     let each = two["tokens_per_s_each"].as_f64().unwrap();
     assert!((two["tokens_per_s"].as_f64().unwrap() / each - 2.0).abs() < 1e-9);
+    let sharded = bench("2", &["--sharded"]).unwrap();
+    let losses = |result: &serde_json::Value| -> Vec<f64> {
+        result["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+    };
+    assert_alike(&losses(&sharded), &losses(&bench("2", &[]).unwrap()));
     let first = |result: &serde_json::Value| result["losses"][0].as_f64().unwrap();
     assert!(first(&one) != first(&two) && (first(&one) - first(&two)).abs() < 0.5);
 }
