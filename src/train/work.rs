@@ -133,13 +133,12 @@ where
     ) -> Result<StepOutput> {
         // Casts that the cache keeps are of weights before the last step, or belong to a capture.
         clear_autocast_cache()?;
-        self.optimizer.begin_batch(part == Part::Step)?;
+        self.optimizer.begin_batch(is_first, part == Part::Step)?;
         let output: StepOutput = (self.closure)(batch)?.into();
         check_loss(op, &output.loss)?;
         for (place, extra) in output.extra.iter().enumerate() {
             check!(op, &format!("extra tensor {place}"), extra).defined()?;
         }
-        self.optimizer.before_backward(is_first, part == Part::Step)?;
         self.differentiate(&output.loss)?;
         if part == Part::Step {
             self.update()?;

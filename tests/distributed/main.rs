@@ -14,10 +14,10 @@ mod faults;
 mod functional;
 mod group;
 mod processes;
-mod sampler;
-mod sharded;
 #[path = "../support/python.rs"]
 mod python;
+mod sampler;
+mod sharded;
 
 use std::time::Duration;
 use tch_extension::Result;

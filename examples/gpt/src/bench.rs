@@ -64,6 +64,9 @@ pub struct BenchOptions {
     /// With several processes, round the gradients that they exchange to BFloat16
     #[arg(long)]
     pub half_gradients: bool,
+    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
+    #[arg(long)]
+    pub sharded: bool,
     /// Keep the weights in Float, which autocast rounds in each step, so that gradients are Float
     #[arg(long)]
     pub float_weights: bool,
@@ -215,6 +218,7 @@ impl Bench {
         let how = TrainerOptions {
             capture: !options.no_capture,
             half_gradients: options.half_gradients,
+            sharded: options.sharded,
             bucket_mb: options.bucket_mb,
         };
         let trainer = Trainer::new(Rc::new(model), &settings, &ranks, division, &how)?;

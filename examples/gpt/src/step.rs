@@ -11,7 +11,9 @@ use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::Tensor;
 #[cfg(feature = "distributed")]
-use tch_extension::distributed::{CommHook, Ddp, DdpOptions};
+use tch_extension::distributed::{
+    CommHook, Compression, Ddp, DdpOptions, ShardedOptimizer, ShardedOptions,
+};
 use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions, StepStats};
 
@@ -24,6 +26,8 @@ pub struct TrainerOptions {
     pub capture: bool,
     /// Whether ranks round the gradients that they send to BFloat16.
     pub half_gradients: bool,
+    /// Whether each rank has a part of the optimizer's state only.
+    pub sharded: bool,
     /// How many MiB of gradients are sent at once.
     pub bucket_mb: Option<f64>,
 }
@@ -64,7 +68,7 @@ impl Trainer {
 
     /// Trains the step after `done` steps and returns its loss, which is still on the device.
     pub fn step(&mut self, loader: &mut Loader, done: i64, rate: f64) -> Result<Tensor> {
-        self.step.optimizer_mut().inner_mut().f_set_lr(rate)?;
+        self.step.optimizer_mut().set_lr(rate)?;
         let accumulate = self.division.accumulate as u64;
         let first = done as u64 * accumulate;
         let mut losses = Vec::new();
@@ -85,12 +89,12 @@ impl Trainer {
 
     /// The optimizer's state.
     pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
-        Ok(self.step.optimizer().inner().f_state_dict()?)
+        Ok(self.step.optimizer().state()?)
     }
 
     /// Takes over a state of [`Trainer::state`]. The weights come first.
     pub fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
-        Ok(self.step.optimizer_mut().inner_mut().f_load_state_dict(state)?)
+        Ok(self.step.optimizer_mut().load_state(state)?)
     }
 
     /// What DDP has measured, if there are several ranks.
@@ -132,15 +136,25 @@ fn together(
     };
     #[cfg(feature = "distributed")]
     if let Some(group) = ranks.group() {
+        for (_, master) in model.masters() {
+            group.broadcast(&master.detach(), 0)?;
+        }
+        if options.sharded {
+            let mut sharded = ShardedOptions::default();
+            if options.half_gradients {
+                sharded.compression = Compression::BFloat16;
+            }
+            sharded.bucket_mb = options.bucket_mb.unwrap_or(sharded.bucket_mb);
+            let optimizer = ShardedOptimizer::new(group, optimizer, &sharded)?;
+            let optimizer = Trained::Sharded(Box::new(optimizer));
+            return Ok((optimizer, Box::new(move |batch| loss(&model, batch))));
+        }
         let mut ddp = DdpOptions::default();
         if options.half_gradients {
             ddp.hook = CommHook::Bf16;
         }
         ddp.bucket_cap_mb = options.bucket_mb.unwrap_or(ddp.bucket_cap_mb);
         let ddp = Ddp::new(group, &model.variables, ddp)?;
-        for (_, master) in model.masters() {
-            group.broadcast(&master.detach(), 0)?;
-        }
         let optimizer = Trained::Ddp(ddp.guard(optimizer)?);
         return Ok((optimizer, Box::new(move |batch| ddp.forward(|| loss(&model, batch)))));
     }

@@ -224,6 +224,7 @@ impl<'a> Run<'a> {
         let how = TrainerOptions {
             capture: !options.no_capture,
             half_gradients: options.half_gradients,
+            sharded: false,
             bucket_mb: None,
         };
         let mut trainer = Trainer::new(model.clone(), &settings, ranks, division, &how)?;

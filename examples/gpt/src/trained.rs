@@ -1,19 +1,25 @@
 //! The optimizer of one process, or of several whose gradients are averaged.
 
+use std::collections::BTreeMap;
 use tch::{Device, Tensor};
+#[cfg(feature = "distributed")]
+use tch_extension::Error;
 use tch_extension::Result;
 use tch_extension::amp::{Optimizer, ScaledGradients};
 #[cfg(feature = "distributed")]
-use tch_extension::distributed::DdpOptimizer;
+use tch_extension::distributed::{DdpOptimizer, ShardedOptimizer};
 use tch_extension::optim;
 
 /// An optimizer that `train::Step` steps.
 pub enum Trained {
     /// Of one process.
     Alone(optim::Optimizer),
-    /// Of several.
+    /// Of several, each with the whole state.
     #[cfg(feature = "distributed")]
     Ddp(DdpOptimizer<optim::Optimizer>),
+    /// Of several, each with a part of the state.
+    #[cfg(feature = "distributed")]
+    Sharded(Box<ShardedOptimizer>),
 }
 
 /// Calls a method of whichever it is.
@@ -23,26 +29,41 @@ macro_rules! of {
             Trained::Alone($optimizer) => $call,
             #[cfg(feature = "distributed")]
             Trained::Ddp($optimizer) => $call,
+            #[cfg(feature = "distributed")]
+            Trained::Sharded($optimizer) => $call,
         }
     };
 }
 
 impl Trained {
-    /// The optimizer itself, which has rates and states.
-    pub fn inner(&self) -> &optim::Optimizer {
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         match self {
-            Trained::Alone(optimizer) => optimizer,
+            Trained::Alone(optimizer) => optimizer.f_set_lr(lr),
             #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_ref(),
+            Trained::Ddp(optimizer) => optimizer.get_mut().f_set_lr(lr),
+            #[cfg(feature = "distributed")]
+            Trained::Sharded(optimizer) => optimizer.set_lr(lr),
         }
     }
 
-    /// [`Trained::inner`], to change it.
-    pub fn inner_mut(&mut self) -> &mut optim::Optimizer {
+    /// The whole state.
+    pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
         match self {
-            Trained::Alone(optimizer) => optimizer,
+            Trained::Alone(optimizer) => optimizer.f_state_dict(),
             #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_mut(),
+            Trained::Ddp(optimizer) => optimizer.get_ref().f_state_dict(),
+            #[cfg(feature = "distributed")]
+            Trained::Sharded(_) => Err(Error::msg("only `bench` has parts of a state")),
+        }
+    }
+
+    pub fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
+        match self {
+            Trained::Alone(optimizer) => optimizer.f_load_state_dict(state),
+            #[cfg(feature = "distributed")]
+            Trained::Ddp(optimizer) => optimizer.get_mut().f_load_state_dict(state),
+            #[cfg(feature = "distributed")]
+            Trained::Sharded(_) => Err(Error::msg("only `bench` has parts of a state")),
         }
     }
 }
@@ -53,7 +74,13 @@ impl Optimizer for Trained {
     }
 
     fn step(&mut self) -> Result<()> {
-        of!(self, optimizer => Optimizer::step(optimizer))
+        match self {
+            Trained::Alone(optimizer) => Optimizer::step(optimizer),
+            #[cfg(feature = "distributed")]
+            Trained::Ddp(optimizer) => optimizer.step(),
+            #[cfg(feature = "distributed")]
+            Trained::Sharded(optimizer) => optimizer.step(),
+        }
     }
 
     fn capturable(&self) -> bool {
@@ -68,8 +95,12 @@ impl Optimizer for Trained {
         of!(self, optimizer => optimizer.step_on_device(gradients))
     }
 
-    fn begin_batch(&mut self, steps: bool) -> Result<()> {
-        of!(self, optimizer => optimizer.begin_batch(steps))
+    fn begin_batch(&mut self, is_first: bool, is_last: bool) -> Result<()> {
+        of!(self, optimizer => optimizer.begin_batch(is_first, is_last))
+    }
+
+    fn batch_failed(&mut self, error: tch_extension::Error) -> tch_extension::Error {
+        of!(self, optimizer => optimizer.batch_failed(error))
     }
 
     fn replayed(&mut self, device: Device) -> Result<()> {

@@ -70,17 +70,6 @@ pub trait Optimizer {
         0
     }
 
-    /// Is called by `train::Step` before each backward pass, with whether it is the first and the
-    /// last one of a step. An optimizer that sends gradients to other processes during the last
-    /// backward pass needs to know. A graph that holds a backward pass, neither the first nor the
-    /// last of its step, is also replayed as the first. The default does nothing.
-    ///
-    /// # Errors
-    /// When there must be no backward pass now.
-    fn before_backward(&mut self, _is_first: bool, _is_last: bool) -> Result<()> {
-        Ok(())
-    }
-
     /// Applies the gradients unless one of them is infinite or NaN, which the device itself decides:
     /// torch's `_step_supports_amp_scaling`. The optimizers of this crate do so. The default,
     /// `None`, says that this optimizer cannot; then the scaler unscales the gradients, waits for
@@ -92,13 +81,14 @@ pub trait Optimizer {
         None
     }
 
-    /// `train::Step` calls this before the forward pass of each batch that it runs or captures.
-    /// `steps` is whether a step follows, or the gradients only add up. An optimizer whose gradients
-    /// come from several ranks then knows when they must be exchanged.
+    /// `train::Step` calls this before the forward pass of each batch that it runs or captures, with
+    /// whether the batch is the first and the last one of a step. An optimizer whose gradients come
+    /// from several ranks then knows when they must be exchanged. A graph of a batch that is neither
+    /// the first nor the last is also replayed as the first.
     ///
     /// # Errors
     /// An error of the optimizer; the batch is then not run.
-    fn begin_batch(&mut self, _steps: bool) -> Result<()> {
+    fn begin_batch(&mut self, _is_first: bool, _is_last: bool) -> Result<()> {
         Ok(())
     }
 

@@ -90,9 +90,9 @@ impl<O: Optimizer> Optimizer for DdpOptimizer<O> {
     }
 
     /// With several batches for a step, only the last is synchronised.
-    fn begin_batch(&mut self, steps: bool) -> Result<()> {
-        self.ddp.set_accumulating(!steps);
-        self.optimizer.begin_batch(steps)
+    fn begin_batch(&mut self, is_first: bool, is_last: bool) -> Result<()> {
+        self.ddp.set_accumulating(!is_last);
+        self.optimizer.begin_batch(is_first, is_last)
     }
 
     fn batch_failed(&mut self, error: Error) -> Error {

@@ -182,7 +182,7 @@ impl crate::amp::Optimizer for ShardedOptimizer {
         hasher.finish()
     }
 
-    fn before_backward(&mut self, is_first: bool, is_last: bool) -> Result<()> {
+    fn begin_batch(&mut self, is_first: bool, is_last: bool) -> Result<()> {
         let mut gradients = lock(&self.gradients);
         if is_first {
             gradients.give_up("ShardedOptimizer")?;

@@ -123,47 +123,45 @@ fn a_run_goes_on_with_another_number_of_processes() {
     assert_alike(&place.losses("out"), &place.losses("whole"));
 }
 
-/// Kills one rank again and again, with SIGKILL and at any point of a step or of a checkpoint.
+/// Kills one rank again and again, with SIGKILL: during the start, and at some point of a step or of a
+/// checkpoint after each of several checkpoints.
 #[test]
 fn a_killed_rank_comes_back_and_ends_on_the_same_curve() {
     let test = "a_killed_rank_comes_back_and_ends_on_the_same_curve";
     let place = Place::new();
     let (whole, killed) = (text(&place.path("whole")), text(&place.path("killed")));
     let options = |out| {
-        [
-            "--steps",
-            "150",
-            "--dropout",
-            "0.1",
-            "--save-every",
-            "6",
-            "--eval-every",
-            "20",
-            "--resume",
-            "--out",
-            out,
-        ]
+        let often = ["--save-every", "6", "--eval-every", "20"];
+        [&["--steps", "150", "--dropout", "0.1", "--resume", "--out", out][..], &often].concat()
     };
-    let begun = Instant::now();
     let Some(output) = run(&place, test, "2", &options(&whole)) else { return };
     succeeded(&output);
-    let time = begun.elapsed().as_secs_f64();
     let mut child = start(&mut command(&place, tch_run(test).unwrap(), "2", &options(&killed)));
     let mut kills = 0;
-    for part in [60, 93, 47, 81, 70, 55, 88, 65] {
-        std::thread::sleep(Duration::from_secs_f64(time * f64::from(part) / 100.0));
-        let Some(rank) = rank_of(child.id(), kills % 2) else { break };
+    // The step after which a rank is killed, and how many milliseconds after its checkpoint.
+    for (step, delay) in [(0, 100), (6, 0), (24, 3), (48, 1), (66, 7), (96, 2), (120, 5)] {
+        let checkpoint = format!("step-{step:010}.safetensors");
+        let is_there = || {
+            place.path("killed/checkpoints").is_dir() && {
+                let newest = place.checkpoints("killed").pop();
+                newest.is_some_and(|newest| newest >= checkpoint)
+            }
+        };
+        let begun = Instant::now();
+        while step > 0 && !is_there() && child.try_wait().unwrap().is_none() {
+            assert!(begun.elapsed() < DEADLINE, "no {checkpoint}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_millis(delay));
+        let Some(rank) = rank_of(child.id(), kills % 2) else { continue };
         let status = Command::new("kill").args(["-KILL", &rank]).status().unwrap();
         kills += usize::from(status.success());
-        if child.try_wait().unwrap().is_some() {
-            break;
-        }
     }
     let output = finish(child);
     succeeded(&output);
     let said = String::from_utf8_lossy(&output.stderr);
-    assert!(kills > 0 && said.contains("was killed by SIGKILL"), "{kills} kills: {said}");
-    assert!(said.contains("tch-run: restart 1 of 20"), "{said}");
+    assert!(kills > 2 && said.contains("was killed by SIGKILL"), "{kills} kills: {said}");
+    assert!(said.contains("tch-run: restart 2 of 20"), "{said}");
     assert_eq!(curve(&place, "killed"), curve(&place, "whole"));
     let weights = |out: &str| {
         fs::read(place.path(out).join("checkpoints/step-0000000150.safetensors")).unwrap()
@@ -227,6 +225,11 @@ fn bench_trains_other_batches_on_each_process() {
     assert!(one["ddp"].is_null() && two["ddp"]["bucket_bytes"].as_array().unwrap().len() > 1);
     let each = two["tokens_per_s_each"].as_f64().unwrap();
     assert!((two["tokens_per_s"].as_f64().unwrap() / each - 2.0).abs() < 1e-9);
+    let sharded = bench("2", &["--sharded"]).unwrap();
+    let losses = |result: &serde_json::Value| -> Vec<f64> {
+        result["losses"].as_array().unwrap().iter().map(|loss| loss.as_f64().unwrap()).collect()
+    };
+    assert_alike(&losses(&sharded), &losses(&bench("2", &[]).unwrap()));
     let first = |result: &serde_json::Value| result["losses"][0].as_f64().unwrap();
     assert!(first(&one) != first(&two) && (first(&one) - first(&two)).abs() < 0.5);
 }
