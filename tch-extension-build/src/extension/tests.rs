@@ -444,3 +444,24 @@ fn a_folder_of_headers_for_some_sources_only() {
     let message = script.refusal(&extension().include_for(&missing, &headers));
     assert_says(&message, &["include_for: no source that was added before begins with"]);
 }
+
+#[test]
+fn a_header_of_a_cuda_library_is_there_with_cuda_only() {
+    let script = Script::new("cuda-header", true);
+    let nvcc = fake_nvcc(&script.folder.join("toolkit"), "13.0");
+    // Next to libtorch, as wheels have it.
+    script.source("nvidia/some/include/probed.h", "#define PROBED 1\n");
+    let text = "#if EXPECTED != __has_include(<probed.h>)\n#error\n#endif\nint a() { return 0; }\n";
+    let source = script.source("a.cpp", text);
+    let extension = |expected| Extension::new("a").source(&source).define("EXPECTED", expected);
+    let folder = script.folder.clone();
+    let of_all = |expected| extension(expected).cuda_header(&folder, "probed.h");
+    let of_others = |expected| extension(expected).cuda_header("elsewhere", "probed.h");
+    let (with, without, elsewhere) = (of_all("1"), of_all("0"), of_others("0"));
+    let script =
+        script.with("NVCC", &nvcc.display().to_string()).with("TORCH_CUDA_ARCH_LIST", "9.0");
+    assert!(with.build_in(&script).expect("a library").0.cuda);
+    elsewhere.build_in(&script).expect("a library");
+    let script = script.with("TCH_EXTENSION_CUDA", "0");
+    assert!(!without.build_in(&script).expect("a library").0.cuda);
+}
