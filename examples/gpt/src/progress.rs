@@ -14,6 +14,7 @@ const PLAIN_LINES: i64 = 20;
 static SILENT: AtomicBool = AtomicBool::new(false);
 
 /// Lets this process print errors only: it is not the first of several.
+#[cfg_attr(not(feature = "distributed"), allow(dead_code))]
 pub fn silence() {
     SILENT.store(true, Ordering::Relaxed);
 }

@@ -21,6 +21,7 @@ type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<Tensor>>;
 
 /// How steps are run. It does not change what they compute, except for rounding.
 #[derive(Clone, Copy, Debug)]
+#[cfg_attr(not(feature = "distributed"), allow(dead_code))]
 pub struct TrainerOptions {
     /// Whether a GPU's steps are captured.
     pub capture: bool,
