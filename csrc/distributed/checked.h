@@ -181,6 +181,7 @@ class Checked : public Base, public Endable {
       checker->compare("all_to_all of " + part);
       if (!equal) checker->compare_sizes(output_sizes, input_sizes);
     }
+    const auto alone = lock_start();
     return Base::alltoall_base(output, input, output_sizes, input_sizes, options);
   }
 
@@ -235,6 +236,8 @@ class Checked : public Base, public Endable {
   virtual void end_base(const std::string& why) = 0;
   // An operation is about to start on the current stream.
   virtual void starting() {}
+  // Held while `Base` starts an operation, which waits for no other rank.
+  virtual std::unique_lock<std::recursive_mutex> lock_start() { return {}; }
 
  private:
   static std::string name(const char* name, const c10d::ReduceOp& op) {
@@ -281,6 +284,7 @@ class Checked : public Base, public Endable {
       const std::string of = describe(tensors);
       checker->compare(what + (of.empty() ? "" : " of ") + of);
     }
+    const auto alone = lock_start();
     return start();
   }
 

@@ -31,6 +31,13 @@ bool begins_with(const char* variable, const char* text) {
   return value == nullptr || std::strncmp(value, text, std::strlen(text)) == 0;
 }
 
+// Held while any group starts an operation: libtorch 2.11's FlightRecorder notes a group's first
+// one in a map of all groups without a lock, so that two threads with groups of their own crashed.
+std::unique_lock<std::recursive_mutex> lock_all_groups() {
+  static auto& mutex = *new std::recursive_mutex;  // may be used while the process ends
+  return std::unique_lock<std::recursive_mutex>(mutex);
+}
+
 // ProcessGroupGloo, whose connections can be closed.
 class Gloo : public c10d::ProcessGroupGloo {
  public:
@@ -98,7 +105,7 @@ class GlooChecker final : public Checker {
     const int size = gloo_->getSize();
     at::Tensor own = bytes_of(what);
     at::Tensor all = at::empty({size * kBytes}, at::kByte);
-    gloo_->_allgather_base(all, own)->wait();
+    gather(all, own)->wait();
     const auto* bytes = all.const_data_ptr<uint8_t>();
     // What is done, with the ranks that do it, in the order of ranks.
     std::vector<std::pair<std::string, std::string>> kinds;
@@ -128,7 +135,7 @@ class GlooChecker final : public Checker {
     std::copy(output.begin(), output.end(), own.data_ptr<int64_t>());
     std::copy(input.begin(), input.end(), own.data_ptr<int64_t>() + size);
     at::Tensor all = at::empty({size * 2 * size}, at::kLong);
-    gloo_->_allgather_base(all, own)->wait();
+    gather(all, own)->wait();
     const auto* sizes = all.const_data_ptr<int64_t>();
     // Every rank checks all pairs, so that all of them fail.
     for (int64_t from = 0; from < size; ++from) {
@@ -161,6 +168,11 @@ class GlooChecker final : public Checker {
   void end(const std::string& why) override { gloo_->close(why); }
 
  private:
+  c10::intrusive_ptr<c10d::Work> gather(at::Tensor& all, at::Tensor& own) {
+    const auto alone = lock_all_groups();
+    return gloo_->_allgather_base(all, own);
+  }
+
   // How many announcements may be on their way.
   static constexpr size_t kKept = 256;
 
@@ -176,6 +188,7 @@ class CheckedGloo final : public Checked<Gloo> {
 
  private:
   void end_base(const std::string& why) override { close(why); }
+  std::unique_lock<std::recursive_mutex> lock_start() override { return lock_all_groups(); }
 };
 
 c10::intrusive_ptr<c10d::PrefixStore> prefixed(const char* prefix, const StorePtr& store) {

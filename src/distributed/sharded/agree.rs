@@ -3,7 +3,7 @@
 
 use crate::Result;
 use crate::distributed::{ProcessGroup, failed};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 /// The text of each rank, on every rank.
 pub(super) fn exchange(group: &ProcessGroup, text: &str) -> Result<Vec<String>> {
