@@ -138,7 +138,13 @@ class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
     if (!graphs_.are_alive()) return abort();
     // It returns when the graphs are gone.
     auto self = c10::intrusive_ptr<CheckedNccl>::unsafe_reclaim_from_nonowning(this);
-    std::thread([self] { self->abort(); }).detach();
+    std::thread([self] {
+      try {
+        self->abort();
+      } catch (...) {
+        // The group has failed already, and nobody waits for this.
+      }
+    }).detach();
   }
 
   Graphs graphs_;

@@ -79,6 +79,7 @@ fn run(options: &Options) -> Result<()> {
         }
         None => Ok(()),
     })?;
+    learners.iter_mut().for_each(train::Learner::drop_graphs);
     ranks.leave()?;
     // What remains is done by one process.
     let Some(output) = output else { return Ok(()) };

@@ -84,6 +84,11 @@ pub struct Learner {
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<StepOutput>>;
 
 impl Learner {
+    /// Drops the graphs, before the processes end their group: NCCL keeps its connections for them.
+    pub fn drop_graphs(&mut self) {
+        self.step.recapture();
+    }
+
     /// A learner whose rank trains on so many rows.
     pub fn new(
         op: Op,

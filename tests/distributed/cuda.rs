@@ -211,8 +211,9 @@ fn cuda_a_killed_rank() {
         std::thread::sleep(Duration::from_millis(500));
         ranks.kill(1);
         let killed = Instant::now();
-        let ends = ranks.finish(Duration::from_secs(90));
-        assert!(killed.elapsed() < Duration::from_secs(60), "{case}: {ends:#?}");
+        let ends = ranks.finish(Duration::from_secs(120));
+        // NCCL's watchdog waits up to a minute for a report of all ranks before it ends the process.
+        assert!(killed.elapsed() < Duration::from_secs(90), "{case}: {ends:#?}");
         // An error, or the end of the process by NCCL's watchdog.
         assert_eq!(ends[0].code, code, "{case}: {ends:#?}");
         assert!(code.is_none() || ends[0].text.contains("ERROR all_reduce"), "{ends:#?}");

@@ -291,6 +291,23 @@ fn processes() {
 }
 
 /// A rank in Python, which is rank 0, and one in Rust.
+/// libtorch 2.11 notes the first operation of each group in a map without a lock, so that this crashed.
+#[test]
+fn groups_of_several_threads_start_operations_at_once() {
+    std::thread::scope(|scope| {
+        for _ in 0..12 {
+            scope.spawn(|| {
+                for _ in 0..120 {
+                    let group = ProcessGroup::single().expect("a group");
+                    let x = number(2.0);
+                    group.all_reduce(&x, ReduceOp::Sum).expect("a sum");
+                    assert_eq!(x, number(2.0));
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn a_rank_in_python() {
     let port = free_port();

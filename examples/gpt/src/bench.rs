@@ -262,6 +262,7 @@ impl Bench {
             summary["tokens_per_s_each"] = json!(tokens / each);
         }
         summary["losses"] = json!(losses);
+        self.trainer.drop_graphs();
         self.ranks.leave()?;
         say(&summary.to_string())
     }

@@ -88,6 +88,11 @@ impl Trainer {
         }
     }
 
+    /// Drops the graphs, before the processes end their group: NCCL keeps its connections for them.
+    pub fn drop_graphs(&mut self) {
+        self.step.recapture();
+    }
+
     /// The optimizer's state.
     pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
         Ok(self.step.optimizer().state()?)

@@ -35,6 +35,7 @@ pub fn run(options: &TrainOptions) -> Result<()> {
     let settings = settings.context("rank 0 sent no settings")?;
     let mut run = Run::new(options, settings, &ranks, device, main.as_mut())?;
     run.train()?;
+    run.trainer.drop_graphs();
     ranks.leave()?;
     match &main {
         Some(main) => run.finish(&main.tokenizer),
