@@ -62,8 +62,7 @@ mod several {
                 "cuda" if env.world_size > 1 => options.device_of(env.local_rank)?,
                 _ => options.device()?,
             };
-            let mut group = GroupOptions::default();
-            group.device = Some(device);
+            let group = GroupOptions { device: Some(device), ..Default::default() };
             let group = ProcessGroup::init(&env, &group)?;
             Ok(Ranks { group, device })
         }
