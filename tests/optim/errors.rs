@@ -9,6 +9,7 @@ fn adamw(tensors: &[Tensor]) -> tch_extension::Result<Optimizer> {
 
 #[test]
 fn numbers_out_of_range_are_refused() {
+    let _alone = serially();
     let tensors = [Tensor::ones([2], (Kind::Float, CPU))];
     let built = |config: AdamW, lr| text(config.build_of(named(&tensors), lr));
     let default = AdamW::default();
@@ -251,6 +252,7 @@ fn parameters_in_another_memory_format_are_refused() {
 
 #[test]
 fn master_weights_are_chosen_before_the_first_step() {
+    let _alone = serially();
     let w = Tensor::ones([2], (Kind::Half, CPU));
     let mut optimizer = adamw(&[w.shallow_clone()]).expect("an optimizer");
     optimizer.set_master_weights(false);

@@ -153,6 +153,7 @@ fn states_that_do_not_fit_change_nothing() {
 
 #[test]
 fn files_that_are_none_are_refused() {
+    let _alone = serially();
     let (_folder, file) = place();
     let mut optimizer = build(rules()[0], &[Tensor::ones([2], (Kind::Float, CPU))], 0.1);
     let message = text(optimizer.load(&file));
@@ -232,6 +233,7 @@ fn a_state_of_torch_goes_on() {
 
 #[test]
 fn tensors_come_back_from_a_file() {
+    let _alone = serially();
     let (_folder, file) = place();
     let tensors = BTreeMap::from([
         ("a".to_string(), normal(&[2, 3], Kind::Float, CPU).transpose(0, 1)),
