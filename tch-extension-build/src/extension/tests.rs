@@ -1,6 +1,7 @@
 //! Tests what `Extension` tells the compiler and the linker, with programs that stand in for them.
 
 use super::*;
+use crate::environment::Environment;
 use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
 use std::collections::HashMap;
 use std::ffi::OsStr;

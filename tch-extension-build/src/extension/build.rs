@@ -1,0 +1,300 @@
+//! What a build script does once it has said what to compile: it finds the toolchain, compiles, and
+//! prints cargo's lines.
+
+use super::{Built, Extension};
+use crate::environment::{BuildScript, Environment, Process};
+use crate::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain, is_cuda, text_of};
+use crate::{isolate, paths, probe};
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+impl Extension {
+    /// Compiles the sources, makes an archive, and tells cargo what to link. It does nothing on
+    /// docs.rs or with a feature `doc-only`.
+    ///
+    /// # Errors
+    /// For a source that is missing, whose path is not UTF-8 or that does not compile, for an
+    /// unknown architecture, and for a libtorch or a compiler that is missing or does not fit. The
+    /// error is one message that also names the solution.
+    pub fn build(&self) -> Result<Built> {
+        println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
+        if is_doc_build() {
+            return Ok(Built { cuda: false });
+        }
+        let script = BuildScript::default();
+        let (built, lines) = self.build_in(&script)?;
+        script.print();
+        // rustc accepts a library with modifiers only once. When several extensions of a crate need
+        // it, two lines are enough: the first one, and the one of tch-extension, which the linker
+        // reads after all of them.
+        static ONCE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+        let mut once = ONCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        for line in lines {
+            if line.starts_with("rustc-link-lib=static")
+                && !once.insert(format!("lib{}.a", self.name))
+            {
+                bail!(
+                    "two extensions of this build script are called {:?}; the second takes the first's place",
+                    self.name
+                );
+            }
+            if !line.contains(":+verbatim=") || once.insert(line.clone()) {
+                println!("cargo::{line}");
+            }
+        }
+        Ok(built)
+    }
+
+    /// Calls [`Extension::build`]. A failure prints one message and ends the build script.
+    pub fn build_or_exit(&self) -> Built {
+        self.build().unwrap_or_else(|error| exit(&error))
+    }
+
+    /// Builds, and also returns the lines that cargo must be told.
+    pub(super) fn build_in(&self, env: &dyn Environment) -> Result<(Built, Vec<String>)> {
+        if let Some(mistake) = &self.mistake {
+            bail!("{mistake}");
+        }
+        if self.sources.is_empty() {
+            bail!(
+                "Extension::new({:?}) has no source; add some with source_dir or source",
+                self.name
+            );
+        }
+        let is_no_source = |end: &&PathBuf| {
+            !self.sources.iter().any(|source| is_cuda(source) && source.ends_with(end))
+        };
+        if let Some(end) = self.options.for_hopper.iter().find(is_no_source) {
+            bail!(
+                "for_hopper({:?}): no CUDA source's path ends so; name one that was added, such as csrc/my_op.cu",
+                end
+            );
+        }
+        for folder in &self.folders {
+            paths::check("the source folder", folder)?;
+            env.reads(folder);
+        }
+        let libtorch = find_libtorch(env)?;
+        let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
+        let toolchain = Toolchain::find(libtorch, CudaMode::IfPresent, self.archs.as_deref(), env)?;
+        if toolchain.cuda.is_none() && has_cuda_sources {
+            toolchain.warn_of_missing_nvcc(env);
+        }
+        let mut options = self.options_for(env);
+        if toolchain.cuda.is_some() {
+            options.includes_for.extend(self.folders_of_headers(&toolchain.libtorch, env));
+        }
+        if env.var("PROFILE").as_deref() == Some("debug") {
+            // With this macro, the headers check indices.
+            options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
+        }
+        let out_dir = env.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;
+        let out_dir = Path::new(&out_dir);
+        // The number of jobs that cargo was started with (`--jobs`).
+        let workers = env.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
+        let shared = env.var("TCH_EXTENSION_OBJECTS").map(|folder| {
+            let package = env.var("CARGO_PKG_NAME").unwrap_or_default();
+            Path::new(&folder).join(package).join(&self.name)
+        });
+        let folder = shared.as_deref().unwrap_or(out_dir);
+        #[cfg(feature = "headers")]
+        self.write_params(folder, &mut options, env)?;
+        let objects = toolchain.compile(&self.sources, &options, folder, workers, env)?;
+
+        let mut lines = Vec::new();
+        // Without CUDA, a crate that has only CUDA sources has nothing to archive.
+        if !objects.is_empty() {
+            let (target, host) = env.triples();
+            let mut archive = cc::Build::new();
+            archive.cpp(true).opt_level(3).target(&target).host(&host).out_dir(out_dir);
+            archive.cargo_metadata(false).cargo_warnings(false);
+            if self.is_isolated(&objects)? {
+                archive.object(isolate::isolate(
+                    &objects,
+                    &self.name,
+                    out_dir,
+                    &toolchain.cxx,
+                    env,
+                )?);
+            } else {
+                archive.objects(objects.iter().map(|object| &object.path));
+            }
+            archive
+                .try_compile(&self.name)
+                .with_context(|| format!("cannot archive lib{}.a", self.name))?;
+            lines.push(format!("rustc-link-search=native={}", out_dir.display()));
+            let whole = if self.is_whole()? { ":+whole-archive" } else { "" };
+            lines.push(format!("rustc-link-lib=static{whole}={}", self.name));
+            lines.push("rustc-link-lib=stdc++".to_string());
+        }
+        let cuda = toolchain.cuda.is_some();
+        lines.extend(self.link_lines(&toolchain.libtorch, cuda)?);
+        Ok((Built { cuda }, lines))
+    }
+
+    /// Writes the headers of [`Extension::params`] and lets the sources find them. A header whose
+    /// text stays the same is not touched, so that nothing is compiled again.
+    #[cfg(feature = "headers")]
+    fn write_params(
+        &self,
+        folder: &Path,
+        options: &mut Options,
+        env: &dyn Environment,
+    ) -> Result<()> {
+        let include = folder.join("params");
+        for source in &self.params {
+            paths::check("the source of parameters", source)?;
+            env.reads(source);
+            let header =
+                crate::headers::Header::new([source.clone()], crate::headers::prefix_of(source));
+            let text = header.generate()?.with_context(|| {
+                format!(
+                    "params: {} has no #[repr(C)] struct and no #[repr(i32)] enum",
+                    source.display()
+                )
+            })?;
+            let path = include.join(format!("{}.h", source.display()));
+            if std::fs::read_to_string(&path).is_ok_and(|before| before == text) {
+                continue;
+            }
+            let parent = path.parent().unwrap_or(&include);
+            std::fs::create_dir_all(parent)
+                .and_then(|()| std::fs::write(&path, text))
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        if !self.params.is_empty() {
+            options.includes.push(include);
+        }
+        Ok(())
+    }
+
+    /// The folders of the headers of [`Extension::cuda_header`] that are found.
+    fn folders_of_headers(
+        &self,
+        libtorch: &Libtorch,
+        env: &dyn Environment,
+    ) -> Vec<(PathBuf, PathBuf)> {
+        let found = self.cuda_headers.iter().filter_map(|(path, header)| {
+            let folder = probe::cuda_header(&libtorch.lib, header, &|name| env.var(name))?;
+            env.reads(&folder.join(header));
+            let is_system = probe::SYSTEM_INCLUDES.iter().any(|system| folder == Path::new(system));
+            (!is_system).then(|| (path.clone(), folder))
+        });
+        found.collect()
+    }
+
+    fn options_for(&self, env: &dyn Environment) -> Options {
+        let Some(public) = env.var("DEP_TCH_EXTENSION_INCLUDE").map(PathBuf::from) else {
+            return Options { includes: self.includes.clone(), ..self.options.clone() };
+        };
+        // The headers that replace Python's must be found before Python's own. The crate's own
+        // folders come before the public headers of tch-extension.
+        let python = public.join("tch_extension/python");
+        let includes =
+            std::iter::once(python).chain(self.includes.iter().cloned()).chain([public]).collect();
+        let mut options = Options { includes, ..self.options.clone() };
+        let name = "TORCH_EXTENSION_NAME";
+        if options.defines.iter().all(|(defined, _)| defined != name) {
+            options.defines.push((name.to_string(), Some(self.name.replace('-', "_"))));
+        }
+        options
+    }
+
+    fn is_whole(&self) -> Result<bool> {
+        self.whole_archive.map_or_else(|| self.mention(&["TORCH_LIBRARY", "PYBIND11_MODULE"]), Ok)
+    }
+
+    fn is_isolated(&self, objects: &[Object]) -> Result<bool> {
+        match self.isolated {
+            Some(isolated) => Ok(isolated),
+            None if self.mention(&["PYBIND11_MODULE", "PyInit_", "PyMODINIT_FUNC"])? => {
+                isolate::is_module(objects)
+            }
+            None => Ok(false),
+        }
+    }
+
+    /// Whether one of the sources contains one of these words.
+    fn mention(&self, words: &[&str]) -> Result<bool> {
+        for source in &self.sources {
+            let text = text_of(source)?;
+            if words.iter().any(|word| text.contains(word)) {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// The lines that link libtorch, and the metadata that dependents' build scripts ask for.
+    fn link_lines(&self, libtorch: &Libtorch, cuda: bool) -> Result<Vec<String>> {
+        let mut lines = vec![
+            format!("rustc-link-search=native={}", libtorch.lib.display()),
+            format!("metadata=libtorch_lib={}", libtorch.lib.display()),
+        ];
+        if let Some(include) = self.includes.first() {
+            let include = include.canonicalize().unwrap_or_else(|_| include.clone());
+            lines.push(format!("metadata=include={}", include.display()));
+        }
+        if cuda {
+            for library in
+                std::iter::once("cudart").chain(self.cuda_libraries.iter().map(String::as_str))
+            {
+                let library = libtorch.cuda_library(library)?;
+                let folder = library.parent().unwrap_or(&libtorch.lib);
+                let name = library.file_name().unwrap_or_default().to_string_lossy();
+                lines.push(format!("rustc-link-search=native={}", folder.display()));
+                // The full file name, because wheels contain `libcudart.so.13` and no
+                // `libcudart.so`.
+                lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
+            }
+            lines.push("rustc-link-lib=dylib=c10_cuda".to_string());
+            lines.push("rustc-cfg=tch_extension_cuda".to_string());
+        }
+        Ok(lines)
+    }
+}
+
+/// Lets this package's programs, tests, benches and examples find libtorch without
+/// `LD_LIBRARY_PATH`. Cargo does not pass such flags on to dependents, so the build script of each
+/// package that makes a final program calls this once.
+pub fn link_args() {
+    if is_doc_build() {
+        return;
+    }
+    let script = BuildScript::default();
+    let libtorch = find_libtorch(&script).unwrap_or_else(|error| exit(&error));
+    script.print();
+    println!("cargo::rustc-link-arg=-Wl,-rpath,{}", libtorch.lib.display());
+    if let Ok(runtime) = libtorch.cuda_runtime()
+        && let Some(folder) = runtime.parent()
+    {
+        println!("cargo::rustc-link-arg=-Wl,-rpath,{}", folder.display());
+    }
+}
+
+fn exit(error: &anyhow::Error) -> ! {
+    eprintln!("error: {error:#}");
+    std::process::exit(1)
+}
+
+/// The libtorch that torch-sys links. Cargo tells its folder to direct dependents of torch-sys;
+/// this crate's own `links` key passes it on to those of tch-extension.
+fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
+    if env.var("CARGO_CFG_TARGET_OS").as_deref() != Some("linux")
+        || env.var("CARGO_CFG_TARGET_ARCH").as_deref() != Some("x86_64")
+    {
+        bail!("tch-extension supports Linux on x86-64 only");
+    }
+    let lib = env.var("DEP_TCH_LIBTORCH_LIB").or_else(|| env.var("DEP_TCH_EXTENSION_LIBTORCH_LIB"));
+    let lib = lib.context(
+        "cargo did not say where libtorch is; add tch-extension (or torch-sys) to [dependencies]: cargo tells direct \
+         dependents only",
+    )?;
+    Libtorch::at(lib, env)
+}
+
+fn is_doc_build() -> bool {
+    Process.var("DOCS_RS").is_some() || Process.var("CARGO_FEATURE_DOC_ONLY").is_some()
+}
