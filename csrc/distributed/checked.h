@@ -171,13 +171,13 @@ class Checked : public Base, public Endable {
     const Entry entry(*this);
     require_life();
     if (Checker* checker = entry.checker()) {
-      const int64_t rows = input.dim() > 0 ? input.size(0) : 0;
       const bool equal = output_sizes.empty() && input_sizes.empty();
-      const std::string part =
-          equal ? describe(input)
-                : std::string("rows of ") + c10::toString(input.scalar_type()) + " with " +
-                      (rows > 0 ? std::to_string(input.numel() / rows) : "any number of") +
-                      " elements";
+      int64_t elements = 1;  // of a row; a rank may have no rows
+      for (int64_t dim = 1; dim < input.dim(); ++dim) elements *= input.size(dim);
+      const std::string part = equal
+                                   ? describe(input)
+                                   : std::string("rows of ") + c10::toString(input.scalar_type()) +
+                                         " with " + std::to_string(elements) + " elements";
       checker->compare("all_to_all of " + part);
       if (!equal) checker->compare_sizes(output_sizes, input_sizes);
     }

@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include "group.h"
+#include "streams.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -231,14 +232,15 @@ TCH_EXTENSION_API Message tch_extension_work_wait(Work* work, int64_t timeout) {
     if (work->work) TORCH_CHECK(work->work->wait(Milliseconds(timeout)), "it was aborted");
     at::NoGradGuard no_grad;
     for (auto& [to, from] : work->copies) to.copy_(from);
+    for (const at::Tensor& tensor : work->tensors) use_on_current_stream(tensor);
     work->copies.clear();
     work->tensors.clear();
     work->work.reset();
   });
 }
 
-TCH_EXTENSION_API bool tch_extension_work_is_completed(Work* work) {
-  return !work->work || work->work->isCompleted();
+TCH_EXTENSION_API Message tch_extension_work_is_completed(Work* work, bool* done) {
+  return guard([&] { *done = !work->work || work->work->isCompleted(); });
 }
 
 TCH_EXTENSION_API void tch_extension_work_free(Work* work) { delete work; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "c10d.h"
+#include "streams.h"
 // After c10d.h, which defines c10d's macros.
 #include <deque>
 #include <functional>

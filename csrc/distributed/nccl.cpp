@@ -130,6 +130,19 @@ class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
   }
 
  private:
+  // libtorch 2.11's FlightRecorder is not safe for several groups in several threads; see
+  // lock_all_groups in gloo.cpp. This function, which notes an operation there, waits for nobody.
+  c10::intrusive_ptr<WorkNCCL> initWork(at::Device& device, int rank, c10d::OpType type,
+                                        bool is_message, const char* title,
+                                        const std::vector<at::Tensor>& inputs,
+                                        const std::vector<at::Tensor>& outputs,
+                                        bool record) override {
+    static auto& mutex = *new std::mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    return ProcessGroupNCCL::initWork(device, rank, type, is_message, title, inputs, outputs,
+                                      record);
+  }
+
   void starting() override {
     graphs_.note(c10::cuda::getCurrentCUDAStream(getBoundDeviceId()->index()).stream());
   }

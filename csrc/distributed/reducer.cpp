@@ -78,7 +78,7 @@ std::vector<at::Tensor*> differentiable(std::vector<at::Tensor>& outputs) {
   return list;
 }
 
-// Puts the node behind the outputs. They share memory and version counter with those before.
+// Adds the node after the outputs. They share memory and version counter with those before.
 void pass_through(std::vector<at::Tensor>& outputs, const std::shared_ptr<Ddp>& ddp) {
   const auto list = differentiable(outputs);
   if (list.empty()) return;
@@ -151,7 +151,10 @@ CommHook::Finish CompressHook::start(c10d::GradBucket& bucket) {
   auto work = group_->allreduce(tensors);
   return [buffer, sent, work]() mutable {
     work->wait();
-    if (!sent.is_same(buffer)) buffer.copy_(sent);
+    if (!sent.is_same(buffer)) {
+      buffer.copy_(sent);
+      use_on_current_stream(sent);
+    }
     return buffer;
   };
 }
@@ -173,6 +176,11 @@ void Reducer::set_accumulators(const std::vector<NodePtr<Node>>& nodes) {
 bool Reducer::awaits_gradients() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return expect_autograd_hooks_;
+}
+
+bool Reducer::has_started_all() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return next_bucket_ == buckets_.size();
 }
 
 std::vector<size_t> Reducer::unused_parameters() const {
@@ -336,6 +344,8 @@ void Ddp::end(std::vector<at::Tensor>& outputs) {
     ++pass_;
     arrived_ = 0;
     is_open_ = true;
+    end_is_queued_ = false;
+    has_ended_ = false;
   }
   if (!at::GradMode::is_enabled()) return;
   if (searches || (options_.static_graph && !delay_is_queued())) {
@@ -356,9 +366,17 @@ void Ddp::backward_begins() {
   delay_is_queued_ = true;
   auto self = shared_from_this();
   torch::autograd::Engine::get_default_engine().queue_callback([self] {
-    const InHook mark(self.get());
-    self->reducer_->delay_all_reduce();
+    {
+      const InHook mark(self.get());
+      self->reducer_->delay_all_reduce();
+    }
+    self->note_end();
   });
+}
+
+void Ddp::note_end() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  has_ended_ = true;
 }
 
 void Ddp::arrive(size_t index) {
@@ -378,12 +396,18 @@ void Ddp::arrive(size_t index) {
   const InHook mark(this);
   // Also outside of a synchronised pass, so that the parameter counts as used in the next one.
   reducer_->autograd_hook(index);
+  if (!reducer_->has_started_all()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (std::exchange(end_is_queued_, true)) return;
+  // The Reducer has just queued the end of its reductions. If that throws, the engine runs no
+  // callback after it.
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [self = shared_from_this()] { self->note_end(); });
 }
 
-// Only the end of a reduction makes the Reducer stop waiting for gradients. It averages all that is
-// in the gradients by then.
+// A reduction averages all that is in the gradients by then.
 void Ddp::settle() {
-  if (!is_open_ || reducer_->awaits_gradients()) return;
+  if (!is_open_ || !has_ended_) return;
   is_open_ = false;
   has_local_ = false;
   is_synchronised_ = true;

@@ -82,6 +82,8 @@ class Reducer final : public c10d::Reducer {
 
   // Whether a backward pass is expected, or running, whose gradients are to be averaged.
   bool awaits_gradients() const;
+  // Whether the reductions of all buckets were started in this pass.
+  bool has_started_all() const;
   // The parameters that the graph of the last forward pass did not lead to.
   std::vector<size_t> unused_parameters() const;
   // Whether the next call of rebuild_buckets may rebuild them.
@@ -127,6 +129,8 @@ class Ddp final : public std::enable_shared_from_this<Ddp> {
   void arrive(size_t index);
   void follow_stream(bool capturing);
   bool delay_is_queued();
+  // Notes that the reduction of this pass ended well.
+  void note_end();
   void refuse_in_hook() const;
   void check_tensors() const;
   // The following need the lock.
@@ -158,6 +162,8 @@ class Ddp final : public std::enable_shared_from_this<Ddp> {
   std::vector<uint64_t> last_pass_;  // in which the parameter's gradient arrived
   size_t arrived_ = 0;               // gradients in this pass
   bool is_open_ = false;             // the reduction of this pass has not ended
+  bool end_is_queued_ = false;       // its end will be noted
+  bool has_ended_ = false;           // it has ended, and well
   bool has_local_ = false;           // gradients were added that were not averaged since
   bool is_synchronised_ = false;     // a reduction has ended since the last step
   bool delay_is_queued_ = false;     // in the first pass of a static graph

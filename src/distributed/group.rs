@@ -91,7 +91,9 @@ pub fn nccl_missing() -> Option<String> {
 /// another one under another name, or end the program and let the launcher start all ranks again. A
 /// rank that goes on after an error of its own must say so by [`poison`](ProcessGroup::poison).
 ///
-/// Dropping the last handle waits for operations in flight, at most for the timeout.
+/// Dropping the last handle waits for operations in flight on CPU tensors, at most for the timeout. It
+/// aborts those on GPUs: call [`shutdown`](ProcessGroup::shutdown) first, after CUDA graphs with
+/// collectives were dropped.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
@@ -108,6 +110,9 @@ struct Inner {
     device: Device,
     /// The group's own part of the store.
     store: Store,
+    /// The same, by a connection of its own: a store's client does one thing at a time, also while
+    /// it waits for a key, and what failed must be said at once.
+    signals: Store,
     /// Why the group cannot be used any more.
     failed: Mutex<Option<String>>,
     /// Held while an operation is started: operations that start at the same time would have
@@ -219,6 +224,7 @@ impl ProcessGroup {
             size,
             options,
             device,
+            signals: own.reconnected()?,
             store: own,
             failed: Mutex::new(None),
             start: Mutex::new(()),
@@ -352,7 +358,7 @@ impl ProcessGroup {
         }
         // The others read the message when their operation fails, so it is set first.
         let text = format!("rank {}: {message}", self.rank());
-        drop(self.inner.store.set(FAILED, text.as_bytes()));
+        drop(self.inner.signals.set(FAILED, text.as_bytes()));
         drop(self.inner.group.end(&text));
         for subgroup in lock(&self.inner.subgroups).drain(..) {
             if let Some(inner) = subgroup.upgrade() {
@@ -420,7 +426,7 @@ impl ProcessGroup {
     pub(crate) fn error(&self, op: &str, reason: &str) -> Error {
         let own = lock(&self.inner.failed).clone();
         let cause = own.map(|message| format!("the group has failed: {message}")).or_else(|| {
-            let store = &self.inner.store;
+            let store = &self.inner.signals;
             let message = if self.others_failed() { store.get(FAILED).ok() } else { None };
             message.map(|message| String::from_utf8_lossy(&message).into_owned())
         });
@@ -438,11 +444,33 @@ impl ProcessGroup {
 
     /// Whether a rank has left a message.
     pub(super) fn others_failed(&self) -> bool {
-        self.inner.store.check(FAILED).unwrap_or(false)
+        self.inner.signals.check(FAILED).unwrap_or(false)
+    }
+
+    /// An error of this rank, or of the rank that failed before it.
+    pub(super) fn cause_of(&self, op: &str, error: Error) -> Error {
+        match self.others_failed() {
+            true => self.error(op, &error.to_string()),
+            false => error,
+        }
+    }
+
+    /// A handle that does not keep the connections.
+    pub(super) fn downgrade(&self) -> WeakGroup {
+        WeakGroup(Arc::downgrade(&self.inner))
     }
 
     fn place(&self, reason: &str) -> String {
         format!("rank {} of {}: {reason}", self.rank(), self.size())
+    }
+}
+
+/// A group, if somebody else keeps it.
+pub(super) struct WeakGroup(Weak<Inner>);
+
+impl WeakGroup {
+    pub fn upgrade(&self) -> Option<ProcessGroup> {
+        self.0.upgrade().map(|inner| ProcessGroup { inner })
     }
 }
 

@@ -83,6 +83,7 @@ mod ranks;
 mod sampler;
 mod sharded;
 mod store;
+mod watch;
 mod work;
 
 pub use collectives::ReduceOp;

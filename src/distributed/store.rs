@@ -132,6 +132,12 @@ impl Store {
         Ok(Store::new(store, self.port, self.timeout, self.is_local))
     }
 
+    /// The same store with a connection of its own, if it has connections.
+    pub(super) fn reconnected(&self) -> Result<Store> {
+        let store = self.inner.try_clone().map_err(|reason| failed("Store", reason))?;
+        Ok(Store::new(store, self.port, self.timeout, self.is_local))
+    }
+
     fn new(store: ffi::Store, port: Option<u16>, timeout: Duration, is_local: bool) -> Store {
         Store { inner: Arc::new(store), port, timeout, is_local }
     }

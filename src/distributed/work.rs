@@ -61,7 +61,8 @@ impl Work {
         self.finish(Some(timeout))
     }
 
-    /// Whether the operation has ended, well or badly.
+    /// Whether the operation has ended, well or badly. A message of CPU tensors does not know before it
+    /// is waited for; then this is false.
     pub fn is_completed(&self) -> bool {
         self.work.as_ref().is_none_or(ffi::Work::is_completed)
     }

@@ -96,6 +96,7 @@ unsafe extern "C" {
         length: usize,
         result: *mut *mut CStore,
     ) -> *mut c_char;
+    fn tch_extension_store_clone(store: *const CStore, result: *mut *mut CStore) -> *mut c_char;
     fn tch_extension_store_free(store: *mut CStore);
     fn tch_extension_store_set(
         store: *const CStore,
@@ -180,7 +181,7 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_group_monitored_barrier(group: *const CGroup, timeout: i64) -> *mut c_char;
     fn tch_extension_work_wait(work: *mut CWork, timeout: i64) -> *mut c_char;
-    fn tch_extension_work_is_completed(work: *mut CWork) -> bool;
+    fn tch_extension_work_is_completed(work: *mut CWork, done: *mut bool) -> *mut c_char;
     fn tch_extension_work_free(work: *mut CWork);
 }
 
@@ -278,6 +279,14 @@ impl Store {
         let ((prefix, length), mut result) = (parts(prefix), std::ptr::null_mut());
         // SAFETY: as in `tcp`; the store lives.
         check(unsafe { tch_extension_store_prefix(self.0, prefix, length, &mut result) })?;
+        Ok(Store(result))
+    }
+
+    /// A handle with connections of its own.
+    pub fn try_clone(&self) -> Outcome<Store> {
+        let mut result = std::ptr::null_mut();
+        // SAFETY: the store lives. On success we own the new handle.
+        check(unsafe { tch_extension_store_clone(self.0, &mut result) })?;
         Ok(Store(result))
     }
 
@@ -502,8 +511,11 @@ impl Work {
         check(unsafe { tch_extension_work_wait(self.0, timeout.map_or(0, milliseconds)) })
     }
 
+    /// Also after an error, which `wait` returns.
     pub fn is_completed(&self) -> bool {
-        // SAFETY: the work lives.
-        unsafe { tch_extension_work_is_completed(self.0) }
+        let mut done = false;
+        // SAFETY: the work and the variable live.
+        let asked = check(unsafe { tch_extension_work_is_completed(self.0, &mut done) });
+        done || asked.is_err()
     }
 }

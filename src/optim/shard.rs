@@ -115,8 +115,13 @@ impl Optimizer {
         if !masters.is_empty() {
             let _no_grad = tch::no_grad_guard();
             let op = "ShardedOptimizer::new";
-            let needs: Vec<Needs> = super::gradients::parameter_facts(op, &self.parameters)?;
-            self.make_states(op, &needs)?;
+            let mut needs: Vec<Needs> = super::gradients::parameter_facts(op, &self.parameters)?;
+            needs.retain(|need| masters.iter().any(|(index, _)| *index == need.index));
+            // Those of the caller are used even if the optimizer makes none of its own.
+            let makes_masters = std::mem::replace(&mut self.has_master_weights, true);
+            let made = self.make_states(op, &needs);
+            self.has_master_weights = makes_masters;
+            made?;
             for (index, values) in &masters {
                 let state = self.parameters[*index].state.as_ref();
                 if let Some(master) = state.and_then(|state| state.master.as_ref()) {

@@ -563,3 +563,30 @@ fn a_rank_that_is_killed_fails_all() {
         }
     }
 }
+
+/// `loss.backward()`, unlike `Ddp::backward`, does not give the group up when it fails.
+#[test]
+fn a_reduction_that_failed_is_no_average() {
+    let options =
+        GroupOptions { check: false, ..GroupOptions::with_timeout(Duration::from_secs(2)) };
+    super::ranks_with(2, &options, |group| {
+        let mut trained = trained(group, DdpOptions::default())?;
+        trained.step(0)?;
+        drop_gradients(&trained.vs, false)?;
+        let loss = trained.ddp.forward(|| Ok(trained.loss(1)))?;
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_secs(5));
+            return Ok(());
+        }
+        let before: Vec<Tensor> = trained.weights.iter().map(|w| w.detach().copy()).collect();
+        let error = loss.f_backward().expect_err("rank 1 sends nothing").to_string();
+        let refused = trained.ddp.check().expect_err(&error).to_string();
+        assert!(refused.contains("did not end"), "{refused}");
+        trained.optimizer.step().expect_err("its gradients are no averages");
+        for (before, weight) in before.iter().zip(&trained.weights) {
+            assert_eq!(*before, weight.detach());
+        }
+        Ok(())
+    })
+    .expect("all ranks");
+}

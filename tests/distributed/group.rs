@@ -3,7 +3,7 @@
 use super::processes::{Case, Ranks, free_port};
 use super::python;
 use std::sync::Mutex;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::distributed::{
@@ -291,6 +291,22 @@ fn processes() {
 }
 
 /// A rank in Python, which is rank 0, and one in Rust.
+/// A TCP store's client does one thing at a time, also while it waits for a key.
+#[test]
+fn a_group_is_given_up_while_a_thread_waits_in_its_store() {
+    let options = TcpStoreOptions { server: true, ..Default::default() };
+    let store = Store::tcp("127.0.0.1", 0, &options).expect("a server");
+    let options = GroupOptions { check: false, ..GroupOptions::with_timeout(TIMEOUT) };
+    let group = ProcessGroup::with_store(&store, 0, 1, &options).expect("a group");
+    std::thread::scope(|scope| {
+        scope.spawn(|| group.store().wait("never", Duration::from_secs(4)).expect_err("unset"));
+        std::thread::sleep(Duration::from_millis(500));
+        let start = Instant::now();
+        group.poison("enough");
+        assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    });
+}
+
 /// libtorch 2.11 notes the first operation of each group in a map without a lock, so that this crashed.
 #[test]
 fn groups_of_several_threads_start_operations_at_once() {

@@ -16,6 +16,7 @@ mod group;
 mod processes;
 #[path = "../support/python.rs"]
 mod python;
+mod refused;
 mod sampler;
 mod sharded;
 

@@ -6,17 +6,17 @@ mod optimizer;
 mod options;
 mod outputs;
 mod statistics;
-mod watch;
 
 pub use optimizer::DdpOptimizer;
 pub use options::{Bucket, CommHook, DdpOptions};
 pub use outputs::Outputs;
 pub use statistics::DdpStatistics;
 
-use super::{OnNcclError, ProcessGroup, failed};
+use super::watch::Replays;
+use super::{ProcessGroup, failed};
 use crate::amp::Optimizer;
 use crate::autograd::backward;
-use crate::cuda::{Event, is_capturing};
+use crate::cuda::is_capturing;
 use crate::ffi::amp::identity;
 use crate::ffi::distributed::ddp as ffi;
 use crate::{Error, Result};
@@ -24,10 +24,9 @@ use model::{Model, Source};
 use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use tch::nn::VarStore;
 use tch::{Device, Tensor};
-use watch::Watch;
 
 const NEW: &str = "Ddp::new";
 const FORWARD: &str = "Ddp::forward";
@@ -134,7 +133,7 @@ struct Inner {
     unsynchronised: AtomicUsize,
     /// Whether `train::Step` only accumulates gradients.
     accumulating: AtomicBool,
-    watch: OnceLock<Watch<Event>>,
+    replays: Replays,
 }
 
 impl Ddp {
@@ -199,7 +198,7 @@ impl Ddp {
                 forward: Mutex::new(()),
                 unsynchronised: AtomicUsize::new(0),
                 accumulating: AtomicBool::new(false),
-                watch: OnceLock::new(),
+                replays: Replays::default(),
             }),
         })
     }
@@ -406,10 +405,7 @@ impl Ddp {
         if self.inner.reduction.is_none() || group.failure().is_some() {
             return error;
         }
-        let error = match group.others_failed() {
-            true => group.error(STEP, &error.to_string()),
-            false => error,
-        };
+        let error = group.cause_of(STEP, error);
         give_up(group, &error);
         error
     }
@@ -418,38 +414,10 @@ impl Ddp {
         self.inner.accumulating.store(accumulating, Ordering::Relaxed);
     }
 
-    /// Ends the process if what was launched so far on the current stream does not end in time.
-    fn watch(&self, device: Device) -> Result<()> {
-        let inner = &*self.inner;
-        if inner.reduction.is_none() {
-            return Ok(());
-        }
-        drop(inner.group.starting(STEP)?);
-        let event = Event::without_timing(device)?;
-        event.record()?;
-        let watch = match inner.watch.get() {
-            Some(watch) => watch,
-            None => {
-                let group = inner.group.clone();
-                let made = Watch::new(group.timeout(), move |reason| stalled(&group, &reason))?;
-                inner.watch.get_or_init(|| made)
-            }
-        };
-        watch.add(event);
-        Ok(())
+    /// Watches that what was launched so far on the current stream ends in time.
+    fn replayed(&self, device: Device) -> Result<()> {
+        self.inner.replays.add(STEP, &self.inner.group, device)
     }
-}
-
-/// Ends what waits for a rank that does not come, as NCCL's watchdog does outside of graphs.
-fn stalled(group: &ProcessGroup, reason: &str) {
-    let (rank, size) = (group.rank(), group.size());
-    let line = format!("rank {rank} of {size}: {reason}; another rank has failed or is too slow");
-    if group.on_nccl_error() == OnNcclError::Abort {
-        return group.poison(&line);
-    }
-    // The GPU is busy forever, and an orderly end of the process would wait for it.
-    eprintln!("Ddp: {line}. The process aborts.");
-    std::process::abort();
 }
 
 fn reduction(

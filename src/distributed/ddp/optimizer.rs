@@ -101,7 +101,7 @@ impl<O: Optimizer> Optimizer for DdpOptimizer<O> {
     }
 
     fn replayed(&mut self, device: Device) -> Result<()> {
-        self.ddp.watch(device)?;
+        self.ddp.replayed(device)?;
         self.optimizer.replayed(device)
     }
 }

@@ -55,6 +55,8 @@ struct Parameter {
     count: usize,
     /// Whether the last backward pass of the step has brought one.
     has_arrived: bool,
+    /// Whether any backward pass has ever brought one. Graphs bring some without being counted.
+    is_used: bool,
 }
 
 /// A part of a flat buffer with the sizes and strides of a parameter.
@@ -87,7 +89,7 @@ impl Gradients {
         let parameter = |(index, (_, tensor)): (usize, &(String, Tensor))| {
             let whole = &buckets[layout.places[index].0].whole;
             let view = view_of(whole, layout.slot(index).range.start, tensor)?;
-            Ok(Parameter { view, count: 0, has_arrived: false })
+            Ok(Parameter { view, count: 0, has_arrived: false, is_used: false })
         };
         let parameters = named.iter().enumerate().map(parameter).collect::<Result<Vec<_>>>()?;
         let mut gradients = Gradients {
@@ -201,6 +203,7 @@ impl Gradients {
         take_gradient(leaf, &parameter.view, factor, adds)
             .map_err(|error| failure(OP, format!("{name}: {error}")))?;
         parameter.count += 1;
+        parameter.is_used = true;
         if !self.is_last {
             return Ok(());
         }
@@ -270,11 +273,10 @@ impl Gradients {
 
     /// Gradients that are allowed to be missing are zero.
     fn fill_missing(&mut self, op: &str) -> Result<()> {
-        if self.adds {
-            return Ok(());
-        }
         let is_missing = |index: &usize| {
-            self.parameters[*index].count == 0 && !self.layout.slot(*index).range.is_empty()
+            let parameter = &self.parameters[*index];
+            let is_absent = if self.adds { !parameter.is_used } else { parameter.count == 0 };
+            is_absent && !self.layout.slot(*index).range.is_empty()
         };
         let missing: Vec<usize> = (0..self.parameters.len()).filter(is_missing).collect();
         if let Some(first) = missing.first().filter(|_| !self.allow_unused) {
@@ -287,6 +289,10 @@ impl Gradients {
                     self.parameters.len()
                 ),
             ));
+        }
+        if self.adds {
+            // The buffers were zero.
+            return Ok(());
         }
         let views = missing.iter().map(|index| self.parameters[*index].view.shallow_clone());
         zero(&views.collect::<Vec<_>>())

@@ -15,6 +15,7 @@ pub use options::{Compression, ShardedOptions};
 
 use crate::autograd::Hook;
 use crate::distributed::ProcessGroup;
+use crate::distributed::watch::Replays;
 use crate::optim::Optimizer;
 use crate::optim::shard::Joined;
 use crate::{Error, Result};
@@ -74,7 +75,8 @@ const NEW: &str = "ShardedOptimizer::new";
 /// - **One backward pass for a step.** Run further ones in [`no_sync`](Self::no_sync). A second
 ///   one without it is an error.
 /// - **Parameters without a gradient** are an error of [`step`](Self::step), unless
-///   [`ShardedOptions::allow_unused`] lets their gradients be zero.
+///   [`ShardedOptions::allow_unused`] lets their gradients be zero. In a `train::Step` that
+///   accumulates, this is noticed of parameters that no batch has ever used; others count as zero.
 /// - **Parameters that do not require grad** when the optimizer is made are only broadcast.
 /// - **Buffers** of the model, such as the statistics of batch norms, are no parameters: broadcast
 ///   them yourself.
@@ -123,6 +125,7 @@ pub struct ShardedOptimizer {
     /// Whether a step has measured the norm.
     has_norm: bool,
     joined: Joined,
+    replays: Replays,
 }
 
 impl ShardedOptimizer {

@@ -6,6 +6,7 @@ use super::layout::{Caps, Entry, Layout, Piece};
 use super::options::ShardedOptions;
 use super::weights::{Weights, device_of};
 use crate::distributed::ProcessGroup;
+use crate::distributed::watch::Replays;
 use crate::optim::Optimizer;
 use crate::optim::shard::NewPart;
 use crate::{Error, Result};
@@ -143,6 +144,7 @@ impl Model {
             totals: Tensor::f_zeros([2], (Kind::Double, device))?,
             has_norm: false,
             joined,
+            replays: Replays::default(),
         })
     }
 }

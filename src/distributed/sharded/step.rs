@@ -194,6 +194,26 @@ impl crate::amp::Optimizer for ShardedOptimizer {
         Ok(())
     }
 
+    /// Other ranks must not wait for this one, and nobody may use what is left of the step. A group
+    /// of one goes on.
+    fn batch_failed(&mut self, error: Error) -> Error {
+        let mut gradients = lock(&self.gradients);
+        if self.group.size() == 1 {
+            // Replays are not counted, so the buffers are emptied in any case.
+            return gradients.end().err().unwrap_or(error);
+        }
+        if self.group.failure().is_some() {
+            return error;
+        }
+        let error = self.group.cause_of(STEP, error);
+        drop(gradients.fail(STEP, error.to_string()));
+        error
+    }
+
+    fn replayed(&mut self, device: Device) -> Result<()> {
+        self.replays.add(STEP, &self.group, device)
+    }
+
     fn step_on_device(&mut self, gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {
         Some(match gradients {
             ScaledGradients::Scaled(scale) => {

@@ -204,3 +204,56 @@ fn weights_that_are_used_twice_get_the_sum() {
     assert!(worst(&[&before[0] - w.grad()], after) < 1e-12);
     assert_eq!(bits(after), bits(&all[1].1));
 }
+
+/// Graphs of several batches zero all gradients and add to them, but one that no batch brings is
+/// still missing.
+#[test]
+fn a_gradient_that_no_accumulated_batch_brings_is_missing() {
+    let group = ProcessGroup::single().expect("a group");
+    let leaves = model(&[&[70], &[80]], Kind::Float, CPU);
+    let optimizer = Sgd::default().build_of(named(&leaves), 0.1).expect("one");
+    let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets()).expect("one");
+    let used = leaves[0].shallow_clone();
+    let options = StepOptions { accumulate: 2, capture: false, ..Default::default() };
+    let mut step = Step::new(options, optimizer, move |_: &[Tensor]| {
+        Ok(StepOutput::from(used.sum(Kind::Float)))
+    })
+    .expect("a step");
+    let before = copies(&leaves);
+    let _ = step.step(&[]).expect("the first batch");
+    let error = step.step(&[]).expect_err("a missing gradient").to_string();
+    assert!(error.contains("w1: expected a gradient, got none"), "{error}");
+    assert_eq!(bits(&leaves), bits(&before));
+}
+
+/// A closure that fails on one rank must not let the others wait for their timeout.
+#[test]
+fn a_batch_that_fails_on_one_rank_fails_on_all() {
+    let start = std::time::Instant::now();
+    let outcomes = outcomes(2, |group| {
+        let leaves = model(&SIZES, Kind::Float, CPU);
+        let optimizer = Sgd::default().build_of(named(&leaves), 0.1)?;
+        let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets())?;
+        let (rank, copied) = (group.rank(), leaves.iter().map(Tensor::shallow_clone).collect());
+        let copied: Vec<Tensor> = copied;
+        let calls = AtomicUsize::new(0);
+        let options = StepOptions { accumulate: 2, capture: false, ..Default::default() };
+        let mut step = Step::new(options, optimizer, move |_: &[Tensor]| {
+            if rank == 1 && calls.fetch_add(1, Ordering::Relaxed) == 1 {
+                return Err(Error::msg("no batch"));
+            }
+            Ok(StepOutput::from(loss(&copied, rank, 0)))
+        })?;
+        let _ = step.step(&[])?;
+        let error = step.step(&[]).expect_err("rank 1 has no batch").to_string();
+        assert!(group.failure().is_some(), "{error}");
+        // The next step does not begin with what is left of this one.
+        let _ = step.step(&[]).expect_err("the group was given up");
+        Ok(error)
+    });
+    for outcome in outcomes {
+        let error = outcome.expect("an error");
+        assert!(error.contains("no batch"), "{error}");
+    }
+    assert!(start.elapsed() < std::time::Duration::from_secs(6), "{:?}", start.elapsed());
+}

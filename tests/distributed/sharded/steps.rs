@@ -400,3 +400,28 @@ fn a_step_changes_the_versions_of_weights() {
     let error = saved.f_backward().expect_err("the weight was changed").to_string();
     assert!(error.contains("inplace operation"), "{error}");
 }
+
+/// As in an ordinary optimizer, weights that the caller keeps are used even if the optimizer makes none.
+#[test]
+fn masters_of_the_caller_are_used_without_own_ones() {
+    let group = ProcessGroup::single().expect("a group");
+    let run = |sharded: bool| -> Result<Vec<Vec<u8>>> {
+        let leaves = model(&[&[300], &[40]], Kind::BFloat16, CPU);
+        let master = leaves[0].detach().to_kind(Kind::Float);
+        let mut optimizer = Sgd::default().build_of(named(&leaves), 1e-3)?;
+        optimizer.f_set_master_weights(false)?;
+        optimizer.f_set_masters(&[("w0", &master)])?;
+        if sharded {
+            let mut optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets())?;
+            train(&leaves, &mut optimizer, 0..12)?;
+        } else {
+            for step in 0..12 {
+                optimizer.f_zero_grad()?;
+                loss(&leaves, 0, step).f_backward()?;
+                optimizer.f_step()?;
+            }
+        }
+        Ok(bits(&leaves))
+    };
+    assert_eq!(run(true).expect("steps"), run(false).expect("steps"));
+}
