@@ -1,0 +1,2 @@
+import tch_extension
+print(tch_extension.__version__)
