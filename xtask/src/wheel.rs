@@ -266,12 +266,15 @@ impl Build<'_> {
         self.tool("auditwheel", &arguments)?;
         let tagged = only_wheel(scratch)?;
         let place = folder.join(tagged.file_name().context("a wheel without a name")?);
-        std::fs::copy(&tagged, &place).with_context(|| format!("cannot write {}", place.display()))?;
+        std::fs::copy(&tagged, &place)
+            .with_context(|| format!("cannot write {}", place.display()))?;
         let (major, minor) = (glibc::OLDEST[0], glibc::OLDEST[1]);
         if !place.to_string_lossy().contains(&format!("manylinux_{major}_{minor}_x86_64")) {
             let path = place.to_string_lossy();
             let why = self.tool("auditwheel", &["show", &path])?;
-            say(format_args!("note: this wheel needs a newer system than glibc {major}.{minor}:\n{why}"));
+            say(format_args!(
+                "note: this wheel needs a newer system than glibc {major}.{minor}:\n{why}"
+            ));
         }
         Ok(place)
     }
@@ -298,7 +301,9 @@ impl Build<'_> {
             .status()
             .context("cannot run python3")?;
         if !made.success() {
-            bail!("`python3 -m venv` failed; Debian and Ubuntu have it in the package python3-venv");
+            bail!(
+                "`python3 -m venv` failed; Debian and Ubuntu have it in the package python3-venv"
+            );
         }
         let site = programs::first_line(
             &python,
@@ -378,7 +383,10 @@ fn check_library(library: &Path) -> Result<()> {
     let names: Vec<&str> =
         exported.lines().filter_map(|line| line.split_whitespace().next()).collect();
     if names != [EXPORTED] {
-        bail!("{path} must export {EXPORTED} and nothing else, and it exports {}", names.join(", "));
+        bail!(
+            "{path} must export {EXPORTED} and nothing else, and it exports {}",
+            names.join(", ")
+        );
     }
     Ok(())
 }
@@ -409,8 +417,9 @@ fn only_wheel(folder: &Path) -> Result<PathBuf> {
     let entries = std::fs::read_dir(folder)
         .with_context(|| format!("cannot read {}", folder.display()))?
         .flatten();
-    let mut wheels =
-        entries.map(|entry| entry.path()).filter(|path| path.extension().is_some_and(|end| end == "whl"));
+    let mut wheels = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|end| end == "whl"));
     match (wheels.next(), wheels.next()) {
         (Some(wheel), None) => Ok(wheel),
         _ => bail!("there is not exactly one wheel in {}", folder.display()),
@@ -438,13 +447,80 @@ mod tests {
     #[test]
     fn a_version_says_which_torch_it_is_for() {
         let text = "from typing import Optional\n\n__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\n";
-        let label = |text: &str, has_cuda| Torch::parse(text, has_cuda, PathBuf::new()).unwrap().label();
+        let label =
+            |text: &str, has_cuda| Torch::parse(text, has_cuda, PathBuf::new()).unwrap().label();
         assert_eq!(label(text, true), "torch2.11.cu130");
         assert_eq!(label(text, false), "torch2.11.cpu");
         let no_cuda = text.replace("'13.0'", "None");
         assert_eq!(label(&no_cuda, true), "torch2.11.cpu");
         assert!(Torch::parse("", true, PathBuf::new()).is_err());
     }
+
+    #[test]
+    fn what_old_systems_lack_works() {
+        let scratch = tempfile::tempdir().unwrap();
+        let object = scratch.path().join("old_systems.o");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        compile_old_systems("c++", &root.join(OLD_SYSTEMS), &object).unwrap();
+        let (source, program) = (scratch.path().join("use.cpp"), scratch.path().join("use"));
+        std::fs::write(&source, USE_OF_OLD_SYSTEMS).unwrap();
+        let built = Command::new("c++")
+            .args(["-std=c++17", "-O1", "-o"])
+            .arg(&program)
+            .args([&source, &object])
+            .status();
+        assert!(built.unwrap().success());
+        let symbols = programs::stdout("nm", &["-D", &program.to_string_lossy()]).unwrap();
+        for new in [
+            "_M_addref",
+            "_M_release",
+            "_ZSt28__throw_bad_array",
+            " stat64",
+            "basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev",
+        ] {
+            assert!(!symbols.contains(new), "{new} is taken from the system: {symbols}");
+        }
+        assert!(Command::new(&program).status().unwrap().success());
+    }
+
+    /// Counts how often an exception lives, so that a wrong reference count shows.
+    const USE_OF_OLD_SYSTEMS: &str = r#"
+        #include <exception>
+        #include <memory>
+        #include <new>
+        #include <sstream>
+        #include <sys/stat.h>
+        #include <vector>
+        static int alive = 0;
+        struct Counted {
+            Counted() { ++alive; }
+            Counted(const Counted&) { ++alive; }
+            ~Counted() { --alive; }
+        };
+        int main(int argc, char** argv) {
+            std::exception_ptr first;
+            try { throw Counted(); } catch (...) { first = std::current_exception(); }
+            for (int round = 0; round < 3; ++round) {
+                std::vector<std::exception_ptr> copies(100, first);
+                copies[7] = nullptr;
+                if (alive != 1) return 1;
+            }
+            if (alive != 1) return 2;
+            try { std::rethrow_exception(first); } catch (const Counted&) {} catch (...) { return 3; }
+            first = nullptr;
+            if (alive != 0) return 4;
+            std::ostringstream text;
+            text << "a" << 1;
+            if (text.str() != "a1") return 5;
+            try {
+                std::size_t size = -argc;
+                std::allocator<long>().allocate(size / 2);
+                return 6;
+            } catch (const std::bad_array_new_length&) {}
+            struct stat64 found;
+            return stat64(argv[0], &found) == 0 && found.st_size > 0 ? 0 : 7;
+        }
+    "#;
 
     #[test]
     fn what_torch_does_not_bring_is_refused() {

@@ -11,7 +11,7 @@ names, defaults and documentation; `tch_extension.nn` has modules.
 """
 
 from ._build import CUDA as _CUDA, TORCH as _TORCH, VERSION as __version__
-from ._load import load as _load
+from ._library import load as _load
 
 _load(__version__, _TORCH, _CUDA)
 

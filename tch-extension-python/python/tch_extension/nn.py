@@ -119,10 +119,10 @@ class _Recurrent(torch.nn.RNNBase):
         raise NotImplementedError
 
     def _layers(
-        self, x: Tensor, lengths: Optional[List[int]], states: List[Tensor]
+        self, x: Tensor, lengths: Optional[List[int]], first: List[Tensor]
     ) -> Tuple[Tensor, List[Tensor]]:
-        """All layers for an input `[T, B, F]` and states `[layers * directions, B, H]`."""
-        last: List[List[Tensor]] = [[] for _ in states]
+        """All layers for an input `[T, B, F]` and first states `[layers * directions, B, H]`."""
+        last: List[List[Tensor]] = [[] for _ in first]
         directions = 2 if self.bidirectional else 1
         backwards = _reversed_steps(x, lengths) if self.bidirectional else None
         for layer in range(self.num_layers):
@@ -130,16 +130,17 @@ class _Recurrent(torch.nn.RNNBase):
             for direction in range(directions):
                 place = layer * directions + direction
                 weights = [getattr(self, name) for name in self._all_weights[place]]
-                of_place = [state[place] for state in states]
+                before = [state[place] for state in first]
                 steps = _turn(x, backwards) if direction else x
-                output, *after = self._one(steps, lengths, of_place, weights)
+                output, *after = self._one(steps, lengths, before, weights)
                 outputs.append(_turn(output, backwards) if direction else output)
-                for states_after, state in zip(last, after):
-                    states_after.append(state)
+                for states, state in zip(last, after):
+                    states.append(state)
             x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
             if self.dropout and layer + 1 < self.num_layers:
                 x = torch.nn.functional.dropout(x, self.dropout, self.training)
-        return x, [torch.stack(states_after) for states_after in last]
+        # One state needs no copy.
+        return x, [after[0].unsqueeze(0) if len(after) == 1 else torch.stack(after) for after in last]
 
     def _check(self, x: Tensor, states: List[Tensor]) -> None:
         if x.shape[-1] != self.input_size:
@@ -164,10 +165,8 @@ class _Recurrent(torch.nn.RNNBase):
         x, lengths = pad_packed_sequence(PackedSequence(packed.data, packed.batch_sizes))
         if states is None:
             states = self._zeros(x, count)
-        else:
-            self._check(x, states)
-            states = _permuted(states, packed.sorted_indices)
         self._check(x, states)
+        states = _permuted(states, packed.sorted_indices)
         output, states = self._layers(x, lengths.tolist(), states)
         data = pack_padded_sequence(output, lengths).data
         output = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
