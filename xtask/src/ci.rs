@@ -14,6 +14,7 @@ struct Ci {
     repo: Repo,
     changes: Changes,
     has_vision: bool,
+    has_python: bool,
     has_transformers: bool,
 }
 
@@ -76,9 +77,10 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         wheels::LIBTORCH_2_13.ensure(&repo)?;
     }
     let has_vision = setup::vision(&repo, &ready)?;
+    let has_python = setup::python(&repo, &ready)?;
     let has_transformers =
         steps.iter().any(|(name, _)| *name == GPT) && setup::transformers(&repo, &ready)?;
-    let ci = Ci { repo, changes: ready.changes, has_vision, has_transformers };
+    let ci = Ci { repo, changes: ready.changes, has_vision, has_python, has_transformers };
     let mut times = Vec::new();
     for (name, step) in steps {
         say(format_args!("\n== {name} =="));
@@ -198,6 +200,10 @@ impl Ci {
             // In this run, a torchvision that cannot be loaded is a failure and not a reason to
             // skip a test.
             command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
+        }
+        if self.has_python {
+            // In this run, a Python that cannot import torch is a failure, too.
+            command.env("TCH_EXTENSION_REQUIRE_PYTHON", "1");
         }
         cargo::run(&mut command)
     }

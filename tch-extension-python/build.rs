@@ -1,0 +1,4 @@
+//! Skeleton.
+fn main() {
+    println!("cargo::rustc-link-arg-cdylib=-Wl,-z,nodelete");
+}
