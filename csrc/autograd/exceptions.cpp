@@ -137,6 +137,7 @@ void RustCall::fail(std::string_view name, std::string_view text) {
 }
 
 std::string named(std::string_view name, std::string_view text) {
+  if (name.empty()) return std::string(text);
   constexpr std::string_view kColon = ": ";
   for (;;) {
     const size_t place = text.find(kColon);

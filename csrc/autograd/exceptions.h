@@ -60,8 +60,8 @@ class RustCall {
   std::vector<Kept> kept_;
 };
 
-// `name: text`. If the text begins with the name already, perhaps without its namespace, the name
-// is not repeated.
+// `name: text`, or the text alone if there is no name. If the text begins with the name already,
+// perhaps without its namespace, the name is not repeated.
 std::string named(std::string_view name, std::string_view text);
 
 }  // namespace tch_extension
