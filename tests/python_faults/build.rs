@@ -1,5 +1,3 @@
-//! The library is loaded by Python, which has libtorch already.
-
 fn main() {
-    tch_extension_build::python_link_args();
+    println!("cargo::rustc-link-arg-cdylib=-Wl,-z,nodelete");
 }

@@ -35,7 +35,7 @@ pub fn forward(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
             output.set([at], x * y + c as T);
         }
     })?;
-    Ok(output.f_view(a.size())?)
+    Ok(output.f_view_as(a)?)
 }
 
 pub fn backward(grad: &Tensor, a: &Tensor, b: &Tensor) -> Result<(Tensor, Tensor)> {
@@ -50,7 +50,7 @@ pub fn backward(grad: &Tensor, a: &Tensor, b: &Tensor) -> Result<(Tensor, Tensor
             to_y.set([at], grad * x.at([at]));
         }
     })?;
-    Ok((grad_x.f_view(a.size())?, grad_y.f_view(a.size())?))
+    Ok((grad_x.f_view_as(a)?, grad_y.f_view_as(a)?))
 }
 
 // Both are registered when this library is loaded.

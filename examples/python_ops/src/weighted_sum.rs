@@ -31,7 +31,7 @@ pub fn forward(tensors: &[Tensor], weights: Option<&Tensor>) -> Result<Tensor> {
     check!("weighted_sum", weights).defined()?.like(&known)?.shape("[tensors]", &count)?;
     let weights = weights.f_unbind(0)?;
     let sum = first.f_mul(&weights[0])?;
-    let rest = tensors.iter().zip(&weights).skip(1);
+    let mut rest = tensors.iter().zip(&weights).skip(1);
     rest.try_fold(sum, |sum, (tensor, weight)| Ok(sum.f_addcmul(tensor, weight)?))
 }
 
@@ -73,9 +73,8 @@ impl Function for WeightedSum {
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         let grad = grads.get(0)?;
         let Some(weights) = ctx.saved_optional(0)? else {
-            let mut same = vec![Some(grad.shallow_clone()); self.count];
-            same.push(None);
-            return Ok(same.into());
+            let same = (0..self.count).map(|_| Some(grad.shallow_clone()));
+            return Ok(same.chain([None]).collect::<Vec<_>>().into());
         };
         let mut to_tensors = Vec::new();
         let mut to_weights = Vec::new();
