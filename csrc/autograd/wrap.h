@@ -3,6 +3,7 @@
 
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "../libtorch_versions.h"
 #include "bridge.h"
@@ -10,6 +11,14 @@
 namespace tch_extension {
 
 inline bool is_present(const at::Tensor* tensor) { return tensor != nullptr && tensor->defined(); }
+
+// Whether the tensor has a gradient of forward-mode AD: whether it is a dual tensor. It costs a few
+// nanoseconds, except for a view and for a tensor that once was a dual tensor.
+inline bool has_forward_gradient(const at::Tensor& tensor) {
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (meta == nullptr || (meta->fw_grad_ == nullptr && !meta->is_view_)) return false;
+  return tensor._fw_grad(/*level=*/0).defined();  // libtorch has one level only
+}
 
 // The inputs that are present. They outlive the call.
 using Present = c10::SmallVector<const at::Tensor*, 8>;

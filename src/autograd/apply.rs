@@ -118,6 +118,9 @@ impl Operator {
         let pointers = Pointers::new(inputs.iter().copied());
         let guard = ForwardGuard::new(self.name, pointers.as_slice());
         let mode = guard.0;
+        if mode.has_forward_gradient {
+            return Err(self.no_forward_mode());
+        }
         let mut saver = Saver::new(self.name, inputs, pointers.as_slice(), mode.needs_graph);
         let (outputs, backward) = forward(&mut saver, Inputs::new(inputs))?;
         drop(guard);
@@ -205,6 +208,15 @@ impl Operator {
             Some(&index) => Err(self.no_such_index(call, index, of, len)),
             None => Ok(()),
         }
+    }
+
+    #[cold]
+    fn no_forward_mode(&self) -> Error {
+        Error::Autograd(format!(
+            "{}: forward-mode AD is not defined for it; an input is a dual tensor: use reverse mode (backward, \
+             grad), or write the operator as operations of tch",
+            self.name
+        ))
     }
 
     #[cold]
