@@ -25,7 +25,8 @@ use torch_sys::C_tensor;
 /// in place. Afterwards grad mode is what it was before.
 ///
 /// # Errors
-/// The forward pass's own error, or a misuse of [`Saver`].
+/// The forward pass's own error, a misuse of [`Saver`], or an input with a gradient of forward-mode AD
+/// (a dual tensor), for which an operator with its own backward pass is not defined.
 #[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
     let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };

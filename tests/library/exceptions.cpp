@@ -1,8 +1,8 @@
-// Operators that throw, and a caller that tells exceptions by their types, as Python does. This file
-// is compiled when the tests run.
+// Operators that throw, and a caller that tells exceptions by their types, as Python does. This
+// file is compiled when the tests run.
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -63,14 +63,9 @@ string thrown_by(Run&& run) {
   return "nothing";
 }
 
-string thrown_by_backward(const at::Tensor& loss) {
-  return thrown_by([&] { torch::autograd::backward({loss}, {}); });
-}
-
 int64_t living() { return alive; }
 
-// A mode like those that Python defines: while it is on in this thread, it sees every operator, and
-// it refuses to multiply.
+// A mode like those that Python defines: it sees every operator, and it refuses to multiply.
 constexpr auto kMode = DispatchKey::TESTING_ONLY_GenericMode;
 
 void refuse_mul(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -79,7 +74,13 @@ void refuse_mul(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.callBoxed(stack);
 }
 
-void set_mode(bool on) { c10::impl::tls_set_dispatch_key_included(kMode, on); }
+string thrown_by_backward(const at::Tensor& loss, bool in_mode) {
+  return thrown_by([&] {
+    if (!in_mode) return torch::autograd::backward({loss}, {});
+    const c10::impl::IncludeDispatchKeyGuard mode(kMode);
+    torch::autograd::backward({loss}, {});
+  });
+}
 
 int64_t enter_dual_level() {
   return static_cast<int64_t>(torch::autograd::ForwardADLevel::get_next_idx());
@@ -95,7 +96,6 @@ TORCH_LIBRARY(tch_thrown, m) {
   m.def("cuda_only(Tensor x) -> Tensor");
   m.def("thrown_by_backward", &thrown_by_backward);
   m.def("living", &living);
-  m.def("set_mode", &set_mode);
   m.def("enter_dual_level", &enter_dual_level);
   m.def("exit_dual_level", &exit_dual_level);
 }
