@@ -1,3 +1,5 @@
+//! Python loads the library, and has loaded libtorch already.
+
 fn main() {
-    println!("cargo::rustc-link-arg-cdylib=-Wl,-z,nodelete");
+    tch_extension_build::python_link_args();
 }

@@ -19,11 +19,11 @@ def inputs(rows=5):
     return tensor(rows, 8, grad=True), tensor(rows, 8, grad=True), tensor(3, grad=True)
 
 
-def compare(backend):
+def compare(backend, **tolerances):
     torch._dynamo.reset()
     compiled = torch.compile(everything, fullgraph=True, backend=backend)
     arguments = inputs()
-    same(gradients(compiled, arguments), gradients(everything, arguments), backend)
+    same(gradients(compiled, arguments), gradients(everything, arguments), backend, **tolerances)
 
 
 def graphs(counter):
@@ -52,7 +52,8 @@ def with_autograd_traced():
 
 @check
 def with_inductor():
-    compare("inductor")
+    # It adds up in another order.
+    compare("inductor", rtol=1e-5, atol=1e-5)
 
 
 @check

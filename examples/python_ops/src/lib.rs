@@ -15,6 +15,7 @@ mod swish;
 mod weighted_sum;
 
 use tch::Tensor;
+use tch_extension::library::{new_empty, sizes};
 
 tch_extension::operators! {
     namespace python_ops;
@@ -22,22 +23,25 @@ tch_extension::operators! {
     /// `a · b + c`, element by element.
     fn muladd(a: &Tensor, b: &Tensor, c: f64 = 1.0) -> Tensor {
         cpu = muladd::forward,
-        fake = |a, _b, _c| Ok(a.f_contiguous()?.f_empty_like()?),
-        autograd = muladd::autograd,
+        fake = |a, _b, _c| new_empty(a, &sizes(a)),
+        backward = muladd::gradients,
+        save = [a, b],
+        double_backward = true,
     }
 
     /// The gradients of a and b.
     fn muladd_backward(grad: &Tensor, a: &Tensor, b: &Tensor) -> (Tensor, Tensor) {
         cpu = muladd::backward,
-        fake = |_grad, a, b| Ok((a.f_contiguous()?.f_empty_like()?, b.f_contiguous()?.f_empty_like()?)),
+        fake = |_grad, a, b| Ok((new_empty(a, &sizes(a))?, new_empty(b, &sizes(b))?)),
     }
 
     /// `x · σ(β x)`
     fn swish(x: &Tensor, beta: f64 = 1.0) -> Tensor {
-        cpu = swish::forward,
-        cuda = swish::forward,
+        cpu, cuda = swish::forward,
         fake = swish::forward,
-        autograd = swish::autograd,
+        backward = swish::gradient,
+        save = [x],
+        double_backward = true,
     }
 
     /// `gelu(gate) · value` of the two halves of x.
@@ -47,16 +51,15 @@ tch_extension::operators! {
 
     /// `average ← decay · average + (1 − decay) · value`
     fn ema_(average: &mut Tensor, value: &Tensor, decay: f64) {
-        cpu = ema::update,
-        cuda = ema::update,
+        cpu, cuda = ema::update,
         fake = |_average, _value, _decay| Ok(()),
     }
 
     /// `Σ wᵢ xᵢ`
     fn weighted_sum(tensors: &[Tensor], weights: Option<&Tensor> = None) -> Tensor {
-        cpu = weighted_sum::forward,
-        cuda = weighted_sum::forward,
+        cpu, cuda = weighted_sum::forward,
         fake = weighted_sum::fake,
-        autograd = weighted_sum::autograd,
+        backward = weighted_sum::gradients,
+        save = [weights, tensors],
     }
 }

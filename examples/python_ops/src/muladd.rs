@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 use tch::{Kind, Tensor};
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use tch_extension::library::{Operator, below_autograd};
+use tch_extension::autograd::Tensors;
+use tch_extension::library::{CallContext, Operator};
 use tch_extension::strided::contiguous;
 use tch_extension::view::{view, view_mut};
 use tch_extension::{Result, args, check, dispatch};
@@ -53,41 +53,18 @@ pub fn backward(grad: &Tensor, a: &Tensor, b: &Tensor) -> Result<(Tensor, Tensor
     Ok((grad_x.f_view_as(a)?, grad_y.f_view_as(a)?))
 }
 
-// Both are registered when this library is loaded.
-static MULADD: LazyLock<Operator> =
-    LazyLock::new(|| Operator::find("python_ops::muladd").expect("muladd"));
-static MULADD_BACKWARD: LazyLock<Operator> =
-    LazyLock::new(|| Operator::find("python_ops::muladd_backward").expect("muladd_backward"));
+// Registered when this library is loaded.
+static MULADD_BACKWARD: LazyLock<Operator> = LazyLock::new(|| {
+    Operator::find("python_ops::muladd_backward").expect("an operator of this library")
+});
 
-/// The kernel above those of the devices: it records the operator for the backward pass.
-pub fn autograd(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
-    apply(MulAdd { c }, &[Some(a), Some(b)])?.single()
-}
-
-struct MulAdd {
-    c: f64,
-}
-
-impl Function for MulAdd {
-    const NAME: &'static str = "muladd";
-    const DOUBLE_BACKWARD: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (a, b) = (inputs.get(0)?, inputs.get(1)?);
-        saver.save(a);
-        saver.save(b);
-        // The kernel for the tensors' device, or whatever traces or transforms the program.
-        let output: Tensor = below_autograd(|| MULADD.call(args![a, b, self.c]))?;
-        Ok(output.into())
+/// The gradients of a and b, which are what is saved.
+pub fn gradients(ctx: &CallContext<'_>, grads: &Tensors) -> Result<Tensors> {
+    let (grad, a, b) = (grads.get(0)?, ctx.saved(0)?, ctx.saved(1)?);
+    if ctx.create_graph() {
+        // A second derivative may follow. tch operations have one, the kernel has none.
+        return Ok([grad.f_mul(&b)?, grad.f_mul(&a)?].into());
     }
-
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let (grad, a, b) = (grads.get(0)?, ctx.saved(0)?, ctx.saved(1)?);
-        if ctx.create_graph() {
-            // A second derivative is asked for. tch operations have one, the kernel has none.
-            return Ok([Some(grad.f_mul(&b)?), Some(grad.f_mul(&a)?)].into());
-        }
-        let (grad_a, grad_b): (Tensor, Tensor) = MULADD_BACKWARD.call(args![grad, &a, &b])?;
-        Ok([Some(grad_a), Some(grad_b)].into())
-    }
+    let (grad_a, grad_b): (Tensor, Tensor) = MULADD_BACKWARD.call(args![grad, &a, &b])?;
+    Ok([grad_a, grad_b].into())
 }

@@ -1,10 +1,9 @@
 //! `Σ wᵢ xᵢ` over a list of tensors. Without weights they count as ones.
 
-use std::sync::LazyLock;
 use tch::Tensor;
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use tch_extension::library::{Operator, below_autograd};
-use tch_extension::{Error, Result, args, check};
+use tch_extension::autograd::Tensors;
+use tch_extension::library::CallContext;
+use tch_extension::{Error, Result, check};
 
 fn first(tensors: &[Tensor]) -> Result<&Tensor> {
     tensors.first().ok_or_else(|| {
@@ -41,48 +40,21 @@ pub fn fake(tensors: &[Tensor], _weights: Option<&Tensor>) -> Result<Tensor> {
     Ok(first(tensors)?.f_empty_like()?)
 }
 
-// Registered when this library is loaded.
-static WEIGHTED_SUM: LazyLock<Operator> =
-    LazyLock::new(|| Operator::find("python_ops::weighted_sum").expect("weighted_sum"));
-
-/// The inputs of the graph's node are the tensors of the list one by one, and then the weights.
-pub fn autograd(tensors: &[Tensor], weights: Option<&Tensor>) -> Result<Tensor> {
-    let mut inputs: Vec<_> = tensors.iter().map(Some).collect();
-    inputs.push(weights);
-    apply(WeightedSum { count: tensors.len() }, &inputs)?.single()
-}
-
-struct WeightedSum {
-    count: usize,
-}
-
-impl Function for WeightedSum {
-    const NAME: &'static str = "weighted_sum";
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let tensors = (0..self.count).map(|index| inputs.get(index)).collect::<Result<Vec<_>>>()?;
-        let weights = inputs.optional(self.count);
-        saver.save_optional(weights);
-        if weights.is_some() {
-            tensors.iter().for_each(|tensor| saver.save(tensor));
-        }
-        let output: Tensor = below_autograd(|| WEIGHTED_SUM.call(args![&tensors, weights]))?;
-        Ok(output.into())
+/// One gradient for each tensor of the list, and one for the weights. The weights are saved first, and
+/// then the tensors.
+pub fn gradients(ctx: &CallContext<'_>, grads: &Tensors) -> Result<Tensors> {
+    let grad = grads.get(0)?;
+    let count = ctx.inputs_len() - 1;
+    let Some(weights) = ctx.saved_optional(0)? else {
+        let same = (0..count).map(|_| Some(grad.shallow_clone()));
+        return Ok(same.chain([None]).collect::<Vec<_>>().into());
+    };
+    let mut of_tensors = Vec::new();
+    let mut of_weights = Vec::new();
+    for (index, weight) in weights.f_unbind(0)?.iter().enumerate() {
+        of_tensors.push(Some(grad.f_mul(weight)?));
+        of_weights.push(grad.f_mul(&ctx.saved(1 + index)?)?.f_sum(None)?);
     }
-
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let grad = grads.get(0)?;
-        let Some(weights) = ctx.saved_optional(0)? else {
-            let same = (0..self.count).map(|_| Some(grad.shallow_clone()));
-            return Ok(same.chain([None]).collect::<Vec<_>>().into());
-        };
-        let mut to_tensors = Vec::new();
-        let mut to_weights = Vec::new();
-        for (index, weight) in weights.f_unbind(0)?.iter().enumerate() {
-            to_tensors.push(Some(grad.f_mul(weight)?));
-            to_weights.push(grad.f_mul(&ctx.saved(1 + index)?)?.f_sum(None)?);
-        }
-        to_tensors.push(Some(Tensor::f_stack(&to_weights, 0)?));
-        Ok(to_tensors.into())
-    }
+    of_tensors.push(Some(Tensor::f_stack(&of_weights, 0)?));
+    Ok(of_tensors.into())
 }

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 use tch::Tensor;
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use tch_extension::autograd::Tensors;
 use tch_extension::{Error, Result};
 
 tch_extension::operators! {
@@ -40,7 +40,8 @@ tch_extension::operators! {
     /// The same in the backward pass.
     fn fails_backward(x: &Tensor, how: &str) -> Tensor {
         cpu = |x, _how| Ok(x.f_mul_scalar(1.0)?),
-        autograd = fails_backward,
+        backward = |ctx, grads| fail(grads.get(0)?, &ctx.argument::<String>("how")?).map(Tensors::from),
+        save = [],
     }
 
     /// Takes its time, in seconds.
@@ -53,26 +54,6 @@ fn fail(_: &Tensor, how: &str) -> Result<Tensor> {
     match how {
         "panic" => panic!("a panic on purpose"),
         _ => Err(Error::msg("an error on purpose")),
-    }
-}
-
-fn fails_backward(x: &Tensor, how: &str) -> Result<Tensor> {
-    apply(FailsBackward { how: how.to_string() }, &[Some(x)])?.single()
-}
-
-struct FailsBackward {
-    how: String,
-}
-
-impl Function for FailsBackward {
-    const NAME: &'static str = "fails_backward";
-
-    fn forward(&mut self, _: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        Ok(inputs.get(0)?.f_mul_scalar(1.0)?.into())
-    }
-
-    fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        fail(grads.get(0)?, &self.how).map(Tensors::from)
     }
 }
 
