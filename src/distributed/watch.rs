@@ -30,10 +30,10 @@ impl Replays {
         let watch = match self.0.get() {
             Some(watch) => watch,
             None => {
-                let weak = group.downgrade();
+                let (weak, op) = (group.downgrade(), op.to_string());
                 let stalled = move |reason: String| {
                     if let Some(group) = weak.upgrade() {
-                        stalled(&group, &reason);
+                        stalled(&op, &group, &reason);
                     }
                 };
                 let made = Watch::new(group.timeout(), stalled)?;
@@ -46,9 +46,12 @@ impl Replays {
 }
 
 /// Ends what waits for a rank that does not come, as NCCL's watchdog does outside of graphs.
-fn stalled(group: &ProcessGroup, reason: &str) {
+fn stalled(op: &str, group: &ProcessGroup, reason: &str) {
     let (rank, size) = (group.rank(), group.size());
-    let line = format!("rank {rank} of {size}: {reason}; another rank has failed or is too slow");
+    let line = match group.others_failed() {
+        true => group.error(op, reason).to_string(),
+        false => format!("rank {rank} of {size}: {reason}; another rank has failed or is too slow"),
+    };
     if group.on_nccl_error() == OnNcclError::Abort {
         return group.poison(&line);
     }
