@@ -102,15 +102,17 @@ class Hooks final : public FunctionPreHook {
     return results;
   }
 
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd("register_hook");
+  }
+
   const std::shared_ptr<HookList>& list() const { return list_; }
 
  private:
   static void run(const RegisteredHook& hook, at::Tensor& grad) {
     BackwardResults results{variable_list(1), {}, {}};
     at::Tensor* pointer = std::make_unique<at::Tensor>(grad).release();  // Rust owns it now
-    if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
-      throw std::runtime_error("register_hook: " + results.error);
-    }
+    hook.state->backward("register_hook", nullptr, &pointer, 1, results);
     at::Tensor& replaced = results.gradients[0];
     if (!replaced.defined()) return;
     if (replaced.sizes() != grad.sizes() || replaced.scalar_type() != grad.scalar_type() ||
@@ -132,10 +134,12 @@ class PostAccumulateHooks final : public torch::autograd::PostAccumulateGradHook
     list_->for_each([&](const RegisteredHook& hook) {
       BackwardResults results{{}, {}, {}};
       at::Tensor* pointer = std::make_unique<at::Tensor>(leaf).release();  // Rust owns it now
-      if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
-        throw std::runtime_error("register_post_accumulate_grad_hook: " + results.error);
-      }
+      hook.state->backward("register_post_accumulate_grad_hook", nullptr, &pointer, 1, results);
     });
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd("register_post_accumulate_grad_hook");
   }
 
   const std::shared_ptr<HookList>& list() const { return list_; }

@@ -4,10 +4,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bridge.h"
+#include "exceptions.h"
 
 namespace tch_extension {
 
@@ -17,6 +19,16 @@ struct BackwardResults {
   std::vector<size_t> constants;  // inputs whose gradient does not depend on the incoming gradients
   bool is_last = false;           // saved tensors are released after this pass
 };
+
+// Throws what compiled autograd gets from a node or a hook of this library.
+[[noreturn]] inline void refuse_compiled_autograd(const std::string& name) {
+  C10_THROW_ERROR(
+      NotImplementedError,
+      name +
+          ": compiled autograd cannot trace it, because it is written in Rust; run this "
+          "backward pass without compiled autograd "
+          "(torch._dynamo.config.compiled_autograd = False)");
+}
 
 // Owns a Rust value and drops it exactly once.
 class State {
@@ -34,9 +46,11 @@ class State {
     if (void* data = std::exchange(data_, nullptr)) vtable_->drop(data);
   }
 
-  int backward(const FunctionNode* node, at::Tensor* const* grads, size_t len,
-               BackwardResults& results) const {
-    return vtable_->backward(data_, node, grads, len, &results);
+  // Calls Rust. If Rust fails, this throws its error after `name`.
+  void backward(std::string_view name, const FunctionNode* node, at::Tensor* const* grads,
+                size_t len, BackwardResults& results) const {
+    RustCall call;
+    if (vtable_->backward(data_, node, grads, len, &results) != 0) call.fail(name, results.error);
   }
 
  private:

@@ -7,11 +7,10 @@ use super::pointers::Pointers;
 use super::saved_hooks;
 use super::saver::{Saved, Saver};
 use super::tensors::{Inputs, Tensors};
-use crate::error::panic_text;
 use crate::ffi::autograd as ffi;
+use crate::ffi::exceptions::{self, discard};
 use crate::ffi::take_message;
 use crate::{Error, Result};
-use std::any::Any;
 use std::backtrace::Backtrace;
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -26,7 +25,8 @@ use torch_sys::C_tensor;
 /// in place. Afterwards grad mode is what it was before.
 ///
 /// # Errors
-/// The forward pass's own error, or a misuse of [`Saver`].
+/// The forward pass's own error, a misuse of [`Saver`], or an input with a gradient of forward-mode AD
+/// (a dual tensor), for which an operator with its own backward pass is not defined.
 #[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
     let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };
@@ -73,7 +73,23 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    let operator = Operator { name, double_backward: false };
+    apply_registered(name, false, inputs, forward, backward)
+}
+
+/// [`apply_with`] for an operator that libtorch knows.
+#[track_caller]
+pub(crate) fn apply_registered<Forward, Back>(
+    name: &'static str,
+    double_backward: bool,
+    inputs: &[Option<&Tensor>],
+    forward: Forward,
+    backward: Back,
+) -> Result<Tensors>
+where
+    Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
+    Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
+{
+    let operator = Operator { name, double_backward };
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
@@ -119,6 +135,9 @@ impl Operator {
         let pointers = Pointers::new(inputs.iter().copied());
         let guard = ForwardGuard::new(self.name, pointers.as_slice());
         let mode = guard.0;
+        if mode.has_forward_gradient {
+            return Err(self.no_forward_mode());
+        }
         let mut saver = Saver::new(self.name, inputs, pointers.as_slice(), mode.needs_graph);
         let (outputs, backward) = forward(&mut saver, Inputs::new(inputs))?;
         drop(guard);
@@ -194,7 +213,7 @@ impl Operator {
             )
         };
         if let Some(message) = take_message(message) {
-            return Err(Error::Autograd(format!("{}: {message}", self.name)));
+            return Err(Error::Autograd(exceptions::named(self.name, &message)));
         }
         // SAFETY: on success each entry is null or a handle that we now own.
         Ok(wrapped.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
@@ -206,6 +225,15 @@ impl Operator {
             Some(&index) => Err(self.no_such_index(call, index, of, len)),
             None => Ok(()),
         }
+    }
+
+    #[cold]
+    fn no_forward_mode(&self) -> Error {
+        Error::Autograd(format!(
+            "{}: forward-mode AD is not defined for it; an input is a dual tensor: use reverse mode (backward, \
+             grad), or write the operator as operations of tch",
+            self.name
+        ))
     }
 
     #[cold]
@@ -328,35 +356,10 @@ pub(super) unsafe fn contained(
     results: *mut ffi::BackwardResults,
     run: impl FnOnce() -> Result<()>,
 ) -> c_int {
-    // Unwinding through C++ would abort the process. The text of the error is made inside
-    // `catch_unwind`, too, because an error's `Display` and a panic's payload are the user's code.
-    let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some(error.to_string()),
-        Err(panic) => {
-            let text = format!("{what} panicked: {}", panic_text(panic.as_ref()));
-            discard(panic);
-            Some(text)
-        }
-    }));
-    let error = match outcome {
-        Ok(None) => return 0,
-        Ok(Some(error)) => error,
-        Err(panic) => {
-            discard(panic);
-            format!("{what} failed, and formatting its error panicked")
-        }
-    };
+    let Some(error) = exceptions::failure(what, run) else { return 0 };
     // SAFETY: `results` belongs to the caller (see `# Safety`), and C++ copies the text.
     unsafe { ffi::tch_extension_set_backward_error(results, error.as_ptr().cast(), error.len()) };
     1
-}
-
-/// Drops a panic's payload. Its own `Drop` may panic again.
-pub(super) fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
-        std::mem::forget(again);
-    }
 }
 
 /// Accepts surplus gradients if they are absent, as PyTorch does.
