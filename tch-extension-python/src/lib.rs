@@ -1,0 +1,1 @@
+//! Every operator of tch-extension, registered with libtorch's dispatcher.
