@@ -105,11 +105,15 @@ pub mod parts {
     #[cfg(feature = "loss")]
     pub use super::linear_cross_entropy::parts::*;
     #[cfg(feature = "recurrent")]
+    pub use super::lltm::parts::*;
+    #[cfg(feature = "recurrent")]
     pub use super::lltm_cell::parts::*;
     #[cfg(feature = "gemm")]
     pub use super::matmul_add_relu::parts::*;
     #[cfg(feature = "norm")]
     pub use super::norm::parts::*;
+    #[cfg(feature = "recurrent")]
+    pub use super::recurrent::layer::parts::*;
     #[cfg(feature = "rope")]
     pub use super::rope::parts::*;
     #[cfg(feature = "mlp")]

@@ -20,9 +20,13 @@ pub fn linear_cross_entropy_is_ahead(input: &Tensor, reduction: Reduction) -> Re
 /// The tensors of a call.
 #[derive(Clone, Copy)]
 pub struct LinearCrossEntropyArguments<'a> {
+    /// `[N, D]`
     pub input: &'a Tensor,
+    /// `[V, D]`
     pub weight: &'a Tensor,
+    /// `[V]`
     pub bias: Option<&'a Tensor>,
+    /// `[N]`
     pub targets: &'a Tensor,
 }
 

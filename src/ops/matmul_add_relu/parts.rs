@@ -1,9 +1,9 @@
 //! The gradients as a plain function, below autograd.
 
-use super::{Saved, Shapes, Way, backward};
+use super::{Saved, Shapes, Way, backward, result_kind};
 use crate::Result;
 use crate::ops::way::forced;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// The gradients of lhs, rhs and bias that are needed.
 ///
@@ -30,4 +30,9 @@ pub fn matmul_add_relu_backward(
         out: out.shallow_clone(),
     };
     backward(grad, &saved, &shapes, of_bias, forced::<Way>())
+}
+
+/// The kind of the output, from the kind of the product and of the bias, and whether they have dimensions.
+pub fn matmul_add_relu_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
+    result_kind(product, bias)
 }

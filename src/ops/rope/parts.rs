@@ -1,19 +1,25 @@
-//! The gradients as a plain function, below autograd.
+//! The rotation and its gradient as a plain function, below autograd.
 
-use super::{Rope, RopeOptions};
-use crate::Result;
+use super::{OP, Rope, RopeOptions, check_arguments};
+use crate::{Error, Result};
 use tch::Tensor;
 
-/// The gradients of q and k, of the incoming ones that are there: the inverse rotation.
+/// The rotations of those of q and k that are there, or the inverse ones, which are the gradients.
 ///
 /// # Errors
-/// If libtorch or CUDA fails.
-pub fn rope_backward(
-    grads: [Option<&Tensor>; 2],
-    cos: &Tensor,
-    sin: &Tensor,
+/// As for [`f_rope`](crate::ops::f_rope).
+pub fn rope_rotate(
+    tensors: [Option<&Tensor>; 2],
+    tables: [&Tensor; 2],
     options: &RopeOptions,
+    is_inverse: bool,
 ) -> Result<[Option<Tensor>; 2]> {
+    let [q, k] = tensors;
+    let (Some(first), Some(second)) = (q.or(k), k.or(q)) else {
+        let expected = "one of them to be there";
+        return Err(Error::argument(OP, "q and k", expected, "neither", ""));
+    };
     let options = RopeOptions { in_place: false, ..*options };
-    Rope { is_inverse: true, ..Rope::new(&options) }.rotated(grads, [cos, sin])
+    check_arguments([first, second], tables, &options)?;
+    Rope { is_inverse, ..Rope::new(&options) }.rotated(tensors, tables)
 }
