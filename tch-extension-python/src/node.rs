@@ -217,8 +217,9 @@ impl<P: Pair> Gradients<P> {
         };
         let (of, along): (Vec<&Tensor>, Vec<Option<&Tensor>>) =
             outputs.iter().zip(grads).filter(is_there).unzip();
-        let needed: Vec<usize> =
-            (0..P::INPUTS).filter(|&place| is_needed(self.needs, place)).collect();
+        let is_variable =
+            |&place: &usize| is_needed(self.needs, place) && inputs[place].is_some();
+        let needed: Vec<usize> = (0..P::INPUTS).filter(is_variable).collect();
         let variables: Vec<&Tensor> = needed.iter().filter_map(|&place| inputs[place]).collect();
         let none = || aliases.iter().map(|_| None).collect::<Vec<_>>();
         if of.is_empty() || variables.is_empty() {

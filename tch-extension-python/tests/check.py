@@ -2,6 +2,9 @@
 
 usage: check.py LIBRARY [NAME…]
 
+DEVICE=cuda in the environment chooses the device, CHECKS=meta,opcheck some of the checks, and TRACEBACKS=1
+shows where a check failed.
+
 Runs torch.library.opcheck on every operator, with and without requires_grad; compares outputs and
 gradients with torch's own counterparts, in eager mode and compiled; and checks what a traced program does
 with autocast, second derivatives and dynamic shapes. A check that fails says what differed.
@@ -20,15 +23,16 @@ import torch.nn.functional as F
 
 torch.ops.load_library(sys.argv[1])
 ops = torch.ops.tch_extension
-torch.manual_seed(1)
+DEVICE = os.environ.get("DEVICE", "cpu")
+torch.backends.cudnn.allow_tf32 = False
 
 
-def randn(*size, dtype=torch.float32):
-    return torch.randn(*size, dtype=dtype)
+def randn(*size):
+    return torch.randn(*size, device=DEVICE)
 
 
 def classes(rows, count, ignored=True):
-    target = torch.randint(count, (rows,))
+    target = torch.randint(count, (rows,), device=DEVICE)
     if ignored:
         target[1] = -100
     return target
@@ -50,7 +54,7 @@ def constant(tensor):
 
 
 def rope_tables(positions, pairs):
-    angles = torch.arange(positions)[:, None] * 0.5 ** torch.arange(pairs)[None]
+    angles = torch.arange(positions, device=DEVICE)[:, None] * 0.5 ** torch.arange(pairs, device=DEVICE)[None]
     return constant(angles.cos()), constant(angles.sin())
 
 
@@ -174,7 +178,7 @@ CASES = [
     ("add_layer_norm", add_norm(F.layer_norm), lambda: (randn(3, 6), randn(3, 6), [6])),
     ("add_rms_norm", add_norm(torch_rms_norm), lambda: (randn(3, 4, 6), randn(3, 4, 6), [6], randn(6))),
     ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7))),
-    ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7, ignored=False), constant(torch.rand(7)), 3, "sum", 0.1)),
+    ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7, ignored=False), constant(randn(7).abs()), 3, "sum", 0.1)),
     ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7), None, -100, "none")),
     ("linear_cross_entropy", torch_linear_cross_entropy, lambda: (randn(5, 6), randn(7, 6), classes(5, 7), randn(7))),
     ("linear_cross_entropy", torch_linear_cross_entropy,
@@ -228,7 +232,8 @@ def loss_of(outputs):
     """A number that depends on each element of each output in another way."""
     total = 0.0
     for index, output in enumerate(tuple_of(outputs)):
-        weights = torch.linspace(0.5, 1.5 + index, output.numel(), dtype=torch.float64).to(output.dtype)
+        weights = torch.linspace(0.5, 1.5 + index, output.numel(), dtype=torch.float64, device=output.device)
+        weights = weights.to(output.dtype)
         total = total + (output * weights.view(output.shape)).sin().sum()
     return total
 
@@ -301,10 +306,26 @@ def check_second_derivatives(name, reference, args):
         close(second(getattr(ops, name)), expected, "second derivative, traced")
 
 
+def check_directions(name, reference, args):
+    """opcheck of the operators of both directions, with the arguments that a traced program gives them."""
+    with Traced() as traced:
+        gradients(getattr(ops, name), leaves(args))
+    assert any("backward" in str(func) or "rotate" in str(func) for func, _ in traced.calls), traced.calls
+    for func, args in traced.calls:
+        args = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in args]
+        torch.library.opcheck(func, tuple(args))
+
+
 class Traced(torch.utils._python_dispatch.TorchDispatchMode):
-    """Does nothing, but programs that run in it are traced."""
+    """Programs that run in it are traced. It keeps the calls of the package's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tch_extension":
+            self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
 
 
@@ -320,7 +341,7 @@ def check_autocast(name, reference, args):
     torch._dynamo.reset()
 
     def function(*args):
-        with torch.autocast("cpu", dtype=BF16):
+        with torch.autocast(DEVICE, dtype=BF16):
             return op(*args)
 
     args = leaves(args)
@@ -392,6 +413,7 @@ CHECKS = [
     check_equals_torch,
     check_meta,
     check_opcheck,
+    check_directions,
     check_compiled,
     check_second_derivatives,
     check_autocast,
