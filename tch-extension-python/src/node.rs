@@ -42,7 +42,8 @@ pub trait Pair: Clone + Send + Sync + 'static {
     /// An error of the operator.
     fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>>;
 
-    /// A gradient for each input. Those that are not needed may be absent or empty (`[0]`).
+    /// A gradient for each of the inputs but the last ones that have none. Those that are not needed may
+    /// be absent or empty (`[0]`).
     ///
     /// # Errors
     /// An error of the operator.
@@ -124,11 +125,13 @@ impl<P: Pair> Function for Node<P> {
             (0..P::OUTPUTS).map(|place| grads.optional(place)).collect();
         let needs = bits((0..P::INPUTS).map(|place| ctx.needs_input_grad(place)));
         let [grads, kept, inputs] = [&grads, kept, inputs].map(Inputs::new);
-        let gradients = self.pair.backward(grads, kept, inputs, needs)?.into_iter().enumerate();
-        Ok(gradients
-            .map(|(place, gradient)| gradient.filter(|_| is_needed(needs, place)))
-            .collect::<Vec<_>>()
-            .into())
+        let mut gradients = self.pair.backward(grads, kept, inputs, needs)?;
+        // Inputs without a gradient, such as targets, come last.
+        gradients.resize_with(P::INPUTS, || None);
+        for (place, gradient) in gradients.iter_mut().enumerate() {
+            gradient.take_if(|_| !is_needed(needs, place));
+        }
+        Ok(gradients.into())
     }
 }
 

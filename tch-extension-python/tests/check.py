@@ -262,7 +262,9 @@ def check_equals_torch(name, reference, args):
         args_ = leaves(args, dtype)
         found, expected = gradients(getattr(ops, name), args_), gradients(reference, args_)
         close(found[0], expected[0], f"{dtype} output")
-        close(found[1], expected[1], f"{dtype} gradient", atol=2e-5, rtol=2e-5)
+        # In float32 the order of sums shows; float64 is compared closely.
+        rounded = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {}
+        close(found[1], expected[1], f"{dtype} gradient", **rounded)
         with torch.no_grad():
             close(tuple_of(getattr(ops, name)(*args_)), expected[0], "output without a graph")
         with torch.inference_mode():
@@ -382,6 +384,8 @@ def check_dynamic(name, reference, args):
     torch._dynamo.reset()
     # Sizes that happen to be equal stay different symbols.
     torch.fx.experimental._config.use_duck_shape = False
+    # Otherwise a graph with a float is compiled twice.
+    torch._dynamo.config.specialize_float = True
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda *args: op(*args), backend=counter, fullgraph=True, dynamic=True)
     rows_of = {"rope": (0, (0, 1)), "lltm": (0, (0,)), "lstm": (0, (0,)), "gru": (0, (0,))}
