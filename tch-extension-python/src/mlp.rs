@@ -10,8 +10,8 @@ use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
 use tch_extension::library::sizes;
 use tch_extension::ops::{
-    Activation, GeluMlpOptions, SwigluMlpOptions, f_gelu_mlp, f_swiglu_mlp, gelu_mlp_reference, parts,
-    swiglu_mlp_reference,
+    Activation, GeluMlpOptions, SwigluMlpOptions, f_gelu_mlp, f_swiglu_mlp, gelu_mlp_reference,
+    parts, swiglu_mlp_reference,
 };
 use tch_extension::{Error, Result};
 
@@ -155,7 +155,8 @@ fn hidden(input: &Tensor, weight: &Tensor, is_kept: bool) -> Result<Tensor> {
     }
     let mut rows = sizes(input);
     rows.pop();
-    let size: Vec<_> = [product(&rows)].into_iter().chain(sizes(weight).into_iter().next()).collect();
+    let size: Vec<_> =
+        [product(&rows)].into_iter().chain(sizes(weight).into_iter().next()).collect();
     contiguous(&size, input.f_kind()?, input)
 }
 
@@ -223,7 +224,17 @@ mod gelu_mlp {
             let (b1, b2) = (inputs.optional(2), inputs.optional(4));
             gradients_by!(
                 "gelu_mlp_backward",
-                grad, z, a, input, w1, b1, w2, b2, &self.activation, self.saves, needs
+                grad,
+                z,
+                a,
+                input,
+                w1,
+                b1,
+                w2,
+                b2,
+                &self.activation,
+                self.saves,
+                needs
             )
         }
 
@@ -391,7 +402,16 @@ mod swiglu_mlp {
             let (w_up, w_down) = (inputs.get(2)?, inputs.get(3)?);
             gradients_by!(
                 "swiglu_mlp_backward",
-                grads.get(0)?, g, u, h, input, w_gate, w_up, w_down, self.saves, needs
+                grads.get(0)?,
+                g,
+                u,
+                h,
+                input,
+                w_gate,
+                w_up,
+                w_down,
+                self.saves,
+                needs
             )
         }
 
@@ -453,8 +473,7 @@ mod swiglu_mlp {
         kernel(input, || {
             let tensors = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             let options = SwigluMlpOptions { save_activations: saves };
-            let (output, gates, h) =
-                parts::swiglu_mlp_forward(&tensors, &options, needs(needed))?;
+            let (output, gates, h) = parts::swiglu_mlp_forward(&tensors, &options, needs(needed))?;
             let (g, u) = gates.unzip();
             let [g, u, h] = returned(input, [g, u, h])?;
             Ok((output, g, u, h))

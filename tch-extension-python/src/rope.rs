@@ -130,7 +130,8 @@ fn laid_out_like(result: Tensor, tensor: &Tensor) -> Result<Tensor> {
     }
     let mut wanted = tensor.f_empty_like()?;
     let strides = wanted.stride().into_iter().zip(result.stride());
-    let are_equal = wanted.size().into_iter().zip(strides).all(|(size, (a, b))| size <= 1 || a == b);
+    let are_equal =
+        wanted.size().into_iter().zip(strides).all(|(size, (a, b))| size <= 1 || a == b);
     if are_equal {
         return Ok(result);
     }
@@ -180,13 +181,15 @@ impl Function for Rotation {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let wanted = [0, 1].map(|place| grads.optional(place).filter(|_| ctx.needs_input_grad(place)));
+        let wanted =
+            [0, 1].map(|place| grads.optional(place).filter(|_| ctx.needs_input_grad(place)));
         if wanted.iter().all(Option::is_none) {
             return Ok([None, None, None, None].into());
         }
         let (cos, sin) = (ctx.saved(0)?.f_detach()?, ctx.saved(1)?.f_detach()?);
         let Rotation { interleaved, offset, inverse } = *self;
-        let (q, k) = rotated(Rotation { interleaved, offset, inverse: !inverse }, wanted, [&cos, &sin])?;
+        let (q, k) =
+            rotated(Rotation { interleaved, offset, inverse: !inverse }, wanted, [&cos, &sin])?;
         let there = |made: Tensor, wanted: Option<&Tensor>| wanted.map(|_| made);
         Ok([there(q, wanted[0]), there(k, wanted[1]), None, None].into())
     }

@@ -20,6 +20,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 torch.ops.load_library(sys.argv[1])
 ops = torch.ops.tch_extension
@@ -361,6 +362,21 @@ def check_autocast(name, reference, args):
         close(tuple_of(function(*args)), expected[0], "in inference mode", atol=5e-2, rtol=5e-2)
 
 
+def check_export(name, reference, args):
+    """torch.export keeps the operator as one call."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            given = iter(tensors)
+            return getattr(ops, name)(*[next(given) if isinstance(v, torch.Tensor) else v for v in args])
+
+    exported = torch.export.export(Model(), tuple(tensors))
+    targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert f"tch_extension.{name}.default" in targets, targets
+    close(tuple_of(exported.module()(*tensors)), tuple_of(reference(*args)), "exported", atol=1e-4, rtol=1e-4)
+
+
 def check_func(name, reference, args):
     """torch.func.grad and vmap."""
     args = leaves(args, torch.float64, requires_grad=False)
@@ -421,6 +437,7 @@ CHECKS = [
     check_compiled,
     check_second_derivatives,
     check_autocast,
+    check_export,
     check_func,
     check_dynamic,
 ]
@@ -454,6 +471,36 @@ def check_backward_operators_are_no_constants():
         return ops.layer_norm_backward(grad, mean, rstd, x, [6], w, b, 1e-5, 0b111)
 
     assert torch.autograd.gradcheck(ours, (grad, x, w, b))
+
+
+def check_script():
+    """TorchScript calls the operators, also after a round trip through a file, and differentiates them."""
+
+    def function(x, w, b):
+        # type: (Tensor, Tensor, Tensor) -> Tensor
+        y = torch.ops.tch_extension.layer_norm(torch.ops.tch_extension.linear(x, w, b), [6])
+        return y
+
+    path = os.path.join(tempfile.mkdtemp(), "script.pt")
+    torch.jit.script(function).save(path)
+    args = leaves((randn(3, 5), randn(6, 5), randn(6)), torch.float64)
+    found = gradients(torch.jit.load(path), args)
+    expected = gradients(lambda x, w, b: F.layer_norm(F.linear(x, w, b), [6]), args)
+    close(found[0], expected[0], "output")
+    close(found[1], expected[1], "gradient")
+
+
+def check_checkpoint():
+    """torch.utils.checkpoint stops a recomputation by an exception, which passes through the operators."""
+    args = leaves((randn(3, 6), randn(6, 6), randn(6)), torch.float64)
+
+    def model(x, w, b):
+        return ops.layer_norm(ops.linear(x, w, b).sin(), [6], b)
+
+    found = gradients(lambda *args: torch.utils.checkpoint.checkpoint(model, *args, use_reentrant=False), args)
+    expected = gradients(model, args)
+    close(found[0], expected[0], "output")
+    close(found[1], expected[1], "gradient")
 
 
 def check_errors():
@@ -498,7 +545,13 @@ def main():
             failures += run(f"{name} {number} {check.__name__}", check, name, reference, args())
             count += 1
     if not names:
-        for check in (check_inductor, check_backward_operators_are_no_constants, check_errors):
+        for check in (
+            check_inductor,
+            check_backward_operators_are_no_constants,
+            check_script,
+            check_checkpoint,
+            check_errors,
+        ):
             failures += run(check.__name__, check)
             count += 1
     called = {name for name, _, _ in CASES}

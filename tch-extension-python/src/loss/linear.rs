@@ -3,7 +3,8 @@
 use super::{loss, reduction_of};
 use crate::meta::{compute_kind, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::amp::CastPolicy;
@@ -139,8 +140,7 @@ mod linear_cross_entropy {
         fn options(&self) -> Result<LinearCrossEntropyOptions> {
             let memory = self.memory.map(|memory| {
                 let expected = "a number of bytes that is not negative";
-                let wrong =
-                    |_| Error::argument(OP, "memory", expected, memory.to_string(), "");
+                let wrong = |_| Error::argument(OP, "memory", expected, memory.to_string(), "");
                 u64::try_from(memory).map_err(wrong)
             });
             Ok(LinearCrossEntropyOptions {
@@ -167,12 +167,22 @@ mod linear_cross_entropy {
             let (input, weight) = (inputs.get(0)?, inputs.get(1)?);
             let (bias, target) = (inputs.optional(2), inputs.get(3)?);
             let LinearCrossEntropy { reduction, .. } = self;
-            let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, memory, .. } =
-                *self;
+            let LinearCrossEntropy {
+                ignore_index, label_smoothing, softcap, z_loss, memory, ..
+            } = *self;
             call!(
                 "linear_cross_entropy",
-                input, weight, target, bias, ignore_index, reduction, label_smoothing, softcap, z_loss,
-                memory, self.accumulate_in_float
+                input,
+                weight,
+                target,
+                bias,
+                ignore_index,
+                reduction,
+                label_smoothing,
+                softcap,
+                z_loss,
+                memory,
+                self.accumulate_in_float
             )
         }
 
@@ -180,12 +190,23 @@ mod linear_cross_entropy {
             let (input, weight) = (inputs.get(0)?, inputs.get(1)?);
             let (bias, target) = (inputs.optional(2), inputs.get(3)?);
             let LinearCrossEntropy { reduction, .. } = self;
-            let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, memory, .. } =
-                *self;
+            let LinearCrossEntropy {
+                ignore_index, label_smoothing, softcap, z_loss, memory, ..
+            } = *self;
             call!(
                 "linear_cross_entropy_forward",
-                input, weight, target, bias, ignore_index, reduction, label_smoothing, softcap, z_loss,
-                memory, self.accumulate_in_float, needs
+                input,
+                weight,
+                target,
+                bias,
+                ignore_index,
+                reduction,
+                label_smoothing,
+                softcap,
+                z_loss,
+                memory,
+                self.accumulate_in_float,
+                needs
             )
         }
 
@@ -201,12 +222,27 @@ mod linear_cross_entropy {
             let grad = grads.get(0)?;
             let (of_input, of_weight, of_bias) = (kept.get(0)?, kept.get(1)?, kept.get(2)?);
             let LinearCrossEntropy { reduction, .. } = self;
-            let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, memory, .. } =
-                *self;
+            let LinearCrossEntropy {
+                ignore_index, label_smoothing, softcap, z_loss, memory, ..
+            } = *self;
             gradients_by!(
                 "linear_cross_entropy_backward",
-                grad, of_input, of_weight, of_bias, input, weight, target, bias, ignore_index, reduction,
-                label_smoothing, softcap, z_loss, memory, self.accumulate_in_float, needs
+                grad,
+                of_input,
+                of_weight,
+                of_bias,
+                input,
+                weight,
+                target,
+                bias,
+                ignore_index,
+                reduction,
+                label_smoothing,
+                softcap,
+                z_loss,
+                memory,
+                self.accumulate_in_float,
+                needs
             )
         }
 
@@ -275,7 +311,16 @@ mod linear_cross_entropy {
             let (input, weight, bias) = (tensors.get(0)?, tensors.get(1)?, tensors.optional(2));
             call!(
                 "linear_cross_entropy",
-                input, weight, target, bias, ignore, reduction, smoothing, softcap, z_loss, memory,
+                input,
+                weight,
+                target,
+                bias,
+                ignore,
+                reduction,
+                smoothing,
+                softcap,
+                z_loss,
+                memory,
                 in_float
             )
         })
@@ -329,9 +374,8 @@ mod linear_cross_entropy {
         kernel(input, || {
             let (options, needed) = (told.options()?, needs(needed));
             let saved = [Some(of_input), Some(of_weight), Some(of_bias)];
-            let found = parts::linear_cross_entropy_backward(
-                grad, saved, &arguments, &options, needed,
-            )?;
+            let found =
+                parts::linear_cross_entropy_backward(grad, saved, &arguments, &options, needed)?;
             Ok(returned(input, found)?.into())
         })
     }

@@ -3,7 +3,8 @@
 use super::{loss, reduction_of};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, is_eager, is_needed, kernel, present, returned, traced,
+    Needs, Pair, below, call, cast, gradients, is_eager, is_needed, kernel, present, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -118,7 +119,12 @@ mod cross_entropy {
             let CrossEntropy { ignore_index, reduction, label_smoothing } = self;
             call!(
                 "cross_entropy",
-                input, target, weight, *ignore_index, reduction, *label_smoothing
+                input,
+                target,
+                weight,
+                *ignore_index,
+                reduction,
+                *label_smoothing
             )
         }
 
@@ -127,7 +133,13 @@ mod cross_entropy {
             let CrossEntropy { ignore_index, reduction, label_smoothing } = self;
             call!(
                 "cross_entropy_forward",
-                input, target, weight, *ignore_index, reduction, *label_smoothing, needs
+                input,
+                target,
+                weight,
+                *ignore_index,
+                reduction,
+                *label_smoothing,
+                needs
             )
         }
 
@@ -143,7 +155,15 @@ mod cross_entropy {
             let (grad, gradient) = (grads.get(0)?, kept.get(0)?);
             let found: Tensor = call!(
                 "cross_entropy_backward",
-                grad, gradient, input, target, weight, *ignore_index, reduction, *label_smoothing, needs
+                grad,
+                gradient,
+                input,
+                target,
+                weight,
+                *ignore_index,
+                reduction,
+                *label_smoothing,
+                needs
             )?;
             Ok(vec![Some(found)])
         }
@@ -196,10 +216,7 @@ mod cross_entropy {
     ) -> Result<Tensor> {
         cast(CastPolicy::Float, &[Some(input), weight], |tensors| {
             let (input, weight) = (tensors.get(0)?, tensors.optional(1));
-            call!(
-                "cross_entropy",
-                input, target, weight, ignore_index, reduction, label_smoothing
-            )
+            call!("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing)
         })
     }
 

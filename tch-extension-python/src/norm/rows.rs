@@ -3,13 +3,16 @@
 use super::{like, of_rows, or_default};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
-use tch_extension::ops::{f_layer_norm, f_rms_norm, layer_norm_reference, parts, rms_norm_reference};
+use tch_extension::ops::{
+    f_layer_norm, f_rms_norm, layer_norm_reference, parts, rms_norm_reference,
+};
 
 tch_extension::operators! {
     namespace tch_extension;
@@ -150,7 +153,18 @@ mod layer_norm {
             let (input, weight, bias) = (inputs.get(0)?, inputs.optional(1), inputs.optional(2));
             let (grad, mean, rstd) = (grads.get(0)?, kept.get(0)?, kept.get(1)?);
             let (shape, eps) = (&self.shape, self.eps);
-            gradients_by!("layer_norm_backward", grad, mean, rstd, input, shape, weight, bias, eps, needs)
+            gradients_by!(
+                "layer_norm_backward",
+                grad,
+                mean,
+                rstd,
+                input,
+                shape,
+                weight,
+                bias,
+                eps,
+                needs
+            )
         }
 
         fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
@@ -341,8 +355,7 @@ mod rms_norm {
         needed: Needs,
     ) -> Result<(Tensor, Tensor)> {
         kernel(input, || {
-            let found =
-                parts::rms_norm_backward(grad, rstd, input, shape, weight, needs(needed))?;
+            let found = parts::rms_norm_backward(grad, rstd, input, shape, weight, needs(needed))?;
             Ok(returned(input, found)?.into())
         })
     }

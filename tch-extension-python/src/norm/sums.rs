@@ -228,7 +228,18 @@ mod add_layer_norm {
             gradients_of_sum(input, residual, needs, |needs| {
                 call!(
                     "add_layer_norm_backward",
-                    grad_sum, grad, sum, mean, rstd, input, residual, shape, weight, bias, eps, needs
+                    grad_sum,
+                    grad,
+                    sum,
+                    mean,
+                    rstd,
+                    input,
+                    residual,
+                    shape,
+                    weight,
+                    bias,
+                    eps,
+                    needs
                 )
             })
         }
@@ -280,9 +291,7 @@ mod add_layer_norm {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
-            parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps)
-        })
+        kernel(input, || parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps))
     }
 
     pub fn backward(
@@ -347,14 +356,12 @@ mod add_rms_norm {
         const KEPT: &'static [usize] = &[0, 2];
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             call!("add_rms_norm", input, residual, &self.shape, weight, Some(self.eps), 0.0)
         }
 
         fn forward(&self, inputs: Inputs<'_>, _needs: Needs) -> Result<Vec<Tensor>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             call!("add_rms_norm_forward", input, residual, &self.shape, weight, self.eps)
         }
 
@@ -365,8 +372,7 @@ mod add_rms_norm {
             inputs: Inputs<'_>,
             needs: Needs,
         ) -> Result<Vec<Option<Tensor>>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             let grad_sum = grads.optional(0);
             let Some(grad) = grads.optional(1) else {
                 return gradients_of_sum_alone(grad_sum, input, Self::INPUTS);
@@ -376,17 +382,24 @@ mod add_rms_norm {
             gradients_of_sum(input, residual, needs, |needs| {
                 call!(
                     "add_rms_norm_backward",
-                    grad_sum, grad, sum, rstd, input, residual, shape, weight, eps, needs
+                    grad_sum,
+                    grad,
+                    sum,
+                    rstd,
+                    input,
+                    residual,
+                    shape,
+                    weight,
+                    eps,
+                    needs
                 )
             })
         }
 
         fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             let (shape, eps) = (&self.shape, Some(self.eps));
-            let (sum, output) =
-                add_rms_norm_reference(input, residual, shape, weight, eps, 0.0)?;
+            let (sum, output) = add_rms_norm_reference(input, residual, shape, weight, eps, 0.0)?;
             Ok(vec![sum, output])
         }
     }
@@ -414,8 +427,7 @@ mod add_rms_norm {
             return f_add_rms_norm(input, residual, shape, weight, eps, dropout);
         }
         let input = &dropped(input, dropout)?;
-        let pair =
-            AddRmsNorm { shape: shape.to_vec(), eps: or_default(eps, residual.f_kind()?) };
+        let pair = AddRmsNorm { shape: shape.to_vec(), eps: or_default(eps, residual.f_kind()?) };
         Ok(traced::<_, 2>(pair, &[Some(input), Some(residual), weight])?.into())
     }
 

@@ -3,7 +3,8 @@
 use super::output;
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -145,7 +146,15 @@ mod gru {
             let b_hh = inputs.optional(5);
             gradients_by!(
                 "gru_backward",
-                grads.optional(0), grads.optional(1), input, h, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                input,
+                h,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -199,15 +208,19 @@ mod gru {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let w_ih = inputs.get(2)?;
-            let w_hh = inputs.get(3)?;
-            let b_ih = inputs.optional(4);
-            let b_hh = inputs.optional(5);
-            call!("gru", input, h, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let w_ih = inputs.get(2)?;
+                let w_hh = inputs.get(3)?;
+                let b_ih = inputs.optional(4);
+                let b_hh = inputs.optional(5);
+                call!("gru", input, h, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -247,7 +260,8 @@ mod gru {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = Gru;
-        let (grads, inputs) = ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) =
+            ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
         Ok(gradients::<_, 6>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }
@@ -296,7 +310,16 @@ mod gru_padded {
             let b_hh = inputs.optional(5);
             gradients_by!(
                 "gru_padded_backward",
-                grads.optional(0), grads.optional(1), input, &self.lengths, h, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                input,
+                &self.lengths,
+                h,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -353,15 +376,19 @@ mod gru_padded {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let w_ih = inputs.get(2)?;
-            let w_hh = inputs.get(3)?;
-            let b_ih = inputs.optional(4);
-            let b_hh = inputs.optional(5);
-            call!("gru_padded", input, lengths, h, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let w_ih = inputs.get(2)?;
+                let w_hh = inputs.get(3)?;
+                let b_ih = inputs.optional(4);
+                let b_hh = inputs.optional(5);
+                call!("gru_padded", input, lengths, h, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -403,7 +430,8 @@ mod gru_padded {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = GruPadded { lengths: lengths.to_vec() };
-        let (grads, inputs) = ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) =
+            ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
         Ok(gradients::<_, 6>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }

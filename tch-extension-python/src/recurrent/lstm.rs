@@ -3,7 +3,8 @@
 use super::{flat, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -155,7 +156,17 @@ mod lstm {
             let b_hh = inputs.optional(6);
             gradients_by!(
                 "lstm_backward",
-                grads.optional(0), grads.optional(1), grads.optional(2), input, h, c, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                grads.optional(2),
+                input,
+                h,
+                c,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -213,16 +224,20 @@ mod lstm {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            call!("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let c = inputs.get(2)?;
+                let w_ih = inputs.get(3)?;
+                let w_hh = inputs.get(4)?;
+                let b_ih = inputs.optional(5);
+                let b_hh = inputs.optional(6);
+                call!("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -266,7 +281,10 @@ mod lstm {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = Lstm;
-        let (grads, inputs) = ([grad_output, grad_h, grad_c], [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) = (
+            [grad_output, grad_h, grad_c],
+            [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+        );
         Ok(gradients::<_, 7>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }
@@ -317,7 +335,18 @@ mod lstm_padded {
             let b_hh = inputs.optional(6);
             gradients_by!(
                 "lstm_padded_backward",
-                grads.optional(0), grads.optional(1), grads.optional(2), input, &self.lengths, h, c, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                grads.optional(2),
+                input,
+                &self.lengths,
+                h,
+                c,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -378,16 +407,20 @@ mod lstm_padded {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            call!("lstm_padded", input, lengths, h, c, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let c = inputs.get(2)?;
+                let w_ih = inputs.get(3)?;
+                let w_hh = inputs.get(4)?;
+                let b_ih = inputs.optional(5);
+                let b_hh = inputs.optional(6);
+                call!("lstm_padded", input, lengths, h, c, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -433,7 +466,10 @@ mod lstm_padded {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = LstmPadded { lengths: lengths.to_vec() };
-        let (grads, inputs) = ([grad_output, grad_h, grad_c], [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) = (
+            [grad_output, grad_h, grad_c],
+            [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+        );
         Ok(gradients::<_, 7>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }
