@@ -30,8 +30,7 @@ tch_extension::operators! {
         activation: &str = "gelu_tanh",
         save_activations: bool = true,
     ) -> Tensor {
-        cpu = gelu_mlp::own,
-        cuda = gelu_mlp::own,
+        cpu, cuda = gelu_mlp::own,
         fake = |input, _w1, _b1, w2, _b2, _activation, _saves| output(input, w2),
         autograd = gelu_mlp::autograd,
         key("AutocastCPU") = gelu_mlp::autocast,
@@ -49,8 +48,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = gelu_mlp::forward,
-        cuda = gelu_mlp::forward,
+        cpu, cuda = gelu_mlp::forward,
         fake = |input, w1, _b1, w2, _b2, activation, saves, needed| {
             let options = gelu_mlp::options_of(activation, saves)?;
             let (keeps_z, keeps_a) = parts::gelu_mlp_saves(&options, needs(needed));
@@ -72,8 +70,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = gelu_mlp::backward,
-        cuda = gelu_mlp::backward,
+        cpu, cuda = gelu_mlp::backward,
         fake = |_grad, _z, _a, input, w1, b1, w2, b2, _activation, _saves, needs| {
             Ok(likes([Some(input), Some(w1), b1, Some(w2), b2], needs)?.into())
         },
@@ -89,8 +86,7 @@ tch_extension::operators! {
         w_down: &Tensor,
         save_activations: bool = true,
     ) -> Tensor {
-        cpu = swiglu_mlp::own,
-        cuda = swiglu_mlp::own,
+        cpu, cuda = swiglu_mlp::own,
         fake = |input, _w_gate, _w_up, w_down, _saves| output(input, w_down),
         autograd = swiglu_mlp::autograd,
         key("AutocastCPU") = swiglu_mlp::autocast,
@@ -107,8 +103,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = swiglu_mlp::forward,
-        cuda = swiglu_mlp::forward,
+        cpu, cuda = swiglu_mlp::forward,
         fake = |input, w_gate, _w_up, w_down, saves, needed| {
             let options = SwigluMlpOptions { save_activations: saves };
             let (gates, h) = parts::swiglu_mlp_saves(&options, needs(needed));
@@ -130,8 +125,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = swiglu_mlp::backward,
-        cuda = swiglu_mlp::backward,
+        cpu, cuda = swiglu_mlp::backward,
         fake = |_grad, _g, _u, _h, input, w_gate, w_up, w_down, _saves, needs| {
             let inputs = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             Ok(likes(inputs, needs)?.into())

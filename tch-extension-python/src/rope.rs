@@ -23,8 +23,7 @@ tch_extension::operators! {
         interleaved: bool = false,
         offset: i64 = 0,
     ) -> (Tensor, Tensor) {
-        cpu = own,
-        cuda = own,
+        cpu, cuda = own,
         fake = |q, k, _cos, _sin, _interleaved, _offset| Ok((q.f_empty_like()?, k.f_empty_like()?)),
         autograd = autograd,
     }
@@ -39,8 +38,7 @@ tch_extension::operators! {
         offset: i64,
         inverse: bool,
     ) -> (Tensor, Tensor) {
-        cpu = rotate,
-        cuda = rotate,
+        cpu, cuda = rotate,
         fake = |q, k, cos, _sin, _interleaved, _offset, _inverse| {
             let like = |tensor: Option<&Tensor>| match tensor {
                 Some(tensor) => Ok(tensor.f_empty_like()?),

@@ -37,8 +37,7 @@ tch_extension::operators! {
         memory: Option<i64> = None,
         accumulate_in_float: bool = false,
     ) -> Tensor {
-        cpu = linear_cross_entropy::own,
-        cuda = linear_cross_entropy::own,
+        cpu, cuda = linear_cross_entropy::own,
         fake = |input, _weight, target, _bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float| {
             loss(input, target, reduction, compute_kind(input.f_kind()?))
         },
@@ -63,8 +62,7 @@ tch_extension::operators! {
         accumulate_in_float: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = linear_cross_entropy::forward,
-        cuda = linear_cross_entropy::forward,
+        cpu, cuda = linear_cross_entropy::forward,
         fake = |input, weight, target, bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float, needs| {
             let is_ahead =
                 parts::linear_cross_entropy_is_ahead(input, reduction_of(OP, reduction)?)?;
@@ -95,8 +93,7 @@ tch_extension::operators! {
         accumulate_in_float: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = linear_cross_entropy::backward,
-        cuda = linear_cross_entropy::backward,
+        cpu, cuda = linear_cross_entropy::backward,
         fake = |_grad, _of_input, _of_weight, _of_bias, input, weight, _target, bias, _ignore, _reduction, _smoothing,
                 _cap, _z, _memory, _float, needs| {
             Ok(likes([Some(input), Some(weight), bias], needs)?.into())

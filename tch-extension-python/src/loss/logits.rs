@@ -27,8 +27,7 @@ tch_extension::operators! {
         reduction: &str = "mean",
         label_smoothing: f64 = 0.0,
     ) -> Tensor {
-        cpu = cross_entropy::own,
-        cuda = cross_entropy::own,
+        cpu, cuda = cross_entropy::own,
         fake = |input, target, _weight, _ignore_index, reduction, _label_smoothing| {
             loss(input, target, reduction, input.f_kind()?)
         },
@@ -47,8 +46,7 @@ tch_extension::operators! {
         label_smoothing: f64,
         needs: i64,
     ) -> (Tensor, Tensor) {
-        cpu = cross_entropy::forward,
-        cuda = cross_entropy::forward,
+        cpu, cuda = cross_entropy::forward,
         fake = |input, target, _weight, _ignore_index, reduction, _label_smoothing, needs| {
             let is_ahead = parts::cross_entropy_is_ahead(input, reduction_of(OP, reduction)?)?;
             let saves = i64::from(is_ahead && is_needed(needs, 0));
@@ -69,8 +67,7 @@ tch_extension::operators! {
         label_smoothing: f64,
         needs: i64,
     ) -> Tensor {
-        cpu = cross_entropy::backward,
-        cuda = cross_entropy::backward,
+        cpu, cuda = cross_entropy::backward,
         fake = |_grad, _gradient, input, _target, _weight, _ignore_index, _reduction, _smoothing, needs| {
             let [input] = likes([Some(input)], needs)?;
             Ok(input)

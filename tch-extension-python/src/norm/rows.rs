@@ -26,8 +26,7 @@ tch_extension::operators! {
         bias: Option<&Tensor> = None,
         eps: f64 = 1e-5,
     ) -> Tensor {
-        cpu = layer_norm::own,
-        cuda = layer_norm::own,
+        cpu, cuda = layer_norm::own,
         fake = |input, _shape, _weight, _bias, _eps| like(input, input.f_kind()?),
         autograd = layer_norm::autograd,
         key("AutocastCUDA") = layer_norm::autocast,
@@ -41,8 +40,7 @@ tch_extension::operators! {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = layer_norm::forward,
-        cuda = layer_norm::forward,
+        cpu, cuda = layer_norm::forward,
         fake = |input, shape, _weight, _bias, _eps| {
             let moment = || of_rows(input, shape.len(), input.f_kind()?);
             Ok((like(input, input.f_kind()?)?, moment()?, moment()?))
@@ -61,8 +59,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = layer_norm::backward,
-        cuda = layer_norm::backward,
+        cpu, cuda = layer_norm::backward,
         fake = |_grad, _mean, _rstd, input, _shape, weight, bias, _eps, needs| {
             Ok(likes([Some(input), weight, bias], needs)?.into())
         },
@@ -77,8 +74,7 @@ tch_extension::operators! {
         weight: Option<&Tensor> = None,
         eps: Option<f64> = None,
     ) -> Tensor {
-        cpu = rms_norm::own,
-        cuda = rms_norm::own,
+        cpu, cuda = rms_norm::own,
         fake = |input, _shape, _weight, _eps| like(input, input.f_kind()?),
         autograd = rms_norm::autograd,
     }
@@ -90,8 +86,7 @@ tch_extension::operators! {
         weight: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor) {
-        cpu = rms_norm::forward,
-        cuda = rms_norm::forward,
+        cpu, cuda = rms_norm::forward,
         fake = |input, shape, _weight, _eps| {
             let kind = input.f_kind()?;
             Ok((like(input, kind)?, of_rows(input, shape.len(), kind)?))
@@ -108,8 +103,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor) {
-        cpu = rms_norm::backward,
-        cuda = rms_norm::backward,
+        cpu, cuda = rms_norm::backward,
         fake = |_grad, _rstd, input, _shape, weight, _eps, needs| {
             Ok(likes([Some(input), weight], needs)?.into())
         },

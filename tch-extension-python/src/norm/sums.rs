@@ -26,8 +26,7 @@ tch_extension::operators! {
         eps: f64 = 1e-5,
         dropout: f64 = 0.0,
     ) -> (Tensor, Tensor) {
-        cpu = add_layer_norm::own,
-        cuda = add_layer_norm::own,
+        cpu, cuda = add_layer_norm::own,
         fake = |input, residual, _shape, _weight, _bias, _eps, _dropout| {
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
@@ -44,8 +43,7 @@ tch_extension::operators! {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = add_layer_norm::forward,
-        cuda = add_layer_norm::forward,
+        cpu, cuda = add_layer_norm::forward,
         fake = |input, residual, shape, _weight, _bias, _eps| {
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             let moment = || of_rows(input, shape.len(), stream);
@@ -69,8 +67,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = add_layer_norm::backward,
-        cuda = add_layer_norm::backward,
+        cpu, cuda = add_layer_norm::backward,
         fake = |_grad_sum, _grad, _sum, _mean, _rstd, input, residual, _shape, weight, bias, _eps, needs| {
             let needs = needs_of_sum(input, residual, needs)?;
             Ok(likes([Some(input), Some(residual), weight, bias], needs)?.into())
@@ -87,8 +84,7 @@ tch_extension::operators! {
         eps: Option<f64> = None,
         dropout: f64 = 0.0,
     ) -> (Tensor, Tensor) {
-        cpu = add_rms_norm::own,
-        cuda = add_rms_norm::own,
+        cpu, cuda = add_rms_norm::own,
         fake = |input, residual, _shape, _weight, _eps, _dropout| {
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
@@ -104,8 +100,7 @@ tch_extension::operators! {
         weight: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = add_rms_norm::forward,
-        cuda = add_rms_norm::forward,
+        cpu, cuda = add_rms_norm::forward,
         fake = |input, residual, shape, _weight, _eps| {
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             Ok((like(input, stream)?, like(input, kind)?, of_rows(input, shape.len(), stream)?))
@@ -125,8 +120,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = add_rms_norm::backward,
-        cuda = add_rms_norm::backward,
+        cpu, cuda = add_rms_norm::backward,
         fake = |_grad_sum, _grad, _sum, _rstd, input, residual, _shape, weight, _eps, needs| {
             let needs = needs_of_sum(input, residual, needs)?;
             Ok(likes([Some(input), Some(residual), weight], needs)?.into())

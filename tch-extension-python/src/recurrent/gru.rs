@@ -28,8 +28,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
-        cpu = gru::own,
-        cuda = gru::own,
+        cpu, cuda = gru::own,
         fake = |input, h, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
@@ -51,8 +50,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = gru::backward,
-        cuda = gru::backward,
+        cpu, cuda = gru::backward,
         fake = |_output, _h, input, h, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
@@ -70,8 +68,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
-        cpu = gru_padded::own,
-        cuda = gru_padded::own,
+        cpu, cuda = gru_padded::own,
         fake = |input, _lengths, h, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
@@ -94,8 +91,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = gru_padded::backward,
-        cuda = gru_padded::backward,
+        cpu, cuda = gru_padded::backward,
         fake = |_output, _h, input, _lengths, h, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())

@@ -26,8 +26,7 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor) {
-        cpu = lltm_cell::own,
-        cuda = lltm_cell::own,
+        cpu, cuda = lltm_cell::own,
         fake = |input, _weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -45,8 +44,7 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lltm_cell::forward,
-        cuda = lltm_cell::forward,
+        cpu, cuda = lltm_cell::forward,
         fake = |input, weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             let gates: Vec<SymInt> =
@@ -69,8 +67,7 @@ tch_extension::operators! {
         c: &Tensor,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lltm_cell::backward,
-        cuda = lltm_cell::backward,
+        cpu, cuda = lltm_cell::backward,
         fake = |_grad_h, _grad_c, _new_c, _gates, input, weight, bias, h, c, needs| {
             Ok(likes([Some(input), Some(weight), bias, Some(h), Some(c)], needs)?.into())
         },
@@ -86,8 +83,7 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lltm::own,
-        cuda = lltm::own,
+        cpu, cuda = lltm::own,
         fake = |input, _weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -109,8 +105,7 @@ tch_extension::operators! {
         c: &Tensor,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lltm::backward,
-        cuda = lltm::backward,
+        cpu, cuda = lltm::backward,
         fake = |_output, _grad_h, _grad_c, input, weight, bias, h, c, needs| {
             Ok(likes([Some(input), Some(weight), bias, Some(h), Some(c)], needs)?.into())
         },

@@ -30,8 +30,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lstm::own,
-        cuda = lstm::own,
+        cpu, cuda = lstm::own,
         fake = |input, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -55,8 +54,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lstm::backward,
-        cuda = lstm::backward,
+        cpu, cuda = lstm::backward,
         fake = |_output, _h, _c, input, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
@@ -76,8 +74,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lstm_padded::own,
-        cuda = lstm_padded::own,
+        cpu, cuda = lstm_padded::own,
         fake = |input, _lengths, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -102,8 +99,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lstm_padded::backward,
-        cuda = lstm_padded::backward,
+        cpu, cuda = lstm_padded::backward,
         fake = |_output, _h, _c, input, _lengths, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
