@@ -443,10 +443,8 @@ CHECKS = [
 ]
 
 
-def check_inductor():
-    """A model of several operators, compiled to native code."""
-    x, w, b = randn(8, 6), randn(6, 6), randn(6)
-    w1, b1, w2, b2 = mlp_weights(d2=6)
+def model_and_arguments():
+    """A model of several operators, whose loss is a number."""
     target = classes(8, 6)
 
     def model(x, w, b, w1, b1, w2, b2):
@@ -454,12 +452,36 @@ def check_inductor():
         y = ops.linear(y.sin(), w, b).relu() + h
         return ops.linear_cross_entropy(y, w, target)
 
-    args = leaves((x, w, b, w1, b1, w2, b2))
+    return model, leaves((randn(8, 6), randn(6, 6), randn(6), *mlp_weights(d2=6)))
+
+
+def check_inductor():
+    """A model, compiled to native code."""
+    model, args = model_and_arguments()
     expected = gradients(model, args)
     torch._dynamo.reset()
     found = gradients(torch.compile(model, fullgraph=True), args)
     close(found[0], expected[0], "output")
     close(found[1], expected[1], "gradient", atol=1e-4, rtol=1e-4)
+
+
+def check_cuda_graphs():
+    """A model as CUDA graphs, which are captured and replayed."""
+    if DEVICE != "cuda":
+        print("skipped check_cuda_graphs: DEVICE is not cuda")
+        return
+    model, args = model_and_arguments()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for step in range(5):
+        with torch.no_grad():
+            for value in args:
+                value.mul_(1.0 - 0.01 * step)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [[value.clone() for value in values] for values in gradients(compiled, args)]
+        expected = gradients(model, args)
+        close(found[0], expected[0], f"output {step}", atol=1e-4, rtol=1e-4)
+        close(found[1], expected[1], f"gradient {step}", atol=1e-4, rtol=1e-4)
 
 
 def check_backward_operators_are_no_constants():
@@ -547,6 +569,7 @@ def main():
     if not names:
         for check in (
             check_inductor,
+            check_cuda_graphs,
             check_backward_operators_are_no_constants,
             check_script,
             check_checkpoint,
