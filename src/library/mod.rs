@@ -27,6 +27,7 @@
 //! A call runs with the grad mode and the autocast settings of its thread. [`Operator::call`]
 //! describes what happens if an operator has no gradient.
 
+mod distribution;
 mod kernels;
 mod load;
 mod mismatch;
@@ -44,6 +45,7 @@ pub use crate::ffi::library::{Layout, MemoryFormat, Output};
 pub use load::{Library, LoadOptions};
 pub use operator::Operator;
 pub use output::{FromOutput, FromOutputs, Outputs};
+pub use package::{Package, PackageOptions};
 pub use value::{Args, NONE, Value};
 pub use with_backward::{CallContext, WithBackward};
 
