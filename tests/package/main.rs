@@ -10,6 +10,7 @@ use tch_extension::library::{Package, PackageOptions};
 mod constants;
 mod inputs;
 mod loading;
+mod operators;
 mod outputs;
 mod packages;
 #[allow(dead_code)]
