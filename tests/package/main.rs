@@ -8,6 +8,7 @@ use tch_extension::Result;
 use tch_extension::library::{Package, PackageOptions};
 
 mod constants;
+mod cuda;
 mod inputs;
 mod loading;
 mod operators;

@@ -69,3 +69,22 @@ fn the_package_tells_what_it_is() {
     let text = format!("{package:?}");
     assert!(text.contains("x: Float [s") && text.contains("k: Int64 [1]"), "{text}");
 }
+
+/// The docs show a Python function. It is the one that wrote these packages' descriptions.
+#[test]
+fn the_documented_function_is_the_tested_one() {
+    let root = packages::root();
+    let read = |path: &str| std::fs::read_to_string(root.join(path)).expect(path);
+    let script = read("tests/package/packages.py");
+    let docs = read("src/library/package/mod.rs");
+    let documented = docs.lines().filter_map(|line| line.strip_prefix("///")).map(str::trim);
+    let body = documented
+        .skip_while(|line| !line.starts_with("def describe"))
+        .skip_while(|line| !line.starts_with("nodes ="))
+        .take_while(|line| !line.starts_with("batch ="));
+    let lines: Vec<&str> = body.filter(|line| !line.is_empty()).collect();
+    assert!(lines.len() > 15, "{lines:?}");
+    for line in lines {
+        assert!(script.lines().any(|found| found.trim() == line), "packages.py lacks {line}");
+    }
+}

@@ -74,10 +74,14 @@ use tch::{Device, Kind, Tensor};
 /// all inputs. It knows them from the metadata `tch_extension.inputs`, which `describe` in the
 /// example above writes.
 ///
-/// Without that metadata they are inferred from the generated C++, which is part of a package. This
-/// suffices if all sizes are fixed, and for one dynamic dimension that is the first of all inputs
-/// that have it and has a bound. Otherwise the C++ does not tell which sizes must be equal, and
-/// loading is an error, unless you describe the inputs in [`PackageOptions::inputs`].
+/// Without that metadata they are inferred from the generated C++, which is part of a package. That
+/// suffices if all sizes and strides are fixed. With dynamic sizes it suffices if all of them are
+/// the same one, such as a batch, in the first dimensions, and if it has a bound: `Dim("batch", min=1)`,
+/// say. Otherwise the C++ does not tell which sizes must be equal, and loading is an error, unless
+/// you describe the inputs in [`PackageOptions::inputs`].
+///
+/// Values are not checked. An index that is out of range is an error only in small tensors on the
+/// CPU; in large ones, libtorch ends the process, as it does in Python.
 ///
 /// A model that writes to its inputs writes to the tensors that it is given. Inputs that require
 /// grad are an error unless grad mode is off, because compiled code has no backward pass. Autocast
@@ -92,7 +96,8 @@ use tch::{Device, Kind, Tensor};
 /// Any thread may run the model. At most [`PackageOptions::runners`] threads run at a time, and the
 /// others wait. On a GPU, kernels run on libtorch's current stream of the model's device, and a run
 /// does not wait for them. But a runner is taken again only after the GPU has finished with it,
-/// unless [`PackageOptions::single_threaded`] is on.
+/// unless [`PackageOptions::single_threaded`] is on. A CUDA graph that captured a run reads the
+/// constants at each replay, so the `Package` must outlive it.
 ///
 /// # Files
 /// The package is unpacked into a temporary folder (`TMPDIR` says where), which is removed when the
