@@ -514,7 +514,7 @@ mod tests {
             if (text.str() != "a1") return 5;
             try {
                 std::size_t size = -argc;
-                std::allocator<long>().allocate(size / 2);
+                static_cast<void>(std::allocator<long>().allocate(size / 2));
                 return 6;
             } catch (const std::bad_array_new_length&) {}
             struct stat64 found;
