@@ -6,12 +6,14 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstring>
+#include <exception>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "bridge.h"
+#include "exceptions.h"
 #include "lists.h"
 
 namespace tch_extension {
@@ -34,6 +36,18 @@ bool is_trace(const std::string& text) {
          text.find("Previous calculation was induced by") != std::string::npos;
 }
 
+std::string text_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& caught) {
+    return caught.what_without_backtrace();
+  } catch (const std::exception& caught) {
+    return caught.what();
+  } catch (...) {
+    return "a C++ exception of unknown type";
+  }
+}
+
 // Runs a backward pass. In anomaly mode, libtorch warns which forward pass made the node that
 // failed; here that warning becomes part of the error. The engine's other threads pass their
 // warnings to the calling thread.
@@ -41,29 +55,28 @@ template <typename Body>
 void with_traces(Body&& body) {
   if (!torch::autograd::AnomalyMode::is_enabled()) return body();
   Kept kept;
-  std::optional<std::string> error;
+  std::exception_ptr error;
   {
     c10::WarningUtils::WarningHandlerGuard guard(&kept);
     try {
       body();
-    } catch (const c10::Error& caught) {
-      error = caught.what_without_backtrace();
-    } catch (const std::exception& caught) {
-      error = caught.what();
+    } catch (...) {
+      error = std::current_exception();
     }
   }
-  if (!error) {
-    for (const auto& warning : kept.warnings()) c10::warn(warning);
-    return;
-  }
+  // If libtorch called this Rust, the exception has to stay what it is, and libtorch's caller
+  // prints warnings.
+  const bool adds_traces = error != nullptr && RustCall::innermost() == nullptr;
+  std::string traces;
   for (const auto& warning : kept.warnings()) {
-    if (is_trace(warning.msg())) {
-      *error += "\n" + warning.msg();
+    if (adds_traces && is_trace(warning.msg())) {
+      traces += "\n" + warning.msg();
     } else {
       c10::warn(warning);
     }
   }
-  throw std::runtime_error(*error);
+  if (!traces.empty()) throw std::runtime_error(text_of(error) + traces);
+  if (error != nullptr) std::rethrow_exception(error);
 }
 
 std::optional<bool> optional_bool(int value) {

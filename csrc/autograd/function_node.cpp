@@ -239,12 +239,10 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   }
   c10::SmallVector<at::Tensor*, 4> pointers;
   for (auto& handle : handles) pointers.push_back(handle.release());
-  int status = 0;
   {
     at::AutoGradMode mode(create_graph && double_backward_);
-    status = state_.backward(this, pointers.data(), pointers.size(), results);
+    state_.backward(name_, this, pointers.data(), pointers.size(), results);
   }
-  if (status != 0) throw std::runtime_error(std::string(name_) + ": " + results.error);
   if (create_graph) refuse_where_not_differentiable(grads, results);
   return by_edge(std::move(results.gradients));
 }

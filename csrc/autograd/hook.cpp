@@ -108,9 +108,7 @@ class Hooks final : public FunctionPreHook {
   static void run(const RegisteredHook& hook, at::Tensor& grad) {
     BackwardResults results{variable_list(1), {}, {}};
     at::Tensor* pointer = std::make_unique<at::Tensor>(grad).release();  // Rust owns it now
-    if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
-      throw std::runtime_error("register_hook: " + results.error);
-    }
+    hook.state->backward("register_hook", nullptr, &pointer, 1, results);
     at::Tensor& replaced = results.gradients[0];
     if (!replaced.defined()) return;
     if (replaced.sizes() != grad.sizes() || replaced.scalar_type() != grad.scalar_type() ||
@@ -132,9 +130,7 @@ class PostAccumulateHooks final : public torch::autograd::PostAccumulateGradHook
     list_->for_each([&](const RegisteredHook& hook) {
       BackwardResults results{{}, {}, {}};
       at::Tensor* pointer = std::make_unique<at::Tensor>(leaf).release();  // Rust owns it now
-      if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
-        throw std::runtime_error("register_post_accumulate_grad_hook: " + results.error);
-      }
+      hook.state->backward("register_post_accumulate_grad_hook", nullptr, &pointer, 1, results);
     });
   }
 

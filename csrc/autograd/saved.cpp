@@ -10,6 +10,7 @@
 #include <string>
 #include <utility>
 
+#include "exceptions.h"
 #include "state.h"
 
 namespace tch_extension {
@@ -29,7 +30,8 @@ class RustSavedHooks final : public torch::autograd::SavedVariableHooks {
 
   void call_pack_hook(const at::Tensor& tensor) override {
     BackwardResults results{variable_list(1), {}, {}};
-    if (vtable_->pack(state_, &tensor, &results) != 0) throw std::runtime_error(results.error);
+    RustCall call;
+    if (vtable_->pack(state_, &tensor, &results) != 0) call.fail("", results.error);
     sizes_ = tensor.sizes().vec();
     kind_ = tensor.scalar_type();
     device_ = tensor.device();
@@ -37,7 +39,10 @@ class RustSavedHooks final : public torch::autograd::SavedVariableHooks {
 
   at::Tensor call_unpack_hook() override {
     BackwardResults results{variable_list(1), {}, {}};
-    if (vtable_->unpack(state_, &results) != 0) throw std::runtime_error(results.error);
+    {
+      RustCall call;
+      if (vtable_->unpack(state_, &results) != 0) call.fail("", results.error);
+    }
     at::Tensor& tensor = results.gradients[0];
     if (!tensor.defined() || tensor.sizes() != sizes_ || tensor.scalar_type() != kind_ ||
         tensor.device() != device_) {

@@ -4,10 +4,12 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include "bridge.h"
+#include "exceptions.h"
 
 namespace tch_extension {
 
@@ -34,9 +36,11 @@ class State {
     if (void* data = std::exchange(data_, nullptr)) vtable_->drop(data);
   }
 
-  int backward(const FunctionNode* node, at::Tensor* const* grads, size_t len,
-               BackwardResults& results) const {
-    return vtable_->backward(data_, node, grads, len, &results);
+  // Calls Rust. If Rust fails, this throws its error after `name`.
+  void backward(std::string_view name, const FunctionNode* node, at::Tensor* const* grads,
+                size_t len, BackwardResults& results) const {
+    RustCall call;
+    if (vtable_->backward(data_, node, grads, len, &results) != 0) call.fail(name, results.error);
   }
 
  private:

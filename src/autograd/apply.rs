@@ -7,11 +7,10 @@ use super::pointers::Pointers;
 use super::saved_hooks;
 use super::saver::{Saved, Saver};
 use super::tensors::{Inputs, Tensors};
-use crate::error::panic_text;
 use crate::ffi::autograd as ffi;
+use crate::ffi::exceptions::{self, discard};
 use crate::ffi::take_message;
 use crate::{Error, Result};
-use std::any::Any;
 use std::backtrace::Backtrace;
 use std::ffi::{c_int, c_void};
 use std::panic::{AssertUnwindSafe, Location, catch_unwind};
@@ -194,7 +193,7 @@ impl Operator {
             )
         };
         if let Some(message) = take_message(message) {
-            return Err(Error::Autograd(format!("{}: {message}", self.name)));
+            return Err(Error::Autograd(exceptions::named(self.name, &message)));
         }
         // SAFETY: on success each entry is null or a handle that we now own.
         Ok(wrapped.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
@@ -328,35 +327,10 @@ pub(super) unsafe fn contained(
     results: *mut ffi::BackwardResults,
     run: impl FnOnce() -> Result<()>,
 ) -> c_int {
-    // Unwinding through C++ would abort the process. The text of the error is made inside
-    // `catch_unwind`, too, because an error's `Display` and a panic's payload are the user's code.
-    let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some(error.to_string()),
-        Err(panic) => {
-            let text = format!("{what} panicked: {}", panic_text(panic.as_ref()));
-            discard(panic);
-            Some(text)
-        }
-    }));
-    let error = match outcome {
-        Ok(None) => return 0,
-        Ok(Some(error)) => error,
-        Err(panic) => {
-            discard(panic);
-            format!("{what} failed, and formatting its error panicked")
-        }
-    };
+    let Some(error) = exceptions::failure(what, run) else { return 0 };
     // SAFETY: `results` belongs to the caller (see `# Safety`), and C++ copies the text.
     unsafe { ffi::tch_extension_set_backward_error(results, error.as_ptr().cast(), error.len()) };
     1
-}
-
-/// Drops a panic's payload. Its own `Drop` may panic again.
-pub(super) fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
-        std::mem::forget(again);
-    }
 }
 
 /// Accepts surplus gradients if they are absent, as PyTorch does.

@@ -1,7 +1,8 @@
 //! Hooks on gradients: `Tensor.register_hook` and `Tensor.register_post_accumulate_grad_hook`.
 
-use super::apply::{contained, discard, give_gradient, owned, requires_grad};
+use super::apply::{contained, give_gradient, owned, requires_grad};
 use crate::ffi::autograd as ffi;
+use crate::ffi::exceptions::{self, discard};
 use crate::ffi::take_message;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_int, c_void};
@@ -193,7 +194,7 @@ fn check_requires_grad(name: &str, tensor: &Tensor) -> Result<()> {
 
 fn registered(name: &str, message: *mut c_char, handle: *mut ffi::HookHandle) -> Result<Hook> {
     if let Some(message) = take_message(message) {
-        return Err(Error::Autograd(format!("{name}: {message}")));
+        return Err(Error::Autograd(exceptions::named(name, &message)));
     }
     NonNull::new(handle)
         .map(Hook)

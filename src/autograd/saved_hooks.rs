@@ -1,7 +1,8 @@
 //! Hooks on saved tensors: `torch.autograd.graph.saved_tensors_hooks` and `save_on_cpu`.
 
-use super::apply::{contained, discard, give_gradient};
+use super::apply::{contained, give_gradient};
 use crate::ffi::autograd as ffi;
+use crate::ffi::exceptions::discard;
 use crate::{Error, Result};
 use std::any::Any;
 use std::cell::RefCell;

@@ -7,6 +7,7 @@ pub(crate) mod autograd;
 pub(crate) mod cuda;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
+pub(crate) mod exceptions;
 pub(crate) mod facts;
 #[cfg(any(feature = "distributed", feature = "train"))]
 pub(crate) mod gradients;

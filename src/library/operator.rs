@@ -5,6 +5,7 @@ use super::near::did_you_mean;
 use super::schema::Schema;
 use super::{Args, CallContext, FromOutputs, Output, WithBackward};
 use crate::autograd::Tensors;
+use crate::ffi::exceptions;
 use crate::ffi::library::{self as ffi, CallFailure, Grad};
 use crate::{Error, Result};
 use std::sync::Arc;
@@ -192,9 +193,13 @@ impl Operator {
             CallFailure::LostGraph => schema.error(format_args!(
                 "an input requires grad, but the operator's results are not part of the graph; {WAYS_OUT}"
             )),
-            CallFailure::Operator(message) => {
-                schema.error(missing(&message, &schema.name).unwrap_or(message))
-            }
+            CallFailure::Operator(message) => match missing(&message, &schema.name) {
+                Some(better) => {
+                    exceptions::known_as(&message, &better);
+                    schema.error(better)
+                }
+                None => schema.error(message),
+            },
             CallFailure::Output(error) => schema.error(error),
         })
     }

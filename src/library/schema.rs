@@ -1,6 +1,7 @@
 //! The schema of an operator.
 
 use super::Args;
+use crate::ffi::exceptions;
 use crate::ffi::library as ffi;
 use crate::{Error, Result};
 
@@ -61,9 +62,12 @@ impl Schema {
     }
 
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
+        let message = message.to_string();
         // The message may be the operator's own, and have any number of lines.
-        let message = message.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
-        Error::Torch(format!("{}: {message}; the schema is {}", self.name, self.text))
+        let line = message.split_whitespace().collect::<Vec<_>>().join(" ");
+        let text = format!("{}; the schema is {}", exceptions::named(&self.name, &line), self.text);
+        exceptions::known_as(&message, &text);
+        Error::Torch(text)
     }
 }
 

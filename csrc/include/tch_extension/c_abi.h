@@ -6,6 +6,9 @@
 //
 // If there is a message, Rust makes an Err of it and frees it with tch_extension_free_message.
 //
+// While libtorch calls Rust, the exception itself is kept beside its message: if Rust fails with
+// the very same message, libtorch sees the exception, with its type.
+//
 // Needs: torch's headers.
 #pragma once
 
@@ -17,10 +20,22 @@
 
 #define TCH_EXTENSION_API extern "C" __attribute__((visibility("default")))
 
+// Keeps the exception that is being handled, and returns a copy of `text` or, if it is empty, a
+// better text. The Rust library defines it. A library that is compiled while the program runs does
+// not see that definition; there it is null, and exceptions become texts.
+extern "C" __attribute__((weak, visibility("default"))) char* tch_extension_keep_exception(
+    const char* text);
+
 namespace tch_extension {
 
 // An owned error message, or null for success. The caller frees it with tch_extension_free_message.
 using Message = char*;
+
+// The message of the exception that is being handled.
+inline Message caught(const char* text) noexcept {
+  return tch_extension_keep_exception == nullptr ? strdup(text)
+                                                 : tch_extension_keep_exception(text);
+}
 
 // Runs `body`. An exception of any type becomes the message.
 template <typename Body>
@@ -29,11 +44,11 @@ Message guard(Body&& body) noexcept {
     body();
     return nullptr;
   } catch (const c10::Error& error) {
-    return strdup(error.what_without_backtrace());
+    return caught(error.what_without_backtrace());
   } catch (const std::exception& error) {
-    return strdup(error.what());
+    return caught(error.what());
   } catch (...) {
-    return strdup("a C++ exception of unknown type");
+    return caught("a C++ exception of unknown type");
   }
 }
 
