@@ -63,6 +63,10 @@ std::string describe(const Value& value) {
     case Tag::kFloats:
       text << "a list of " << value.len << " floats";
       break;
+    case Tag::kSymInt:
+      return "a SymInt";
+    case Tag::kIValues:
+      return "a list";
   }
   return text.str();
 }
@@ -98,6 +102,17 @@ IValue to_list(const Value& value, const TypePtr& type, const TypePtr& real, int
   if (value.tag == Tag::kInts && element_type->kind() == TypeKind::IntType) {
     const auto* data = static_cast<const int64_t*>(value.data);
     return IValue(at::IntArrayRef(data, value.len));
+  }
+  if (real_element_type->kind() == TypeKind::SymIntType && value.tag == Tag::kList) {
+    std::vector<c10::SymInt> items;
+    items.reserve(value.len);
+    for (size_t i = 0; i < value.len; ++i) {
+      const Value item = element(value, i);
+      if (item.tag != Tag::kInt && item.tag != Tag::kSymInt)
+        throw WrongValue("a list whose item " + std::to_string(i) + " is " + describe(item));
+      items.push_back(to_sym_int(item));
+    }
+    return IValue(at::ArrayRef<c10::SymInt>(items));
   }
   c10::impl::GenericList list(element_type);
   if (!is_list(value)) {
@@ -151,7 +166,11 @@ IValue to_ivalue(const Value& value, const TypePtr& type, const TypePtr& real, i
     case TypeKind::ListType:
       return to_list(value, type, real, broadcast);
     case TypeKind::IntType:
+      if (value.tag == Tag::kSymInt) return to_sym_int(value).guard_int(__FILE__, __LINE__);
+      if (value.tag != Tag::kInt) refuse(value);
+      return value.integer;
     case TypeKind::SymIntType:
+      if (value.tag == Tag::kSymInt) return to_sym_int(value);
       if (value.tag != Tag::kInt) refuse(value);
       return value.integer;
     case TypeKind::FloatType:
@@ -185,6 +204,50 @@ IValue to_ivalue(const Value& value, const TypePtr& type, const TypePtr& real, i
   }
 }
 
+c10::SymInt to_sym_int(const Value& value) {
+  if (value.tag == Tag::kInt) return value.integer;
+  auto* node = static_cast<c10::SymNodeImpl*>(const_cast<void*>(value.data));
+  return c10::SymInt(c10::SymNode::reclaim_copy(node));
+}
+
+Value view(const IValue& ivalue) noexcept {
+  Value value{};
+  if (ivalue.isTensor()) {
+    const at::Tensor& tensor = ivalue.toTensor();
+    value.tag = tensor.defined() ? Tag::kTensor : Tag::kNone;
+    value.data = &tensor;
+  } else if (ivalue.isNone()) {
+    value.tag = Tag::kNone;
+  } else if (ivalue.isInt()) {
+    value.tag = Tag::kInt;
+    value.integer = ivalue.toInt();
+  } else if (ivalue.isDouble()) {
+    value.tag = Tag::kFloat;
+    value.real = ivalue.toDouble();
+  } else if (ivalue.isBool()) {
+    value.tag = Tag::kBool;
+    value.integer = ivalue.toBool() ? 1 : 0;
+  } else if (ivalue.isSymInt()) {
+    value.tag = Tag::kSymInt;
+    // The IValue keeps the node alive.
+    value.data = ivalue.toSymInt().toSymNodeImplUnowned();
+  } else if (ivalue.isString()) {
+    value.tag = Tag::kString;
+    value.data = ivalue.toStringRef().data();
+    value.len = ivalue.toStringRef().size();
+  } else if (ivalue.isDevice()) {
+    value.tag = Tag::kDevice;
+    value.integer = ivalue.toDevice().index();
+    value.len = static_cast<size_t>(ivalue.toDevice().type());
+  } else if (ivalue.isList()) {
+    const auto items = ivalue.toListRef();
+    value.tag = Tag::kIValues;
+    value.data = items.data();
+    value.len = items.size();
+  }
+  return value;
+}
+
 Value from_ivalue(const IValue& ivalue, const c10::Type& real,
                   std::forward_list<std::vector<Value>>& lists) {
   Value value{};
@@ -203,20 +266,9 @@ Value from_ivalue(const IValue& ivalue, const c10::Type& real,
                 : kind == TypeKind::MemoryFormatType ? Tag::kMemoryFormat
                                                      : Tag::kInt;
     value.integer = ivalue.toInt();
-  } else if (ivalue.isDouble()) {
-    value.tag = Tag::kFloat;
-    value.real = ivalue.toDouble();
-  } else if (ivalue.isBool()) {
-    value.tag = Tag::kBool;
-    value.integer = ivalue.toBool() ? 1 : 0;
-  } else if (ivalue.isString()) {
-    value.tag = Tag::kString;
-    value.data = ivalue.toStringRef().data();
-    value.len = ivalue.toStringRef().size();
-  } else if (ivalue.isDevice()) {
-    value.tag = Tag::kDevice;
-    value.integer = ivalue.toDevice().index();
-    value.len = static_cast<size_t>(ivalue.toDevice().type());
+  } else if (ivalue.isSymInt() || ivalue.isDouble() || ivalue.isBool() || ivalue.isString() ||
+             ivalue.isDevice()) {
+    return view(ivalue);
   } else if (ivalue.isList() && real.kind() == TypeKind::ListType) {
     const auto& element_type = *real.castRaw<c10::ListType>()->getElementType();
     std::vector<Value> items;

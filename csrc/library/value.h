@@ -29,6 +29,8 @@ enum class Tag : int32_t {
   kList,          // `data`: `len` Values
   kInts,          // `data`: `len` int64_t; for arguments only
   kFloats,        // `data`: `len` double; for arguments only
+  kSymInt,        // `data`: c10::SymNodeImpl, of an int that is not known
+  kIValues,       // `data`: `len` IValues; for the arguments of a kernel in Rust only
 };
 
 // A `Value` owns nothing: `data` belongs to the side that made it.
@@ -60,6 +62,13 @@ struct Results {
   // Storage of the lists that `values` point to.
   std::forward_list<std::vector<Value>> lists;
 };
+
+// The symbolic int of a value with the tag kSymInt.
+c10::SymInt to_sym_int(const Value& value);
+
+// A value as it lies there, whatever its type in the schema: a Kind is an int, and a list consists
+// of IValues. The result borrows from `ivalue`. Its tag is kDefault if Rust cannot read the value.
+Value view(const c10::IValue& ivalue) noexcept;
 
 // The result borrows from `ivalue` and, if it is a list, from `lists`.
 Value from_ivalue(const c10::IValue& ivalue, const c10::Type& real,

@@ -1,7 +1,7 @@
 //! Bindings to `csrc/library/dispatcher.cpp`.
 
-use super::take_message;
 use super::value::{RawValue, Tag, device_code, read, slice};
+use super::{take_message, text};
 use crate::{Error, Result};
 use std::ffi::{CString, c_char};
 use std::ptr::NonNull;
@@ -244,15 +244,6 @@ impl Drop for Operator {
     fn drop(&mut self) {
         // SAFETY: C++ made the operator for us, and nobody uses it afterwards.
         unsafe { tch_extension_free_operator(self.0.as_ptr()) }
-    }
-}
-
-/// A text that C++ returns, or its error.
-fn text(call: impl FnOnce(*mut *mut c_char) -> *mut c_char) -> Result<String> {
-    let mut text = std::ptr::null_mut();
-    match take_message(call(&mut text)) {
-        Some(message) => Err(Error::Torch(message)),
-        None => Ok(take_message(text).unwrap_or_default()),
     }
 }
 

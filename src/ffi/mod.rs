@@ -5,6 +5,7 @@ pub(crate) mod amp;
 pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
+pub(crate) mod define;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
 pub(crate) mod exceptions;
@@ -19,9 +20,10 @@ pub(crate) mod precision;
 pub(crate) mod sdp_backends;
 #[cfg(feature = "distributed")]
 pub(crate) mod sharded;
+pub(crate) mod sym_int;
 pub(crate) mod tensor;
 pub(crate) mod testing;
-mod value;
+pub(crate) mod value;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
@@ -38,6 +40,15 @@ pub(crate) fn take_message(message: *mut c_char) -> Option<String> {
     // SAFETY: we own `message`, and nothing uses it after this call.
     unsafe { autograd::tch_extension_free_message(message) };
     Some(text)
+}
+
+/// A text that C++ returns, or its error.
+pub(crate) fn text(call: impl FnOnce(*mut *mut c_char) -> *mut c_char) -> Result<String> {
+    let mut text = std::ptr::null_mut();
+    match take_message(call(&mut text)) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok(take_message(text).unwrap_or_default()),
+    }
 }
 
 /// The address of a tensor that is contiguous and has this shape, kind and device. Any other tensor

@@ -1,5 +1,6 @@
 //! Bindings to `csrc/library/value.h`: the values that Rust and the dispatcher exchange.
 
+use super::sym_int::SymInt;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::marker::PhantomData;
@@ -22,21 +23,30 @@ pub(super) enum Tag {
     List,
     Ints,
     Floats,
+    SymInt,
+    IValues,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) union Payload {
-    integer: i64,
-    real: f64,
-    data: *const c_void,
+    pub integer: i64,
+    pub real: f64,
+    pub data: *const c_void,
 }
 
 #[repr(C)]
+#[derive(Clone, Copy)]
 pub(super) struct RawValue {
     pub tag: Tag,
-    payload: Payload,
-    len: usize,
+    pub payload: Payload,
+    pub len: usize,
+}
+
+impl RawValue {
+    pub fn none() -> Self {
+        RawValue { tag: Tag::None, payload: Payload { integer: 0 }, len: 0 }
+    }
 }
 
 /// The storage layout of a tensor's elements: libtorch's `Layout`.
@@ -115,7 +125,7 @@ pub(super) fn device_code(device: Device) -> (usize, i64) {
     }
 }
 
-fn device_of((kind, index): (usize, i64)) -> Result<Device> {
+pub(super) fn device_of((kind, index): (usize, i64)) -> Result<Device> {
     match kind {
         0 => Ok(Device::Cpu),
         1 => Ok(Device::Cuda(usize::try_from(index).unwrap_or_default())),
@@ -125,6 +135,15 @@ fn device_of((kind, index): (usize, i64)) -> Result<Device> {
             "it returned a device that tch does not know: libtorch's number {other}"
         ))),
     }
+}
+
+/// libtorch's number of the kind; -1 if there is none.
+pub(super) fn kind_number(kind: Kind) -> i32 {
+    KINDS.iter().find(|(known, _)| *known == kind).map_or(-1, |(_, code)| *code as i32)
+}
+
+pub(super) fn kind_of_number(number: i64) -> Option<Kind> {
+    KINDS.iter().find(|(_, code)| *code == number).map(|(kind, _)| *kind)
 }
 
 /// An argument in the layout that C++ reads. A list is owned; anything else is borrowed for `'a`.
@@ -177,8 +196,14 @@ impl<'a> Value<'a> {
     }
 
     pub fn kind(kind: Kind) -> Self {
-        let code = KINDS.iter().find(|(known, _)| *known == kind).map(|(_, code)| *code);
-        Value::number(Tag::ScalarType, code.unwrap_or(-1))
+        Value::number(Tag::ScalarType, kind_number(kind).into())
+    }
+
+    pub fn sym_int(value: &'a SymInt) -> Self {
+        match value.number() {
+            Some(number) => Value::int(number),
+            None => Value::new(Tag::SymInt, Payload { data: value.node().cast_const().cast() }, 0),
+        }
     }
 
     pub fn layout(layout: Layout) -> Self {
@@ -223,6 +248,26 @@ impl<'a> Value<'a> {
     }
 }
 
+impl<'a> Value<'a> {
+    /// The same value, borrowed.
+    pub fn of(output: &'a Output) -> Self {
+        match output {
+            Output::None => Value::none(),
+            Output::Tensor(tensor) => Value::tensor(tensor),
+            Output::Int(value) => Value::int(*value),
+            Output::Float(value) => Value::float(*value),
+            Output::Bool(value) => Value::bool(*value),
+            Output::String(text) => Value::string(text),
+            Output::Device(device) => Value::device(*device),
+            Output::Kind(kind) => Value::kind(*kind),
+            Output::Layout(layout) => Value::layout(*layout),
+            Output::MemoryFormat(format) => Value::memory_format(*format),
+            Output::SymInt(value) => Value::sym_int(value),
+            Output::List(items) => Value::list(items.iter().map(Value::of).collect()),
+        }
+    }
+}
+
 impl Drop for Value<'_> {
     fn drop(&mut self) {
         if self.raw.tag == Tag::List {
@@ -254,6 +299,8 @@ pub enum Output {
     Kind(Kind),
     Layout(Layout),
     MemoryFormat(MemoryFormat),
+    /// An int that is not known while the call is traced.
+    SymInt(SymInt),
     List(Vec<Output>),
 }
 
@@ -268,7 +315,8 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
     unsafe {
         let (payload, len) = (value.payload, value.len);
         Ok(match value.tag {
-            Tag::Default | Tag::None | Tag::Ints | Tag::Floats => Output::None,
+            Tag::Default | Tag::None | Tag::Ints | Tag::Floats | Tag::IValues => Output::None,
+            Tag::SymInt => Output::SymInt(SymInt::borrowed(payload.data.cast_mut().cast())),
             Tag::Tensor => Output::Tensor(Tensor::clone_from_ptr(payload.data.cast_mut().cast())),
             Tag::Int => Output::Int(payload.integer),
             Tag::Float => Output::Float(payload.real),
@@ -282,8 +330,8 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
             }
             Tag::Device => Output::Device(device_of((len, payload.integer))?),
             Tag::ScalarType => {
-                let known = KINDS.iter().find(|(_, code)| *code == payload.integer);
-                Output::Kind(known.ok_or_else(|| unknown("the kind", payload.integer))?.0)
+                let known = kind_of_number(payload.integer);
+                Output::Kind(known.ok_or_else(|| unknown("the kind", payload.integer))?)
             }
             Tag::Layout => {
                 let known =

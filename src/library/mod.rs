@@ -27,23 +27,31 @@
 //! A call runs with the grad mode and the autocast settings of its thread. [`Operator::call`]
 //! describes what happens if an operator has no gradient.
 
+mod define;
 mod kernels;
 mod load;
 mod mismatch;
 mod near;
 mod operator;
+mod operators;
 mod output;
 mod package;
 mod requirements;
 mod schema;
+mod sym_int;
 mod value;
 mod with_backward;
 
 pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
+pub use define::{Kernel, below_autograd, define, implement, is_traced};
 pub use load::{Library, LoadOptions};
 pub use operator::Operator;
+#[doc(hidden)]
+pub use operators::expansion;
+pub use operators::registration_error;
 pub use output::{FromOutput, FromOutputs, Outputs};
+pub use sym_int::{SymInt, empty, new_empty, sizes};
 pub use value::{Args, NONE, Value};
 pub use with_backward::{CallContext, WithBackward};
 

@@ -1,6 +1,6 @@
 //! The results of an operator.
 
-use super::{Layout, MemoryFormat, Output};
+use super::{Layout, MemoryFormat, Output, SymInt};
 use std::any::type_name;
 use tch::{Device, Kind, Tensor};
 
@@ -104,6 +104,16 @@ impl<T: FromOutput> FromOutput for Option<T> {
         match output {
             Output::None => Ok(None),
             some => T::from_output(some).map(Some),
+        }
+    }
+}
+
+impl FromOutput for SymInt {
+    fn from_output(output: Output) -> Result<Self, Output> {
+        match output {
+            Output::Int(number) => Ok(number.into()),
+            Output::SymInt(value) => Ok(value),
+            other => Err(other),
         }
     }
 }

@@ -1,6 +1,6 @@
 //! The arguments of an operator.
 
-use super::{Layout, MemoryFormat};
+use super::{Layout, MemoryFormat, Output, SymInt};
 use crate::ffi::library as ffi;
 use tch::{Device, Kind, Tensor};
 
@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 ///
 /// `into()` makes it, and [`args!`](crate::args) calls `into()`. It accepts `&Tensor`,
 /// `Option<&Tensor>`, `i64`, `i32`, `f64`, `f32`, `bool`, `&str`, `&String`, [`Device`], [`Kind`],
-/// [`Layout`] and [`MemoryFormat`]; slices, arrays and vectors of them; and an `Option` of any of
+/// [`Layout`], [`MemoryFormat`], `&`[`SymInt`] and `&`[`Output`]; slices, arrays and vectors of them; and an `Option` of any of
 /// these, in which `None` is Python's `None`.
 ///
 /// The schema says which of them an argument accepts: `Tensor`, `Tensor?` (may be `None`),
@@ -45,6 +45,10 @@ value_from! {
     Kind: kind => ffi::Value::kind(kind);
     Layout: layout => ffi::Value::layout(layout);
     MemoryFormat: format => ffi::Value::memory_format(format);
+    &'a SymInt: value => ffi::Value::sym_int(value);
+    &'a [SymInt]: values => list(values.iter());
+    &'a Vec<SymInt>: values => list(values.iter());
+    &'a Output: output => ffi::Value::of(output);
     &'a [i64]: values => ffi::Value::ints(values);
     &'a Vec<i64>: values => ffi::Value::ints(values);
     &'a [f64]: values => ffi::Value::floats(values);

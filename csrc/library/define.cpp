@@ -1,0 +1,109 @@
+// Operators that Rust defines: the inverse of dispatcher.cpp.
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/headeronly/version.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+#include "../autograd/exceptions.h"
+#include "call.h"
+#include "loader.h"
+#include "tch_extension/c_abi.h"
+
+namespace tch_extension {
+namespace {
+
+class RustKernel final : public c10::OperatorKernel {
+ public:
+  RustKernel(KernelEntry entry, const void* kernel) : entry_(entry), kernel_(kernel) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    RustCall call;
+    KernelFrame frame{op, keys, *stack};
+    if (entry_(kernel_, &frame) != 0) call.fail(op.operator_name().name, frame.error);
+  }
+
+ private:
+  KernelEntry entry_;
+  const void* kernel_;
+};
+
+// Python keeps handles of operators, and they do not survive the end of their registration. So a
+// registration never ends.
+torch::Library& keep(torch::Library::Kind kind, const char* ns,
+                     std::optional<c10::DispatchKey> key, const char* file, uint32_t line) {
+  return *new torch::Library(kind, ns, key, file, line);
+}
+
+std::optional<c10::OperatorHandle> find(const char* name, const char* overload) {
+  const std::lock_guard reads(dispatcher_table());
+  return c10::Dispatcher::singleton().findSchema({name, overload});
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+// An error if this library was compiled for another version of libtorch than the one that is loaded.
+TCH_EXTENSION_API Message tch_extension_check_version() {
+  return guard([] {
+    const uint64_t loaded = aoti_torch_abi_version();
+    const auto part = [&](int shift) { return std::to_string((loaded >> shift) & 0xFF); };
+    const std::string is = part(56) + "." + part(48) + "." + part(40);
+    const std::string wanted = std::to_string(TORCH_VERSION_MAJOR) + "." +
+                               std::to_string(TORCH_VERSION_MINOR) + "." +
+                               std::to_string(TORCH_VERSION_PATCH);
+    if (is != wanted)
+      throw std::runtime_error("it was compiled for libtorch " + wanted + ", and libtorch " + is +
+                               " is loaded; install torch " + wanted +
+                               ", or the version of this library for torch " + is);
+  });
+}
+
+// The strings live forever: libtorch keeps `file`.
+TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schema, const char* file,
+                                               uint32_t line) {
+  return guard([&] {
+    const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+    keep(torch::Library::FRAGMENT, ns, std::nullopt, file, line).def(schema, tags);
+  });
+}
+
+// `qualified` is `ns::name`, and `name` is the same without `ns::`.
+TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qualified,
+                                                  const char* name, const char* overload,
+                                                  const char* key, const char* file, uint32_t line,
+                                                  KernelEntry entry, const void* kernel) {
+  return guard([&] {
+    const c10::DispatchKey dispatch_key = c10::parseDispatchKey(key);
+    const auto op = find(qualified, overload);
+    // libtorch would wait for a schema to come.
+    if (!op) throw std::runtime_error("it is not defined");
+    // libtorch would only warn, and take the new one.
+    if (op->hasKernelForDispatchKey(dispatch_key))
+      throw std::runtime_error("it has a kernel for " + std::string(key) + " already");
+    keep(torch::Library::IMPL, ns, dispatch_key, file, line)
+        .impl(name,
+              torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RustKernel>(entry, kernel)));
+  });
+}
+
+TCH_EXTENSION_API void tch_extension_kernel_error(KernelFrame* frame, const char* text,
+                                                  size_t len) {
+  frame->error.assign(text, len);
+}
+
+TCH_EXTENSION_API void* tch_extension_enter_below_autograd() {
+  return new at::AutoDispatchBelowADInplaceOrView;
+}
+
+TCH_EXTENSION_API void tch_extension_leave_below_autograd(void* guard) {
+  delete static_cast<at::AutoDispatchBelowADInplaceOrView*>(guard);
+}

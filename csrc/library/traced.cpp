@@ -1,0 +1,44 @@
+// Whether a call is traced rather than computed.
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include "tch_extension/c_abi.h"
+
+namespace {
+
+using c10::DispatchKey;
+
+// Keys of tensors that stand for others: fake and subclasses, functional, batched and other
+// wrappers of functorch, and those of tracers.
+constexpr c10::DispatchKeySet kStandIns({
+    DispatchKey::Python,
+    DispatchKey::Fake,
+    DispatchKey::Functionalize,
+    DispatchKey::FuncTorchBatched,
+    DispatchKey::FuncTorchGradWrapper,
+    DispatchKey::FuncTorchDynamicLayerBackMode,
+    DispatchKey::FuncTorchDynamicLayerFrontMode,
+    DispatchKey::BatchedNestedTensor,
+    DispatchKey::Batched,
+    DispatchKey::VmapMode,
+    DispatchKey::Tracer,
+    DispatchKey::PreDispatch,
+});
+
+}  // namespace
+
+// Each tensor is null or alive.
+TCH_EXTENSION_API bool tch_extension_is_traced(at::Tensor* const* tensors, size_t len) {
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  if ((local.included_ - local.excluded_).has_any(kStandIns)) return true;
+  if (!local.excluded_.has(DispatchKey::Python) && c10::impl::TorchDispatchModeTLS::any_modes_set())
+    return true;
+  for (size_t i = 0; i < len; ++i) {
+    if (tensors[i] == nullptr || !tensors[i]->defined()) continue;
+    if (tensors[i]->is_meta() || tensors[i]->key_set().has_any(kStandIns)) return true;
+  }
+  return false;
+}
