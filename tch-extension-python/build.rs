@@ -1,6 +1,5 @@
 //! What the linker needs to know of a library that Python loads.
 
 fn main() {
-    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
-    tch_extension_build::link_args();
+    println!("cargo::rustc-link-arg-cdylib=-Wl,-z,nodelete");
 }
