@@ -25,7 +25,7 @@ const PYTHON: &str = "tch-extension-python/python";
 /// The programs that run after the wheel was installed: its test, and its benchmarks at tiny sizes.
 const TESTS: [(&str, &[&str]); 3] = [
     ("tests/wheel.py", &[]),
-    ("benches/lstm.py", &["--device", "cpu", "--rounds", "1"]),
+    ("benches/lstm.py", &["--device", "cpu", "--rounds", "1", "--dtype", "float32"]),
     ("benches/gpt.py", &["--device", "cpu", "--rounds", "1", "--backend", "aot_eager"]),
 ];
 /// Definitions of what old systems lack, which the library is linked with.
@@ -352,7 +352,7 @@ impl Build<'_> {
             let mut command = programs::command(&python, &["-W", "ignore"]);
             command
                 .arg(self.repo.root.join(PACKAGE).join(script))
-                .args(*arguments)
+                .args(arguments)
                 // Not inside the repository, where Python would find its sources.
                 .current_dir(scratch.path())
                 .env("OUT", scratch.path())
