@@ -231,7 +231,7 @@ mod gru {
             let [input, w_ih, w_hh, b_ih, b_hh, h, _] =
                 parts::gru_backward(grads, input, &weights, h, needed)?;
             let gradients = [input, h, w_ih, w_hh, b_ih, b_hh];
-            Ok(returned(w_ih, gradients)?.into())
+            Ok(returned(weights.w_ih, gradients)?.into())
         })
     }
 
@@ -386,7 +386,7 @@ mod gru_padded {
             let [input, w_ih, w_hh, b_ih, b_hh, h, _] =
                 parts::gru_padded_backward(grads, input, lengths, &weights, h, needed)?;
             let gradients = [input, h, w_ih, w_hh, b_ih, b_hh];
-            Ok(returned(w_ih, gradients)?.into())
+            Ok(returned(weights.w_ih, gradients)?.into())
         })
     }
 

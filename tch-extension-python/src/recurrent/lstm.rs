@@ -248,7 +248,7 @@ mod lstm {
             let [input, w_ih, w_hh, b_ih, b_hh, h, c] =
                 parts::lstm_backward(grads, input, &weights, (h, c), needed)?;
             let gradients = [input, h, c, w_ih, w_hh, b_ih, b_hh];
-            Ok(returned(w_ih, gradients)?.into())
+            Ok(returned(weights.w_ih, gradients)?.into())
         })
     }
 
@@ -414,7 +414,7 @@ mod lstm_padded {
             let [input, w_ih, w_hh, b_ih, b_hh, h, c] =
                 parts::lstm_padded_backward(grads, input, lengths, &weights, (h, c), needed)?;
             let gradients = [input, h, c, w_ih, w_hh, b_ih, b_hh];
-            Ok(returned(w_ih, gradients)?.into())
+            Ok(returned(weights.w_ih, gradients)?.into())
         })
     }
 
