@@ -76,11 +76,23 @@ fn norms() {
         assert_eq!((mean.size(), rstd.size()), (vec![12], vec![12]));
         let moments = (&mean, &rstd);
         let found = parts::layer_norm_backward(
-            &incoming[0], moments, &x, shape, Some(&w), Some(&b), [true; 3],
+            &incoming[0],
+            moments,
+            &x,
+            shape,
+            Some(&w),
+            Some(&b),
+            [true; 3],
         )?;
         assert_equal("layer_norm", &found, &expected);
         let some = parts::layer_norm_backward(
-            &incoming[0], moments, &x, shape, Some(&w), Some(&b), [false, false, true],
+            &incoming[0],
+            moments,
+            &x,
+            shape,
+            Some(&w),
+            Some(&b),
+            [false, false, true],
         )?;
         assert!(some[0].is_none() && some[1].is_none());
         assert_equal("layer_norm's bias", &some, &expected[2..]);
@@ -89,12 +101,10 @@ fn norms() {
         let (h, y) = f_add_rms_norm(&x, &r, shape, Some(&w), Some(eps), 0.0)?;
         let (incoming, expected) = of_node(&[&h, &y], &[&x, &r, &w]);
         let _guard = tch::no_grad_guard();
-        let (found_h, found_y, rstd) =
-            parts::add_rms_norm_forward(&x, &r, shape, Some(&w), eps)?;
+        let (found_h, found_y, rstd) = parts::add_rms_norm_forward(&x, &r, shape, Some(&w), eps)?;
         let grads = (Some(&incoming[0]), &incoming[1]);
-        let found = parts::add_rms_norm_backward(
-            grads, (&found_h, &rstd), &x, shape, Some(&w), [true; 3],
-        )?;
+        let found =
+            parts::add_rms_norm_backward(grads, (&found_h, &rstd), &x, shape, Some(&w), [true; 3])?;
         assert_equal("add_rms_norm", &[Some(found_h), Some(found_y)], &[h, y]);
         assert_equal("add_rms_norm", &found, &expected);
         Ok(())
@@ -123,7 +133,11 @@ fn losses() {
             assert_eq!(saved[0].is_some(), reduction == Reduction::Mean);
             let saved = saved.each_ref().map(Option::as_ref);
             let found = parts::linear_cross_entropy_backward(
-                &incoming[0], saved, &tensors, &options, [true; 3],
+                &incoming[0],
+                saved,
+                &tensors,
+                &options,
+                [true; 3],
             )?;
             assert_equal("linear_cross_entropy", &found, &expected);
             drop(_guard);
@@ -136,7 +150,11 @@ fn losses() {
             let (found, saved) = parts::cross_entropy_forward(&logits, &targets, &options, true)?;
             assert_equal("cross_entropy", &[Some(found)], &[loss]);
             let found = parts::cross_entropy_backward(
-                &incoming[0], saved.as_ref(), &logits, &targets, &options,
+                &incoming[0],
+                saved.as_ref(),
+                &logits,
+                &targets,
+                &options,
             )?;
             assert_equal("cross_entropy", &[Some(found)], &expected);
         }
@@ -159,9 +177,8 @@ fn products_and_mlps() {
         let y = f_matmul_add_relu(&lhs, &rhs, &bias)?;
         let (incoming, expected) = of_node(&[&y], &[&lhs, &rhs, &bias]);
         tch::no_grad(|| -> Result<()> {
-            let found = parts::matmul_add_relu_backward(
-                &incoming[0], &y, &lhs, &rhs, &bias, [true; 3],
-            )?;
+            let found =
+                parts::matmul_add_relu_backward(&incoming[0], &y, &lhs, &rhs, &bias, [true; 3])?;
             assert_equal("matmul_add_relu", &found, &expected);
             Ok(())
         })?;
@@ -209,12 +226,8 @@ fn sequences() {
             let rows = gates * 24;
             let [w_ih, w_hh, b_ih, b_hh] =
                 arguments.leaves([&[rows, 16], &[rows, 24], &[rows], &[rows]]);
-            let weights = RnnWeights {
-                w_ih: &w_ih,
-                w_hh: &w_hh,
-                b_ih: Some(&b_ih),
-                b_hh: Some(&b_hh),
-            };
+            let weights =
+                RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: Some(&b_ih), b_hh: Some(&b_hh) };
             let lengths = [2, 4, 1, 4];
             for is_padded in [false, true] {
                 let (outputs, states): (Vec<Tensor>, Vec<&Tensor>) = match (gates, is_padded) {
@@ -242,16 +255,30 @@ fn sequences() {
                 tch::no_grad(|| -> Result<()> {
                     let found = match (gates, is_padded) {
                         (4, false) => parts::lstm_backward(
-                            [g[0], g[1], g[2]], &x, &weights, (&h, &c), [true; 7],
+                            [g[0], g[1], g[2]],
+                            &x,
+                            &weights,
+                            (&h, &c),
+                            [true; 7],
                         )?,
                         (4, _) => parts::lstm_padded_backward(
-                            [g[0], g[1], g[2]], &x, &lengths, &weights, (&h, &c), [true; 7],
+                            [g[0], g[1], g[2]],
+                            &x,
+                            &lengths,
+                            &weights,
+                            (&h, &c),
+                            [true; 7],
                         )?,
                         (_, false) => {
                             parts::gru_backward([g[0], g[1]], &x, &weights, &h, [true; 7])?
                         }
                         _ => parts::gru_padded_backward(
-                            [g[0], g[1]], &x, &lengths, &weights, &h, [true; 7],
+                            [g[0], g[1]],
+                            &x,
+                            &lengths,
+                            &weights,
+                            &h,
+                            [true; 7],
                         )?,
                     };
                     let found = if gates == 4 { &found[..] } else { &found[..6] };

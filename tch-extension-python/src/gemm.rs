@@ -20,8 +20,7 @@ tch_extension::operators! {
     /// `torch.nn.functional.linear`: `input` is `[..., in]`, `weight` `[out, in]` and `bias` `[out]`. The
     /// result is `[..., out]`.
     fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor> = None) -> Tensor {
-        cpu = linear::own,
-        cuda = linear::own,
+        cpu, cuda = linear::own,
         fake = |input, weight, _bias| {
             let mut size = sizes(input);
             size.pop();
@@ -41,8 +40,7 @@ tch_extension::operators! {
         bias: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = linear::backward,
-        cuda = linear::backward,
+        cpu, cuda = linear::backward,
         fake = |_grad, input, weight, bias, needs| {
             Ok(likes([Some(input), Some(weight), bias], needs)?.into())
         },
@@ -52,8 +50,7 @@ tch_extension::operators! {
     /// `relu(lhs @ rhs + bias)`; `lhs` is `[..., M, K]` or `[K]`, `rhs` is `[..., K, N]` or `[K]`, and the
     /// bias has any shape that broadcasts with that of the product.
     fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
-        cpu = matmul_add_relu::own,
-        cuda = matmul_add_relu::own,
+        cpu, cuda = matmul_add_relu::own,
         fake = matmul_add_relu::fake,
         autograd = matmul_add_relu::autograd,
         key("AutocastCPU") = matmul_add_relu::autocast,
@@ -69,8 +66,7 @@ tch_extension::operators! {
         bias: &Tensor,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = matmul_add_relu::backward,
-        cuda = matmul_add_relu::backward,
+        cpu, cuda = matmul_add_relu::backward,
         fake = |_grad, _output, lhs, rhs, bias, needs| {
             Ok(likes([Some(lhs), Some(rhs), Some(bias)], needs)?.into())
         },

@@ -3,8 +3,8 @@
 
 use crate::node::{Needs, is_needed};
 use tch::{Kind, Tensor};
-use tch_extension::{Error, Result};
 use tch_extension::library::{SymInt, empty, sizes};
+use tch_extension::{Error, Result};
 
 /// The kind in which tensors of this kind are computed.
 pub fn compute_kind(kind: Kind) -> Kind {

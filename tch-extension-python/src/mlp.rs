@@ -10,8 +10,8 @@ use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
 use tch_extension::library::sizes;
 use tch_extension::ops::{
-    Activation, GeluMlpOptions, SwigluMlpOptions, f_gelu_mlp, f_swiglu_mlp, gelu_mlp_reference, parts,
-    swiglu_mlp_reference,
+    Activation, GeluMlpOptions, SwigluMlpOptions, f_gelu_mlp, f_swiglu_mlp, gelu_mlp_reference,
+    parts, swiglu_mlp_reference,
 };
 use tch_extension::{Error, Result};
 
@@ -30,8 +30,7 @@ tch_extension::operators! {
         activation: &str = "gelu_tanh",
         save_activations: bool = true,
     ) -> Tensor {
-        cpu = gelu_mlp::own,
-        cuda = gelu_mlp::own,
+        cpu, cuda = gelu_mlp::own,
         fake = |input, _w1, _b1, w2, _b2, _activation, _saves| output(input, w2),
         autograd = gelu_mlp::autograd,
         key("AutocastCPU") = gelu_mlp::autocast,
@@ -49,8 +48,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = gelu_mlp::forward,
-        cuda = gelu_mlp::forward,
+        cpu, cuda = gelu_mlp::forward,
         fake = |input, w1, _b1, w2, _b2, activation, saves, needed| {
             let options = gelu_mlp::options_of(activation, saves)?;
             let (keeps_z, keeps_a) = parts::gelu_mlp_saves(&options, needs(needed));
@@ -72,8 +70,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = gelu_mlp::backward,
-        cuda = gelu_mlp::backward,
+        cpu, cuda = gelu_mlp::backward,
         fake = |_grad, _z, _a, input, w1, b1, w2, b2, _activation, _saves, needs| {
             Ok(likes([Some(input), Some(w1), b1, Some(w2), b2], needs)?.into())
         },
@@ -89,8 +86,7 @@ tch_extension::operators! {
         w_down: &Tensor,
         save_activations: bool = true,
     ) -> Tensor {
-        cpu = swiglu_mlp::own,
-        cuda = swiglu_mlp::own,
+        cpu, cuda = swiglu_mlp::own,
         fake = |input, _w_gate, _w_up, w_down, _saves| output(input, w_down),
         autograd = swiglu_mlp::autograd,
         key("AutocastCPU") = swiglu_mlp::autocast,
@@ -107,8 +103,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = swiglu_mlp::forward,
-        cuda = swiglu_mlp::forward,
+        cpu, cuda = swiglu_mlp::forward,
         fake = |input, w_gate, _w_up, w_down, saves, needed| {
             let options = SwigluMlpOptions { save_activations: saves };
             let (gates, h) = parts::swiglu_mlp_saves(&options, needs(needed));
@@ -130,8 +125,7 @@ tch_extension::operators! {
         save_activations: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = swiglu_mlp::backward,
-        cuda = swiglu_mlp::backward,
+        cpu, cuda = swiglu_mlp::backward,
         fake = |_grad, _g, _u, _h, input, w_gate, w_up, w_down, _saves, needs| {
             let inputs = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             Ok(likes(inputs, needs)?.into())
@@ -155,7 +149,8 @@ fn hidden(input: &Tensor, weight: &Tensor, is_kept: bool) -> Result<Tensor> {
     }
     let mut rows = sizes(input);
     rows.pop();
-    let size: Vec<_> = [product(&rows)].into_iter().chain(sizes(weight).into_iter().next()).collect();
+    let size: Vec<_> =
+        [product(&rows)].into_iter().chain(sizes(weight).into_iter().next()).collect();
     contiguous(&size, input.f_kind()?, input)
 }
 
@@ -223,7 +218,17 @@ mod gelu_mlp {
             let (b1, b2) = (inputs.optional(2), inputs.optional(4));
             gradients_by!(
                 "gelu_mlp_backward",
-                grad, z, a, input, w1, b1, w2, b2, &self.activation, self.saves, needs
+                grad,
+                z,
+                a,
+                input,
+                w1,
+                b1,
+                w2,
+                b2,
+                &self.activation,
+                self.saves,
+                needs
             )
         }
 
@@ -391,7 +396,16 @@ mod swiglu_mlp {
             let (w_up, w_down) = (inputs.get(2)?, inputs.get(3)?);
             gradients_by!(
                 "swiglu_mlp_backward",
-                grads.get(0)?, g, u, h, input, w_gate, w_up, w_down, self.saves, needs
+                grads.get(0)?,
+                g,
+                u,
+                h,
+                input,
+                w_gate,
+                w_up,
+                w_down,
+                self.saves,
+                needs
             )
         }
 
@@ -453,8 +467,7 @@ mod swiglu_mlp {
         kernel(input, || {
             let tensors = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             let options = SwigluMlpOptions { save_activations: saves };
-            let (output, gates, h) =
-                parts::swiglu_mlp_forward(&tensors, &options, needs(needed))?;
+            let (output, gates, h) = parts::swiglu_mlp_forward(&tensors, &options, needs(needed))?;
             let (g, u) = gates.unzip();
             let [g, u, h] = returned(input, [g, u, h])?;
             Ok((output, g, u, h))

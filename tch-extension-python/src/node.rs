@@ -42,7 +42,8 @@ pub trait Pair: Clone + Send + Sync + 'static {
     /// An error of the operator.
     fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>>;
 
-    /// A gradient for each input. Those that are not needed may be absent or empty (`[0]`).
+    /// A gradient for each of the inputs but the last ones that have none. Those that are not needed may
+    /// be absent or empty (`[0]`).
     ///
     /// # Errors
     /// An error of the operator.
@@ -65,10 +66,7 @@ pub trait Pair: Clone + Send + Sync + 'static {
 ///
 /// # Errors
 /// An error of an operator.
-pub fn traced<P: Pair, const N: usize>(
-    pair: P,
-    inputs: &[Option<&Tensor>],
-) -> Result<[Tensor; N]> {
+pub fn traced<P: Pair, const N: usize>(pair: P, inputs: &[Option<&Tensor>]) -> Result<[Tensor; N]> {
     let results = apply(Node { pair }, inputs)?.into_vec();
     // What is saved comes after the outputs.
     let outputs: Vec<Option<Tensor>> = results.into_iter().take(P::OUTPUTS).collect();
@@ -124,11 +122,13 @@ impl<P: Pair> Function for Node<P> {
             (0..P::OUTPUTS).map(|place| grads.optional(place)).collect();
         let needs = bits((0..P::INPUTS).map(|place| ctx.needs_input_grad(place)));
         let [grads, kept, inputs] = [&grads, kept, inputs].map(Inputs::new);
-        let gradients = self.pair.backward(grads, kept, inputs, needs)?.into_iter().enumerate();
-        Ok(gradients
-            .map(|(place, gradient)| gradient.filter(|_| is_needed(needs, place)))
-            .collect::<Vec<_>>()
-            .into())
+        let mut gradients = self.pair.backward(grads, kept, inputs, needs)?;
+        // Inputs without a gradient, such as targets, come last.
+        gradients.resize_with(P::INPUTS, || None);
+        for (place, gradient) in gradients.iter_mut().enumerate() {
+            gradient.take_if(|_| !is_needed(needs, place));
+        }
+        Ok(gradients.into())
     }
 }
 
@@ -147,8 +147,7 @@ impl<P: Pair> Function for Gradients<P> {
         let (grads, others) = all.split_at(P::OUTPUTS);
         let (kept, inputs) = others.split_at(P::KEPT.len());
         let [grads_, kept, inputs_] = [grads, kept, inputs].map(Inputs::new);
-        let gradients =
-            below_autograd(|| self.pair.backward(grads_, kept, inputs_, self.needs))?;
+        let gradients = below_autograd(|| self.pair.backward(grads_, kept, inputs_, self.needs))?;
         grads.iter().chain(inputs).for_each(|tensor| saver.save_optional(*tensor));
         let is_constant = |place: &usize| !is_needed(self.needs, *place);
         (0..gradients.len()).filter(is_constant).for_each(|place| {
@@ -163,8 +162,7 @@ impl<P: Pair> Function for Gradients<P> {
             .map(|slot| ctx.saved_optional(slot))
             .collect::<Result<Vec<_>>>()?;
         // The inputs of this node, without what was kept.
-        let place_of =
-            |slot: usize| if slot < P::OUTPUTS { slot } else { slot + P::KEPT.len() };
+        let place_of = |slot: usize| if slot < P::OUTPUTS { slot } else { slot + P::KEPT.len() };
         let wanted: Vec<bool> =
             (0..saved.len()).map(|slot| ctx.needs_input_grad(place_of(slot))).collect();
         let device = saved.iter().flatten().next().map_or(Device::Cpu, Tensor::device);
@@ -212,13 +210,11 @@ impl<P: Pair> Gradients<P> {
         let aliases: Vec<Option<&Tensor>> = aliases.iter().map(Option::as_ref).collect();
         let (grads, inputs) = aliases.split_at(P::OUTPUTS);
         let outputs = self.pair.reference(Inputs::new(inputs))?;
-        let is_there = |(output, grad): &(&Tensor, &Option<&Tensor>)| {
-            grad.is_some() && output.requires_grad()
-        };
+        let is_there =
+            |(output, grad): &(&Tensor, &Option<&Tensor>)| grad.is_some() && output.requires_grad();
         let (of, along): (Vec<&Tensor>, Vec<Option<&Tensor>>) =
             outputs.iter().zip(grads).filter(is_there).unzip();
-        let is_variable =
-            |&place: &usize| is_needed(self.needs, place) && inputs[place].is_some();
+        let is_variable = |&place: &usize| is_needed(self.needs, place) && inputs[place].is_some();
         let needed: Vec<usize> = (0..P::INPUTS).filter(is_variable).collect();
         let variables: Vec<&Tensor> = needed.iter().filter_map(|&place| inputs[place]).collect();
         let none = || aliases.iter().map(|_| None).collect::<Vec<_>>();
@@ -379,9 +375,8 @@ pub fn returned<const N: usize>(
             None => nothing(like)?,
             Some(gradient) => gradient.f_contiguous()?,
         };
-        let is_shared = |other: &Tensor| {
-            gradient.numel() > 0 && other.data_ptr() == gradient.data_ptr()
-        };
+        let is_shared =
+            |other: &Tensor| gradient.numel() > 0 && other.data_ptr() == gradient.data_ptr();
         let is_shared = made.iter().any(is_shared);
         made.push(if is_shared { copied(&gradient)? } else { gradient });
     }

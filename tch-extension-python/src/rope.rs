@@ -23,8 +23,7 @@ tch_extension::operators! {
         interleaved: bool = false,
         offset: i64 = 0,
     ) -> (Tensor, Tensor) {
-        cpu = own,
-        cuda = own,
+        cpu, cuda = own,
         fake = |q, k, _cos, _sin, _interleaved, _offset| Ok((q.f_empty_like()?, k.f_empty_like()?)),
         autograd = autograd,
     }
@@ -39,8 +38,7 @@ tch_extension::operators! {
         offset: i64,
         inverse: bool,
     ) -> (Tensor, Tensor) {
-        cpu = rotate,
-        cuda = rotate,
+        cpu, cuda = rotate,
         fake = |q, k, cos, _sin, _interleaved, _offset, _inverse| {
             let like = |tensor: Option<&Tensor>| match tensor {
                 Some(tensor) => Ok(tensor.f_empty_like()?),
@@ -130,7 +128,8 @@ fn laid_out_like(result: Tensor, tensor: &Tensor) -> Result<Tensor> {
     }
     let mut wanted = tensor.f_empty_like()?;
     let strides = wanted.stride().into_iter().zip(result.stride());
-    let are_equal = wanted.size().into_iter().zip(strides).all(|(size, (a, b))| size <= 1 || a == b);
+    let are_equal =
+        wanted.size().into_iter().zip(strides).all(|(size, (a, b))| size <= 1 || a == b);
     if are_equal {
         return Ok(result);
     }
@@ -180,13 +179,15 @@ impl Function for Rotation {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let wanted = [0, 1].map(|place| grads.optional(place).filter(|_| ctx.needs_input_grad(place)));
+        let wanted =
+            [0, 1].map(|place| grads.optional(place).filter(|_| ctx.needs_input_grad(place)));
         if wanted.iter().all(Option::is_none) {
             return Ok([None, None, None, None].into());
         }
         let (cos, sin) = (ctx.saved(0)?.f_detach()?, ctx.saved(1)?.f_detach()?);
         let Rotation { interleaved, offset, inverse } = *self;
-        let (q, k) = rotated(Rotation { interleaved, offset, inverse: !inverse }, wanted, [&cos, &sin])?;
+        let (q, k) =
+            rotated(Rotation { interleaved, offset, inverse: !inverse }, wanted, [&cos, &sin])?;
         let there = |made: Tensor, wanted: Option<&Tensor>| wanted.map(|_| made);
         Ok([there(q, wanted[0]), there(k, wanted[1]), None, None].into())
     }

@@ -3,6 +3,28 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+#[macro_use]
+#[path = "../../src/ops/list.rs"]
+mod list;
+
+macro_rules! names {
+    ($($name:ident of $family:literal {
+        functions: [$($function:ident),*],
+        way: [$($way:ident)?],
+        files: [$($file:literal),* $(,)?],
+    })*) => {
+        &[$(stringify!($name)),*]
+    };
+}
+
+/// The library's operators.
+const OPERATORS: &[&str] = operators!(names);
+
+/// What Python runs.
+fn checks() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/check.py")
+}
+
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
 }
@@ -40,7 +62,15 @@ fn python() -> Option<Command> {
 #[test]
 fn python_calls_every_operator() {
     let Some(mut python) = python() else { return };
-    let checks = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/check.py");
-    let status = python.args(["-W", "ignore"]).arg(checks).arg(library()).status();
+    let status = python.args(["-W", "ignore"]).arg(checks()).arg(library()).status();
     assert!(status.expect("python3 runs").success(), "see above");
+}
+
+#[test]
+fn every_operator_of_the_library_is_registered() {
+    let checks = std::fs::read_to_string(checks()).expect("check.py");
+    assert!(!OPERATORS.is_empty());
+    for name in OPERATORS {
+        assert!(checks.contains(&format!("(\"{name}\", ")), "check.py has no case of {name}");
+    }
 }

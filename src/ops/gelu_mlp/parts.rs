@@ -1,8 +1,8 @@
 //! The outputs and gradients as two plain functions, below autograd.
 
 use super::{
-    Forward, GeluMlp, GeluMlpOptions, Needs, Saved, check_arguments, check_defined, keeps, needs_dz,
-    place,
+    Forward, GeluMlp, GeluMlpOptions, Needs, Saved, check_arguments, check_defined, keeps,
+    needs_dz, place,
 };
 use crate::autograd::Inputs;
 use crate::ffi::tensor::plain;
@@ -53,9 +53,8 @@ pub fn gelu_mlp_backward(
     options: &GeluMlpOptions,
     needs: Needs,
 ) -> Result<Vec<Option<Tensor>>> {
-    let own = |needed: bool, place: usize| {
-        arguments[place].filter(|_| needed).map(Tensor::shallow_clone)
-    };
+    let own =
+        |needed: bool, place: usize| arguments[place].filter(|_| needed).map(Tensor::shallow_clone);
     let saved = Saved {
         input: own(needs[place::W1], place::INPUT),
         w1: own(needs[place::INPUT], place::W1),

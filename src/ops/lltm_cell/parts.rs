@@ -1,8 +1,8 @@
 //! The outputs and gradients as two plain functions, below autograd.
 
+use super::KINDS;
 use super::functions::{self, Saved, Shapes};
 use super::{OP, Operands, Outputs, check_the_others, in_matching_kinds, is_ordinary, place};
-use super::KINDS;
 use crate::ffi::facts::facts;
 use crate::ops::way::forced;
 use crate::{Error, Result, check};
@@ -31,9 +31,7 @@ pub fn lltm_cell_forward(arguments: &Arguments<'_>) -> Result<(Tensor, Tensor, T
     check_the_others(OP, &checked, input.size2()?, weight, bias, (h, c))?;
     match in_matching_kinds(OP, arguments)? {
         None => forward(arguments),
-        Some(matched) => {
-            forward(&std::array::from_fn(|place| matched.tensors[place].as_ref()))
-        }
+        Some(matched) => forward(&std::array::from_fn(|place| matched.tensors[place].as_ref())),
     }
 }
 

@@ -215,8 +215,7 @@ fn add_forward<A: Added>(
     let [own_weight, own_bias] = cast_parameters(addends, input.f_kind()?, residual.f_kind()?)?;
     let (weight, bias) = (own_weight.as_ref().or(weight), own_bias.as_ref().or(bias));
     let addends = Addends { input, residual, weight, bias };
-    let made =
-        add_norm::<A>(input, normalized_shape, eps, bias)?.outputs(&addends, true)?;
+    let made = add_norm::<A>(input, normalized_shape, eps, bias)?.outputs(&addends, true)?;
     Ok((made.sum, made.output, made.moments.ok_or_else(absent)?))
 }
 

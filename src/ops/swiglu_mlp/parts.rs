@@ -51,9 +51,8 @@ pub fn swiglu_mlp_backward(
     options: &SwigluMlpOptions,
     needs: Needs,
 ) -> Result<Vec<Option<Tensor>>> {
-    let own = |needed: bool, place: usize| {
-        arguments[place].filter(|_| needed).map(Tensor::shallow_clone)
-    };
+    let own =
+        |needed: bool, place: usize| arguments[place].filter(|_| needed).map(Tensor::shallow_clone);
     let gates = gates.map(|(g, u)| Ok::<_, Error>((plain(g)?, plain(u)?))).transpose()?;
     let saved = Saved {
         input: own(needs[place::GATE] || needs[place::UP], place::INPUT),

@@ -3,7 +3,8 @@
 use super::{loss, reduction_of};
 use crate::meta::{compute_kind, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::amp::CastPolicy;
@@ -36,8 +37,7 @@ tch_extension::operators! {
         memory: Option<i64> = None,
         accumulate_in_float: bool = false,
     ) -> Tensor {
-        cpu = linear_cross_entropy::own,
-        cuda = linear_cross_entropy::own,
+        cpu, cuda = linear_cross_entropy::own,
         fake = |input, _weight, target, _bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float| {
             loss(input, target, reduction, compute_kind(input.f_kind()?))
         },
@@ -62,8 +62,7 @@ tch_extension::operators! {
         accumulate_in_float: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = linear_cross_entropy::forward,
-        cuda = linear_cross_entropy::forward,
+        cpu, cuda = linear_cross_entropy::forward,
         fake = |input, weight, target, bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float, needs| {
             let is_ahead =
                 parts::linear_cross_entropy_is_ahead(input, reduction_of(OP, reduction)?)?;
@@ -94,8 +93,7 @@ tch_extension::operators! {
         accumulate_in_float: bool,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = linear_cross_entropy::backward,
-        cuda = linear_cross_entropy::backward,
+        cpu, cuda = linear_cross_entropy::backward,
         fake = |_grad, _of_input, _of_weight, _of_bias, input, weight, _target, bias, _ignore, _reduction, _smoothing,
                 _cap, _z, _memory, _float, needs| {
             Ok(likes([Some(input), Some(weight), bias], needs)?.into())
@@ -139,8 +137,7 @@ mod linear_cross_entropy {
         fn options(&self) -> Result<LinearCrossEntropyOptions> {
             let memory = self.memory.map(|memory| {
                 let expected = "a number of bytes that is not negative";
-                let wrong =
-                    |_| Error::argument(OP, "memory", expected, memory.to_string(), "");
+                let wrong = |_| Error::argument(OP, "memory", expected, memory.to_string(), "");
                 u64::try_from(memory).map_err(wrong)
             });
             Ok(LinearCrossEntropyOptions {
@@ -167,12 +164,22 @@ mod linear_cross_entropy {
             let (input, weight) = (inputs.get(0)?, inputs.get(1)?);
             let (bias, target) = (inputs.optional(2), inputs.get(3)?);
             let LinearCrossEntropy { reduction, .. } = self;
-            let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, memory, .. } =
-                *self;
+            let LinearCrossEntropy {
+                ignore_index, label_smoothing, softcap, z_loss, memory, ..
+            } = *self;
             call!(
                 "linear_cross_entropy",
-                input, weight, target, bias, ignore_index, reduction, label_smoothing, softcap, z_loss,
-                memory, self.accumulate_in_float
+                input,
+                weight,
+                target,
+                bias,
+                ignore_index,
+                reduction,
+                label_smoothing,
+                softcap,
+                z_loss,
+                memory,
+                self.accumulate_in_float
             )
         }
 
@@ -180,12 +187,23 @@ mod linear_cross_entropy {
             let (input, weight) = (inputs.get(0)?, inputs.get(1)?);
             let (bias, target) = (inputs.optional(2), inputs.get(3)?);
             let LinearCrossEntropy { reduction, .. } = self;
-            let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, memory, .. } =
-                *self;
+            let LinearCrossEntropy {
+                ignore_index, label_smoothing, softcap, z_loss, memory, ..
+            } = *self;
             call!(
                 "linear_cross_entropy_forward",
-                input, weight, target, bias, ignore_index, reduction, label_smoothing, softcap, z_loss,
-                memory, self.accumulate_in_float, needs
+                input,
+                weight,
+                target,
+                bias,
+                ignore_index,
+                reduction,
+                label_smoothing,
+                softcap,
+                z_loss,
+                memory,
+                self.accumulate_in_float,
+                needs
             )
         }
 
@@ -201,12 +219,27 @@ mod linear_cross_entropy {
             let grad = grads.get(0)?;
             let (of_input, of_weight, of_bias) = (kept.get(0)?, kept.get(1)?, kept.get(2)?);
             let LinearCrossEntropy { reduction, .. } = self;
-            let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, memory, .. } =
-                *self;
+            let LinearCrossEntropy {
+                ignore_index, label_smoothing, softcap, z_loss, memory, ..
+            } = *self;
             gradients_by!(
                 "linear_cross_entropy_backward",
-                grad, of_input, of_weight, of_bias, input, weight, target, bias, ignore_index, reduction,
-                label_smoothing, softcap, z_loss, memory, self.accumulate_in_float, needs
+                grad,
+                of_input,
+                of_weight,
+                of_bias,
+                input,
+                weight,
+                target,
+                bias,
+                ignore_index,
+                reduction,
+                label_smoothing,
+                softcap,
+                z_loss,
+                memory,
+                self.accumulate_in_float,
+                needs
             )
         }
 
@@ -275,7 +308,16 @@ mod linear_cross_entropy {
             let (input, weight, bias) = (tensors.get(0)?, tensors.get(1)?, tensors.optional(2));
             call!(
                 "linear_cross_entropy",
-                input, weight, target, bias, ignore, reduction, smoothing, softcap, z_loss, memory,
+                input,
+                weight,
+                target,
+                bias,
+                ignore,
+                reduction,
+                smoothing,
+                softcap,
+                z_loss,
+                memory,
                 in_float
             )
         })
@@ -329,9 +371,8 @@ mod linear_cross_entropy {
         kernel(input, || {
             let (options, needed) = (told.options()?, needs(needed));
             let saved = [Some(of_input), Some(of_weight), Some(of_bias)];
-            let found = parts::linear_cross_entropy_backward(
-                grad, saved, &arguments, &options, needed,
-            )?;
+            let found =
+                parts::linear_cross_entropy_backward(grad, saved, &arguments, &options, needed)?;
             Ok(returned(input, found)?.into())
         })
     }

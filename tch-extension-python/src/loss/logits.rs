@@ -3,7 +3,8 @@
 use super::{loss, reduction_of};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, is_eager, is_needed, kernel, present, returned, traced,
+    Needs, Pair, below, call, cast, gradients, is_eager, is_needed, kernel, present, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -26,8 +27,7 @@ tch_extension::operators! {
         reduction: &str = "mean",
         label_smoothing: f64 = 0.0,
     ) -> Tensor {
-        cpu = cross_entropy::own,
-        cuda = cross_entropy::own,
+        cpu, cuda = cross_entropy::own,
         fake = |input, target, _weight, _ignore_index, reduction, _label_smoothing| {
             loss(input, target, reduction, input.f_kind()?)
         },
@@ -46,8 +46,7 @@ tch_extension::operators! {
         label_smoothing: f64,
         needs: i64,
     ) -> (Tensor, Tensor) {
-        cpu = cross_entropy::forward,
-        cuda = cross_entropy::forward,
+        cpu, cuda = cross_entropy::forward,
         fake = |input, target, _weight, _ignore_index, reduction, _label_smoothing, needs| {
             let is_ahead = parts::cross_entropy_is_ahead(input, reduction_of(OP, reduction)?)?;
             let saves = i64::from(is_ahead && is_needed(needs, 0));
@@ -68,8 +67,7 @@ tch_extension::operators! {
         label_smoothing: f64,
         needs: i64,
     ) -> Tensor {
-        cpu = cross_entropy::backward,
-        cuda = cross_entropy::backward,
+        cpu, cuda = cross_entropy::backward,
         fake = |_grad, _gradient, input, _target, _weight, _ignore_index, _reduction, _smoothing, needs| {
             let [input] = likes([Some(input)], needs)?;
             Ok(input)
@@ -118,7 +116,12 @@ mod cross_entropy {
             let CrossEntropy { ignore_index, reduction, label_smoothing } = self;
             call!(
                 "cross_entropy",
-                input, target, weight, *ignore_index, reduction, *label_smoothing
+                input,
+                target,
+                weight,
+                *ignore_index,
+                reduction,
+                *label_smoothing
             )
         }
 
@@ -127,7 +130,13 @@ mod cross_entropy {
             let CrossEntropy { ignore_index, reduction, label_smoothing } = self;
             call!(
                 "cross_entropy_forward",
-                input, target, weight, *ignore_index, reduction, *label_smoothing, needs
+                input,
+                target,
+                weight,
+                *ignore_index,
+                reduction,
+                *label_smoothing,
+                needs
             )
         }
 
@@ -143,7 +152,15 @@ mod cross_entropy {
             let (grad, gradient) = (grads.get(0)?, kept.get(0)?);
             let found: Tensor = call!(
                 "cross_entropy_backward",
-                grad, gradient, input, target, weight, *ignore_index, reduction, *label_smoothing, needs
+                grad,
+                gradient,
+                input,
+                target,
+                weight,
+                *ignore_index,
+                reduction,
+                *label_smoothing,
+                needs
             )?;
             Ok(vec![Some(found)])
         }
@@ -196,10 +213,7 @@ mod cross_entropy {
     ) -> Result<Tensor> {
         cast(CastPolicy::Float, &[Some(input), weight], |tensors| {
             let (input, weight) = (tensors.get(0)?, tensors.optional(1));
-            call!(
-                "cross_entropy",
-                input, target, weight, ignore_index, reduction, label_smoothing
-            )
+            call!("cross_entropy", input, target, weight, ignore_index, reduction, label_smoothing)
         })
     }
 

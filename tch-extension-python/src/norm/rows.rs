@@ -3,13 +3,16 @@
 use super::{like, of_rows, or_default};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
-use tch_extension::ops::{f_layer_norm, f_rms_norm, layer_norm_reference, parts, rms_norm_reference};
+use tch_extension::ops::{
+    f_layer_norm, f_rms_norm, layer_norm_reference, parts, rms_norm_reference,
+};
 
 tch_extension::operators! {
     namespace tch_extension;
@@ -23,8 +26,7 @@ tch_extension::operators! {
         bias: Option<&Tensor> = None,
         eps: f64 = 1e-5,
     ) -> Tensor {
-        cpu = layer_norm::own,
-        cuda = layer_norm::own,
+        cpu, cuda = layer_norm::own,
         fake = |input, _shape, _weight, _bias, _eps| like(input, input.f_kind()?),
         autograd = layer_norm::autograd,
         key("AutocastCUDA") = layer_norm::autocast,
@@ -38,8 +40,7 @@ tch_extension::operators! {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = layer_norm::forward,
-        cuda = layer_norm::forward,
+        cpu, cuda = layer_norm::forward,
         fake = |input, shape, _weight, _bias, _eps| {
             let moment = || of_rows(input, shape.len(), input.f_kind()?);
             Ok((like(input, input.f_kind()?)?, moment()?, moment()?))
@@ -58,8 +59,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = layer_norm::backward,
-        cuda = layer_norm::backward,
+        cpu, cuda = layer_norm::backward,
         fake = |_grad, _mean, _rstd, input, _shape, weight, bias, _eps, needs| {
             Ok(likes([Some(input), weight, bias], needs)?.into())
         },
@@ -74,8 +74,7 @@ tch_extension::operators! {
         weight: Option<&Tensor> = None,
         eps: Option<f64> = None,
     ) -> Tensor {
-        cpu = rms_norm::own,
-        cuda = rms_norm::own,
+        cpu, cuda = rms_norm::own,
         fake = |input, _shape, _weight, _eps| like(input, input.f_kind()?),
         autograd = rms_norm::autograd,
     }
@@ -87,8 +86,7 @@ tch_extension::operators! {
         weight: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor) {
-        cpu = rms_norm::forward,
-        cuda = rms_norm::forward,
+        cpu, cuda = rms_norm::forward,
         fake = |input, shape, _weight, _eps| {
             let kind = input.f_kind()?;
             Ok((like(input, kind)?, of_rows(input, shape.len(), kind)?))
@@ -105,8 +103,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor) {
-        cpu = rms_norm::backward,
-        cuda = rms_norm::backward,
+        cpu, cuda = rms_norm::backward,
         fake = |_grad, _rstd, input, _shape, weight, _eps, needs| {
             Ok(likes([Some(input), weight], needs)?.into())
         },
@@ -150,7 +147,18 @@ mod layer_norm {
             let (input, weight, bias) = (inputs.get(0)?, inputs.optional(1), inputs.optional(2));
             let (grad, mean, rstd) = (grads.get(0)?, kept.get(0)?, kept.get(1)?);
             let (shape, eps) = (&self.shape, self.eps);
-            gradients_by!("layer_norm_backward", grad, mean, rstd, input, shape, weight, bias, eps, needs)
+            gradients_by!(
+                "layer_norm_backward",
+                grad,
+                mean,
+                rstd,
+                input,
+                shape,
+                weight,
+                bias,
+                eps,
+                needs
+            )
         }
 
         fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
@@ -341,8 +349,7 @@ mod rms_norm {
         needed: Needs,
     ) -> Result<(Tensor, Tensor)> {
         kernel(input, || {
-            let found =
-                parts::rms_norm_backward(grad, rstd, input, shape, weight, needs(needed))?;
+            let found = parts::rms_norm_backward(grad, rstd, input, shape, weight, needs(needed))?;
             Ok(returned(input, found)?.into())
         })
     }

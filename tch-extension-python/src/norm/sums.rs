@@ -26,8 +26,7 @@ tch_extension::operators! {
         eps: f64 = 1e-5,
         dropout: f64 = 0.0,
     ) -> (Tensor, Tensor) {
-        cpu = add_layer_norm::own,
-        cuda = add_layer_norm::own,
+        cpu, cuda = add_layer_norm::own,
         fake = |input, residual, _shape, _weight, _bias, _eps, _dropout| {
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
@@ -44,8 +43,7 @@ tch_extension::operators! {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = add_layer_norm::forward,
-        cuda = add_layer_norm::forward,
+        cpu, cuda = add_layer_norm::forward,
         fake = |input, residual, shape, _weight, _bias, _eps| {
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             let moment = || of_rows(input, shape.len(), stream);
@@ -69,8 +67,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
-        cpu = add_layer_norm::backward,
-        cuda = add_layer_norm::backward,
+        cpu, cuda = add_layer_norm::backward,
         fake = |_grad_sum, _grad, _sum, _mean, _rstd, input, residual, _shape, weight, bias, _eps, needs| {
             let needs = needs_of_sum(input, residual, needs)?;
             Ok(likes([Some(input), Some(residual), weight, bias], needs)?.into())
@@ -87,8 +84,7 @@ tch_extension::operators! {
         eps: Option<f64> = None,
         dropout: f64 = 0.0,
     ) -> (Tensor, Tensor) {
-        cpu = add_rms_norm::own,
-        cuda = add_rms_norm::own,
+        cpu, cuda = add_rms_norm::own,
         fake = |input, residual, _shape, _weight, _eps, _dropout| {
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
@@ -104,8 +100,7 @@ tch_extension::operators! {
         weight: Option<&Tensor>,
         eps: f64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = add_rms_norm::forward,
-        cuda = add_rms_norm::forward,
+        cpu, cuda = add_rms_norm::forward,
         fake = |input, residual, shape, _weight, _eps| {
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             Ok((like(input, stream)?, like(input, kind)?, of_rows(input, shape.len(), stream)?))
@@ -125,8 +120,7 @@ tch_extension::operators! {
         eps: f64,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = add_rms_norm::backward,
-        cuda = add_rms_norm::backward,
+        cpu, cuda = add_rms_norm::backward,
         fake = |_grad_sum, _grad, _sum, _rstd, input, residual, _shape, weight, _eps, needs| {
             let needs = needs_of_sum(input, residual, needs)?;
             Ok(likes([Some(input), Some(residual), weight], needs)?.into())
@@ -228,7 +222,18 @@ mod add_layer_norm {
             gradients_of_sum(input, residual, needs, |needs| {
                 call!(
                     "add_layer_norm_backward",
-                    grad_sum, grad, sum, mean, rstd, input, residual, shape, weight, bias, eps, needs
+                    grad_sum,
+                    grad,
+                    sum,
+                    mean,
+                    rstd,
+                    input,
+                    residual,
+                    shape,
+                    weight,
+                    bias,
+                    eps,
+                    needs
                 )
             })
         }
@@ -280,9 +285,7 @@ mod add_layer_norm {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
-            parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps)
-        })
+        kernel(input, || parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps))
     }
 
     pub fn backward(
@@ -347,14 +350,12 @@ mod add_rms_norm {
         const KEPT: &'static [usize] = &[0, 2];
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             call!("add_rms_norm", input, residual, &self.shape, weight, Some(self.eps), 0.0)
         }
 
         fn forward(&self, inputs: Inputs<'_>, _needs: Needs) -> Result<Vec<Tensor>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             call!("add_rms_norm_forward", input, residual, &self.shape, weight, self.eps)
         }
 
@@ -365,8 +366,7 @@ mod add_rms_norm {
             inputs: Inputs<'_>,
             needs: Needs,
         ) -> Result<Vec<Option<Tensor>>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             let grad_sum = grads.optional(0);
             let Some(grad) = grads.optional(1) else {
                 return gradients_of_sum_alone(grad_sum, input, Self::INPUTS);
@@ -376,17 +376,24 @@ mod add_rms_norm {
             gradients_of_sum(input, residual, needs, |needs| {
                 call!(
                     "add_rms_norm_backward",
-                    grad_sum, grad, sum, rstd, input, residual, shape, weight, eps, needs
+                    grad_sum,
+                    grad,
+                    sum,
+                    rstd,
+                    input,
+                    residual,
+                    shape,
+                    weight,
+                    eps,
+                    needs
                 )
             })
         }
 
         fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let (input, residual, weight) =
-                (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
+            let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
             let (shape, eps) = (&self.shape, Some(self.eps));
-            let (sum, output) =
-                add_rms_norm_reference(input, residual, shape, weight, eps, 0.0)?;
+            let (sum, output) = add_rms_norm_reference(input, residual, shape, weight, eps, 0.0)?;
             Ok(vec![sum, output])
         }
     }
@@ -414,8 +421,7 @@ mod add_rms_norm {
             return f_add_rms_norm(input, residual, shape, weight, eps, dropout);
         }
         let input = &dropped(input, dropout)?;
-        let pair =
-            AddRmsNorm { shape: shape.to_vec(), eps: or_default(eps, residual.f_kind()?) };
+        let pair = AddRmsNorm { shape: shape.to_vec(), eps: or_default(eps, residual.f_kind()?) };
         Ok(traced::<_, 2>(pair, &[Some(input), Some(residual), weight])?.into())
     }
 

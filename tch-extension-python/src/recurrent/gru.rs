@@ -3,7 +3,8 @@
 use super::output;
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -27,8 +28,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
-        cpu = gru::own,
-        cuda = gru::own,
+        cpu, cuda = gru::own,
         fake = |input, h, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
@@ -50,8 +50,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = gru::backward,
-        cuda = gru::backward,
+        cpu, cuda = gru::backward,
         fake = |_output, _h, input, h, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
@@ -69,8 +68,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
-        cpu = gru_padded::own,
-        cuda = gru_padded::own,
+        cpu, cuda = gru_padded::own,
         fake = |input, _lengths, h, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
@@ -93,8 +91,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = gru_padded::backward,
-        cuda = gru_padded::backward,
+        cpu, cuda = gru_padded::backward,
         fake = |_output, _h, input, _lengths, h, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
@@ -145,7 +142,15 @@ mod gru {
             let b_hh = inputs.optional(5);
             gradients_by!(
                 "gru_backward",
-                grads.optional(0), grads.optional(1), input, h, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                input,
+                h,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -199,15 +204,19 @@ mod gru {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let w_ih = inputs.get(2)?;
-            let w_hh = inputs.get(3)?;
-            let b_ih = inputs.optional(4);
-            let b_hh = inputs.optional(5);
-            call!("gru", input, h, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let w_ih = inputs.get(2)?;
+                let w_hh = inputs.get(3)?;
+                let b_ih = inputs.optional(4);
+                let b_hh = inputs.optional(5);
+                call!("gru", input, h, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -247,7 +256,8 @@ mod gru {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = Gru;
-        let (grads, inputs) = ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) =
+            ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
         Ok(gradients::<_, 6>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }
@@ -296,7 +306,16 @@ mod gru_padded {
             let b_hh = inputs.optional(5);
             gradients_by!(
                 "gru_padded_backward",
-                grads.optional(0), grads.optional(1), input, &self.lengths, h, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                input,
+                &self.lengths,
+                h,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -353,15 +372,19 @@ mod gru_padded {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let w_ih = inputs.get(2)?;
-            let w_hh = inputs.get(3)?;
-            let b_ih = inputs.optional(4);
-            let b_hh = inputs.optional(5);
-            call!("gru_padded", input, lengths, h, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let w_ih = inputs.get(2)?;
+                let w_hh = inputs.get(3)?;
+                let b_ih = inputs.optional(4);
+                let b_hh = inputs.optional(5);
+                call!("gru_padded", input, lengths, h, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -403,7 +426,8 @@ mod gru_padded {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = GruPadded { lengths: lengths.to_vec() };
-        let (grads, inputs) = ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) =
+            ([grad_output, grad_h], [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh]);
         Ok(gradients::<_, 6>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }

@@ -3,7 +3,8 @@
 use super::{flat, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::{Kind, Tensor};
 use tch_extension::Result;
@@ -25,8 +26,7 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor) {
-        cpu = lltm_cell::own,
-        cuda = lltm_cell::own,
+        cpu, cuda = lltm_cell::own,
         fake = |input, _weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -44,8 +44,7 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lltm_cell::forward,
-        cuda = lltm_cell::forward,
+        cpu, cuda = lltm_cell::forward,
         fake = |input, weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             let gates: Vec<SymInt> =
@@ -68,8 +67,7 @@ tch_extension::operators! {
         c: &Tensor,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lltm_cell::backward,
-        cuda = lltm_cell::backward,
+        cpu, cuda = lltm_cell::backward,
         fake = |_grad_h, _grad_c, _new_c, _gates, input, weight, bias, h, c, needs| {
             Ok(likes([Some(input), Some(weight), bias, Some(h), Some(c)], needs)?.into())
         },
@@ -85,8 +83,7 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lltm::own,
-        cuda = lltm::own,
+        cpu, cuda = lltm::own,
         fake = |input, _weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -108,8 +105,7 @@ tch_extension::operators! {
         c: &Tensor,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lltm::backward,
-        cuda = lltm::backward,
+        cpu, cuda = lltm::backward,
         fake = |_output, _grad_h, _grad_c, input, weight, bias, h, c, needs| {
             Ok(likes([Some(input), Some(weight), bias, Some(h), Some(c)], needs)?.into())
         },
@@ -133,11 +129,7 @@ fn lltm_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Kind, Kind)> {
 }
 
 /// An LLTM's tensors in matching kinds.
-fn in_matching_kinds(
-    input: &Tensor,
-    h: &Tensor,
-    c: &Tensor,
-) -> Result<(Tensor, Tensor, Tensor)> {
+fn in_matching_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let (product, state) = lltm_kinds(input, h, c)?;
     Ok((input.f_to_kind(product)?, h.f_to_kind(product)?, c.f_to_kind(state)?))
 }
@@ -180,7 +172,16 @@ mod lltm_cell {
             let (grad_h, grad_c) = (grads.optional(0), grads.optional(1));
             gradients_by!(
                 "lltm_cell_backward",
-                grad_h, grad_c, new_c, gates, input, weight, bias, h, c, needs
+                grad_h,
+                grad_c,
+                new_c,
+                gates,
+                input,
+                weight,
+                bias,
+                h,
+                c,
+                needs
             )
         }
 
@@ -258,8 +259,12 @@ mod lltm_cell {
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor)> {
         kernel(input, || {
             let tensors = [Some(input), Some(weight), bias, Some(h), Some(c)];
-            let found =
-                parts::lltm_cell_backward([grad_h, grad_c], (new_c, gates), &tensors, needs(needed))?;
+            let found = parts::lltm_cell_backward(
+                [grad_h, grad_c],
+                (new_c, gates),
+                &tensors,
+                needs(needed),
+            )?;
             Ok(returned(input, found)?.into())
         })
     }
@@ -277,7 +282,14 @@ mod lltm_cell {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let inputs = [Some(input), Some(weight), bias, Some(h), Some(c)];
-        Ok(gradients::<_, 5>(LltmCell, &[grad_h, grad_c], &[Some(new_c), Some(gates)], &inputs, needed)?.into())
+        Ok(gradients::<_, 5>(
+            LltmCell,
+            &[grad_h, grad_c],
+            &[Some(new_c), Some(gates)],
+            &inputs,
+            needed,
+        )?
+        .into())
     }
 }
 
@@ -317,7 +329,15 @@ mod lltm {
                 (grads.optional(0), grads.optional(1), grads.optional(2));
             gradients_by!(
                 "lltm_backward",
-                grad_output, grad_h, grad_c, input, weight, bias, h, c, needs
+                grad_output,
+                grad_h,
+                grad_c,
+                input,
+                weight,
+                bias,
+                h,
+                c,
+                needs
             )
         }
 
@@ -372,8 +392,7 @@ mod lltm {
             // wider one, the products are in that.
             let state = lltm_kinds(input, h, c)?.1;
             let bias = bias.map(|bias| bias.f_to_kind(state)).transpose()?;
-            let [input, weight, h, c] =
-                [input, weight, h, c].map(|tensor| tensor.f_to_kind(state));
+            let [input, weight, h, c] = [input, weight, h, c].map(|tensor| tensor.f_to_kind(state));
             call!("lltm", &input?, &weight?, bias.as_ref(), &h?, &c?)
         })
     }

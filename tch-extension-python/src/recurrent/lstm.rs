@@ -3,7 +3,8 @@
 use super::{flat, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
+    traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -29,8 +30,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lstm::own,
-        cuda = lstm::own,
+        cpu, cuda = lstm::own,
         fake = |input, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -54,8 +54,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lstm::backward,
-        cuda = lstm::backward,
+        cpu, cuda = lstm::backward,
         fake = |_output, _h, _c, input, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
@@ -75,8 +74,7 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu = lstm_padded::own,
-        cuda = lstm_padded::own,
+        cpu, cuda = lstm_padded::own,
         fake = |input, _lengths, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
@@ -101,8 +99,7 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu = lstm_padded::backward,
-        cuda = lstm_padded::backward,
+        cpu, cuda = lstm_padded::backward,
         fake = |_output, _h, _c, input, _lengths, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
@@ -155,7 +152,17 @@ mod lstm {
             let b_hh = inputs.optional(6);
             gradients_by!(
                 "lstm_backward",
-                grads.optional(0), grads.optional(1), grads.optional(2), input, h, c, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                grads.optional(2),
+                input,
+                h,
+                c,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -213,16 +220,20 @@ mod lstm {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            call!("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let c = inputs.get(2)?;
+                let w_ih = inputs.get(3)?;
+                let w_hh = inputs.get(4)?;
+                let b_ih = inputs.optional(5);
+                let b_hh = inputs.optional(6);
+                call!("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -266,7 +277,10 @@ mod lstm {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = Lstm;
-        let (grads, inputs) = ([grad_output, grad_h, grad_c], [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) = (
+            [grad_output, grad_h, grad_c],
+            [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+        );
         Ok(gradients::<_, 7>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }
@@ -317,7 +331,18 @@ mod lstm_padded {
             let b_hh = inputs.optional(6);
             gradients_by!(
                 "lstm_padded_backward",
-                grads.optional(0), grads.optional(1), grads.optional(2), input, &self.lengths, h, c, w_ih, w_hh, b_ih, b_hh, needs
+                grads.optional(0),
+                grads.optional(1),
+                grads.optional(2),
+                input,
+                &self.lengths,
+                h,
+                c,
+                w_ih,
+                w_hh,
+                b_ih,
+                b_hh,
+                needs
             )
         }
 
@@ -378,16 +403,20 @@ mod lstm_padded {
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        cast(CastPolicy::LowerPrecision, &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh], |inputs| {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            call!("lstm_padded", input, lengths, h, c, w_ih, w_hh, b_ih, b_hh)
-        })
+        cast(
+            CastPolicy::LowerPrecision,
+            &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+            |inputs| {
+                let input = inputs.get(0)?;
+                let h = inputs.get(1)?;
+                let c = inputs.get(2)?;
+                let w_ih = inputs.get(3)?;
+                let w_hh = inputs.get(4)?;
+                let b_ih = inputs.optional(5);
+                let b_hh = inputs.optional(6);
+                call!("lstm_padded", input, lengths, h, c, w_ih, w_hh, b_ih, b_hh)
+            },
+        )
     }
 
     pub fn backward(
@@ -433,7 +462,10 @@ mod lstm_padded {
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
         let pair = LstmPadded { lengths: lengths.to_vec() };
-        let (grads, inputs) = ([grad_output, grad_h, grad_c], [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh]);
+        let (grads, inputs) = (
+            [grad_output, grad_h, grad_c],
+            [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
+        );
         Ok(gradients::<_, 7>(pair, &grads, &[], &inputs, needed)?.into())
     }
 }

@@ -5,7 +5,8 @@ use super::functions::{self, Operands, Saved};
 use super::padded::{last_rows, padding};
 use super::plan::{Choice, Library};
 use super::{
-    Arguments, Cell, KINDS, RnnWeights, arguments_of, check_arguments, check_kinds, check_lengths, place,
+    Arguments, Cell, KINDS, RnnWeights, arguments_of, check_arguments, check_kinds, check_lengths,
+    place,
 };
 use crate::ops::gru::Gru;
 use crate::ops::lstm::Lstm;
