@@ -22,8 +22,12 @@ const CRATE: &str = "tch_extension_python";
 const LIBRARY: &str = "libtch_extension_python.so";
 /// The folder of the Python package, relative to the repository.
 const PYTHON: &str = "tch-extension-python/python";
-/// The test that runs after the wheel was installed.
-const TEST: &str = "tch-extension-python/tests/wheel.py";
+/// The programs that run after the wheel was installed: its test, and its benchmarks at tiny sizes.
+const TESTS: [(&str, &[&str]); 3] = [
+    ("tests/wheel.py", &[]),
+    ("benches/lstm.py", &["--device", "cpu", "--rounds", "1", "--dtype", "float32"]),
+    ("benches/gpt.py", &["--device", "cpu", "--rounds", "1", "--backend", "aot_eager"]),
+];
 /// Definitions of what old systems lack, which the library is linked with.
 const OLD_SYSTEMS: &str = "xtask/src/old_systems.cpp";
 /// The only function that the library exports.
@@ -80,28 +84,36 @@ struct Torch {
 /// Builds a wheel and tests it.
 pub fn run(repo: &Repo, other_tch: Option<&str>) -> Result<ExitCode> {
     let ready = setup::run(repo)?;
-    if ready.libtorch.rule != Rule::Own {
+    if !setup::python(repo, &ready)? {
         bail!(
-            "a wheel is built with this repository's own libtorch, whose Python tests it; unset LIBTORCH and LIBTORCH_USE_PYTORCH"
+            "a wheel is built with this repository's own libtorch, whose Python tests it; unset LIBTORCH and \
+             LIBTORCH_USE_PYTORCH"
         );
     }
-    setup::python(repo, &ready)?;
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
-    let (workspace, changes, libtorch) = match other_tch {
-        None => (Repo { root: repo.root.clone() }, ready.changes, ready.libtorch),
-        Some(version) => {
-            let (workspace, changes) = versions::workspace(repo, version)?;
-            let libtorch = Libtorch::locate(Rule::Own, &|_| None, &workspace)?;
-            (workspace, changes, libtorch)
-        }
+    let (workspace, changes) = match other_tch {
+        None => (Repo { root: repo.root.clone() }, ready.changes),
+        Some(version) => versions::workspace(repo, version)?,
     };
+    build_and_test(repo, workspace, changes, has_cuda)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Builds a wheel in a workspace, which may be the repository itself, and tests it.
+pub fn build_and_test(
+    repo: &Repo,
+    workspace: Repo,
+    changes: Changes,
+    has_cuda: bool,
+) -> Result<()> {
+    let libtorch = Libtorch::locate(Rule::Own, &|_| None, &workspace)?;
     let torch = Torch::of(&libtorch, has_cuda)?;
     let build = Build { repo, workspace, changes, torch };
     let wheel = build.wheel()?;
     build.test(&wheel)?;
     let size = std::fs::metadata(&wheel)?.len();
     report::print(&format!("{} ({:.1} MB)\n", wheel.display(), size as f64 / 1e6));
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 impl Torch {
@@ -164,24 +176,35 @@ impl Build<'_> {
         glibc::write_stubs(&cxx, &folder)?;
         let object = folder.join("old_systems.o");
         compile_old_systems(&cxx, &self.repo.root.join(OLD_SYSTEMS), &object)?;
+        let (folder, object) = (folder.display(), object.display());
         let link = [
             "strip=symbols".to_string(),
-            format!("link-arg=-L{}", folder.display()),
-            format!("link-arg={}", object.display()),
+            format!("link-arg=-L{folder}"),
+            format!("link-arg={object}"),
             // What the stubs lack must be a message of the linker's, and not one when it is loaded.
             "link-arg=-Wl,-z,defs".to_string(),
-            // Functions of dependencies in C stay inside.
-            "link-arg=-Wl,--exclude-libs,ALL".to_string(),
+            // Functions in C of other crates stay inside.
+            format!("link-arg=-Wl,--exclude-libs={}", self.other_crates()?.join(":")),
         ];
-        let mut command = cargo::command(
-            &self.workspace,
-            &self.changes,
-            &["rustc", "-p", PACKAGE, "--lib", "--crate-type", "cdylib"],
-        );
-        command.args([cargo::AS_JSON, "--"]);
+        let mut command = self.cargo("rustc");
+        command.args(["--crate-type", "cdylib", cargo::AS_JSON, "--"]);
         command.args(link.iter().flat_map(|option| ["-C", option]));
         let messages = cargo::output_messages(&mut command)?;
         messages.iter().find_map(cdylib).context("cargo built no library")
+    }
+
+    fn cargo(&self, subcommand: &str) -> Command {
+        cargo::command(&self.workspace, &self.changes, &[subcommand, "-p", PACKAGE, "--lib"])
+    }
+
+    /// The files of all crates that the library consists of, except for our own.
+    fn other_crates(&self) -> Result<Vec<String>> {
+        let messages = cargo::messages(&mut self.cargo("build"))?;
+        let files = messages.iter().filter_map(|message| message["filenames"].as_array()).flatten();
+        let names = files.filter_map(|file| Path::new(file.as_str()?).file_name()?.to_str());
+        let is_other =
+            |name: &&str| name.ends_with(".rlib") && !name.starts_with("libtch_extension");
+        Ok(names.filter(is_other).map(str::to_string).collect())
     }
 
     /// Lays out what the wheel contains.
@@ -325,16 +348,23 @@ impl Build<'_> {
         if !installed.success() {
             bail!("pip cannot install {}", wheel.display());
         }
-        let mut command = programs::command(&python, &["-I"]);
-        command
-            .arg(self.repo.root.join(TEST))
-            // Not inside the repository, where Python would find its sources.
-            .current_dir(scratch.path())
-            .env("TORCHINDUCTOR_CACHE_DIR", scratch.path().join("inductor"))
-            .env("TMPDIR", scratch.path());
-        let status = command.status().context("cannot run the test")?;
-        if !status.success() {
-            bail!("{TEST} failed ({status})");
+        for (script, arguments) in TESTS {
+            let mut command = programs::command(&python, &["-W", "ignore"]);
+            command
+                .arg(self.repo.root.join(PACKAGE).join(script))
+                .args(arguments)
+                // Not inside the repository, where Python would find its sources.
+                .current_dir(scratch.path())
+                .env("OUT", scratch.path())
+                .env("PYTHONNOUSERSITE", "1")
+                .env("PYTHONDONTWRITEBYTECODE", "1")
+                .env("TORCHINDUCTOR_CACHE_DIR", scratch.path().join("inductor"))
+                .env_remove("PYTHONPATH")
+                .env_remove("LD_LIBRARY_PATH");
+            let status = command.status().context("cannot run the test")?;
+            if !status.success() {
+                bail!("{PACKAGE}/{script} failed ({status})");
+            }
         }
         Ok(())
     }
@@ -514,7 +544,7 @@ mod tests {
             if (text.str() != "a1") return 5;
             try {
                 std::size_t size = -argc;
-                std::allocator<long>().allocate(size / 2);
+                static_cast<void>(std::allocator<long>().allocate(size / 2));
                 return 6;
             } catch (const std::bad_array_new_length&) {}
             struct stat64 found;
