@@ -1,4 +1,4 @@
-"""What a call from Python costs: muladd in Rust, the same in C++, and `aten::mul`.
+"""What a call from Python costs: muladd and swish in Rust, the same in C++, and `aten::mul`.
 
     PYTHONPATH=FOLDER_WITH_python_ops python3 bench.py
 
@@ -53,28 +53,33 @@ def medians(calls):
 
 
 def cases():
-    rust, cpp, mul = torch.ops.python_ops.muladd, torch.ops.python_ops_cpp.muladd, torch.ops.aten.mul
+    rust, cpp, mul = torch.ops.python_ops, torch.ops.python_ops_cpp, torch.ops.aten.mul
     a, b = torch.randn(8), torch.randn(8)
     x, y = torch.randn(8, requires_grad=True), torch.randn(8, requires_grad=True)
     ones = torch.ones(8)
 
-    def both(op, *more):
-        return lambda: torch.autograd.grad(op(x, y, *more), (x, y), ones)
+    def calls(op, plain, recorded):
+        wanted = [it for it in recorded if isinstance(it, torch.Tensor)]
+        yield lambda: op(*plain)
+        yield lambda: op(*recorded)
+        yield lambda: torch.autograd.grad(op(*recorded), wanted, ones)
 
-    yield "without gradients", lambda: rust(a, b, 2.0), lambda: cpp(a, b, 2.0), lambda: mul(a, b)
-    yield "forward, recorded", lambda: rust(x, y, 2.0), lambda: cpp(x, y, 2.0), lambda: mul(x, y)
-    yield "and backward", both(rust, 2.0), both(cpp, 2.0), both(mul)
+    titles = "without gradients", "forward, recorded", "forward and backward"
+    multiply = list(calls(mul, (a, b), (x, y)))
+    for name, plain, recorded in (("muladd", (a, b, 2.0), (x, y, 2.0)), ("swish", (a, 1.5), (x, 1.5))):
+        ours, theirs = (calls(getattr(it, name), plain, recorded) for it in (rust, cpp))
+        for title, *three in zip(titles, ours, theirs, multiply):
+            yield f"{name}, {title}", dict(zip(("rust", "cpp", "mul"), three))
 
 
 def main():
     torch.set_num_threads(1)
     load_cpp()
     print(f"torch {torch.__version__}, microseconds of a call")
-    print(f"{'':20}{'Rust':>8}{'C++':>8}{'mul':>8}{'Rust / C++':>12}{'Rust - mul':>12}")
-    for title, rust, cpp, mul in cases():
-        found = medians({"rust": rust, "cpp": cpp, "mul": mul})
-        rust, cpp, mul = found["rust"], found["cpp"], found["mul"]
-        print(f"{title:20}{rust:8.2f}{cpp:8.2f}{mul:8.2f}{rust / cpp:12.2f}{rust - mul:12.2f}")
+    print(f"{'':30}{'Rust':>8}{'C++':>8}{'mul':>8}{'Rust / C++':>12}{'Rust - mul':>12}")
+    for title, calls in cases():
+        rust, cpp, mul = medians(calls).values()
+        print(f"{title:30}{rust:8.2f}{cpp:8.2f}{mul:8.2f}{rust / cpp:12.2f}{rust - mul:12.2f}")
 
 
 if __name__ == "__main__":

@@ -297,7 +297,9 @@ impl Ci {
 
     fn python_page(&self) -> Result<()> {
         if !self.has_python {
-            say("skipped: the libtorch in use does not belong to a torch that was set up for Python");
+            say(
+                "skipped: the libtorch in use does not belong to a torch that was set up for Python",
+            );
             return Ok(());
         }
         outside::follow_page(&self.repo, &self.changes, &outside::PYTHON)

@@ -82,9 +82,9 @@ impl Follower<'_> {
             |start: &&&str| !self.commands.iter().any(|command| command.starts_with(**start));
         match self.page.commands.iter().find(is_missing) {
             None => Ok(()),
-            Some(start) => bail!(
-                "{file} never says `{start}` in a block of sh, so something was not checked"
-            ),
+            Some(start) => {
+                bail!("{file} never says `{start}` in a block of sh, so something was not checked")
+            }
         }
     }
 

@@ -24,7 +24,9 @@ pub fn forward(tensors: &[Tensor], weights: Option<&Tensor>) -> Result<Tensor> {
     }
     let Some(weights) = weights else {
         // A copy, because a result must not be an argument.
-        return tensors[1..].iter().try_fold(first.f_mul_scalar(1.0)?, |sum, it| Ok(sum.f_add(it)?));
+        return tensors[1..]
+            .iter()
+            .try_fold(first.f_mul_scalar(1.0)?, |sum, it| Ok(sum.f_add(it)?));
     };
     let count = [tensors.len() as i64];
     check!("weighted_sum", weights).defined()?.like(&known)?.shape("[tensors]", &count)?;
