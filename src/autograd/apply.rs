@@ -73,7 +73,23 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    let operator = Operator { name, double_backward: false };
+    apply_registered(name, false, inputs, forward, backward)
+}
+
+/// [`apply_with`] for an operator that libtorch knows.
+#[track_caller]
+pub(crate) fn apply_registered<Forward, Back>(
+    name: &'static str,
+    double_backward: bool,
+    inputs: &[Option<&Tensor>],
+    forward: Forward,
+    backward: Back,
+) -> Result<Tensors>
+where
+    Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
+    Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
+{
+    let operator = Operator { name, double_backward };
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 

@@ -14,6 +14,7 @@ pub(crate) mod facts;
 pub(crate) mod gradients;
 pub(crate) mod library;
 pub(crate) mod loader;
+pub(crate) mod package;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod per_device;
 pub(crate) mod precision;

@@ -28,6 +28,7 @@
 //! describes what happens if an operator has no gradient.
 
 mod define;
+mod distribution;
 mod kernels;
 mod load;
 mod mismatch;
@@ -51,6 +52,7 @@ pub use operator::Operator;
 pub use operators::expansion;
 pub use operators::registration_error;
 pub use output::{FromOutput, FromOutputs, Outputs};
+pub use package::{Package, PackageOptions};
 pub use sym_int::{SymInt, empty, new_empty, sizes};
 pub use value::{Args, NONE, Value};
 pub use with_backward::{CallContext, WithBackward};
