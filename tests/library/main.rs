@@ -12,6 +12,7 @@ mod arguments;
 mod compiled;
 mod exceptions;
 mod gradients;
+mod levels;
 mod loading;
 mod messages;
 mod mismatched;
