@@ -10,6 +10,7 @@
 #include <sstream>
 #include <utility>
 
+#include "../autograd/levels.h"
 #include "loader.h"
 #include "tch_extension/c_abi.h"
 #include "value.h"
@@ -167,7 +168,7 @@ void run(const Operator& op, const Value* values, size_t len, bool checks_autogr
   auto& stack = results.stack;
   stack = arguments(op.handle.schema(), values, len, error);
   auto autograd = Autograd::kKernel;
-  if (checks_autograd && at::GradMode::is_enabled()) {
+  if (checks_autograd && records_graph()) {
     for (const IValue& value : stack) {
       for_each_tensor(value, [&](const at::Tensor& tensor) {
         if (autograd != Autograd::kNone && tensor.requires_grad())

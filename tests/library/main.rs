@@ -13,6 +13,7 @@ mod compiled;
 mod defined;
 mod exceptions;
 mod gradients;
+mod levels;
 mod loading;
 mod messages;
 mod mismatched;
