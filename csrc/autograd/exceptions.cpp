@@ -179,11 +179,12 @@ TCH_EXTENSION_API void tch_extension_exception_known_as(const char* before, size
   if (kept != nullptr) kept->texts.emplace_back(now, now_len);
 }
 
-// The text of the exception that was kept last, or null. The caller frees it like a message.
-TCH_EXTENSION_API char* tch_extension_newest_exception() {
+// A text of the exception that was kept last, or null if it has no more texts. The caller frees it
+// like a message.
+TCH_EXTENSION_API char* tch_extension_newest_exception(size_t index) {
   RustCall* call = RustCall::innermost();
   const auto* kept = call == nullptr ? nullptr : call->newest();
-  return kept == nullptr ? nullptr : copy(kept->texts.front());
+  return kept == nullptr || index >= kept->texts.size() ? nullptr : copy(kept->texts[index]);
 }
 
 // The caller frees the text like a message.

@@ -34,6 +34,7 @@ struct ForwardMode {
   bool grad_mode_before;
   bool needs_graph;
   bool anomaly_mode;
+  bool has_forward_gradient;  // an input has one; the forward pass would lose it
 };
 
 namespace {
@@ -43,6 +44,13 @@ namespace {
 bool any_requires_grad(at::Tensor* const* tensors, size_t len) {
   for (size_t i = 0; i < len; ++i) {
     if (is_present(tensors[i]) && tensors[i]->requires_grad()) return true;
+  }
+  return false;
+}
+
+bool any_has_forward_gradient(at::Tensor* const* tensors, size_t len) {
+  for (size_t i = 0; i < len; ++i) {
+    if (is_present(tensors[i]) && has_forward_gradient(*tensors[i])) return true;
   }
   return false;
 }
@@ -95,7 +103,12 @@ TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size
   if (C10_UNLIKELY(callbacks.has_value())) {
     record = start_record(std::move(*callbacks), {name, name_len}, inputs, len, needs_graph);
   }
-  return {record, &autograd, before, needs_graph, torch::autograd::AnomalyMode::is_enabled()};
+  return {record,
+          &autograd,
+          before,
+          needs_graph,
+          torch::autograd::AnomalyMode::is_enabled(),
+          any_has_forward_gradient(inputs, len)};
 }
 
 // Called before input `index` is changed in place. It is an error if the graph cannot represent

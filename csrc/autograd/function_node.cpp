@@ -247,4 +247,8 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   return by_edge(std::move(results.gradients));
 }
 
+void FunctionNode::compiled_args(torch::autograd::CompiledNodeArgs&) const {
+  refuse_compiled_autograd(name());
+}
+
 }  // namespace tch_extension

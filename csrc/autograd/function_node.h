@@ -28,6 +28,10 @@ class FunctionNode final : public OwnNode {
   std::string name() const override { return std::string(name_) + "Backward"; }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
+  // Compiled autograd asks every node for what its graph depends on. It refuses this node, because
+  // the state of the backward pass is a Rust value, which nobody can compare: a graph that was
+  // compiled with one value would silently serve another.
+  void compiled_args(torch::autograd::CompiledNodeArgs& args) const override;
   void release_variables() override;
   // The engine calls this before a backward pass that keeps no graph.
   void will_release_variables() override { is_last_.store(true, std::memory_order_relaxed); }

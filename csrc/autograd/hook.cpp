@@ -102,6 +102,10 @@ class Hooks final : public FunctionPreHook {
     return results;
   }
 
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd("register_hook");
+  }
+
   const std::shared_ptr<HookList>& list() const { return list_; }
 
  private:
@@ -132,6 +136,10 @@ class PostAccumulateHooks final : public torch::autograd::PostAccumulateGradHook
       at::Tensor* pointer = std::make_unique<at::Tensor>(leaf).release();  // Rust owns it now
       hook.state->backward("register_post_accumulate_grad_hook", nullptr, &pointer, 1, results);
     });
+  }
+
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override {
+    refuse_compiled_autograd("register_post_accumulate_grad_hook");
   }
 
   const std::shared_ptr<HookList>& list() const { return list_; }

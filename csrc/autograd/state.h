@@ -20,6 +20,16 @@ struct BackwardResults {
   bool is_last = false;           // saved tensors are released after this pass
 };
 
+// Throws what compiled autograd gets from a node or a hook of this library.
+[[noreturn]] inline void refuse_compiled_autograd(const std::string& name) {
+  C10_THROW_ERROR(
+      NotImplementedError,
+      name +
+          ": compiled autograd cannot trace it, because it is written in Rust; run this "
+          "backward pass without compiled autograd "
+          "(torch._dynamo.config.compiled_autograd = False)");
+}
+
 // Owns a Rust value and drops it exactly once.
 class State {
  public:

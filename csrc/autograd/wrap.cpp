@@ -71,9 +71,6 @@ void check_in_place(const at::Tensor& tensor, const at::Tensor& first) {
 
 bool all_are_new(const ApplyParams& params, const Present& present) {
   if (params.dirty_len + params.non_differentiable_len > 0) return false;
-  for (const at::Tensor* input : present) {
-    if (input->_fw_grad(/*level=*/0).defined()) return false;
-  }
   for (size_t i = 0; i < params.outputs_len; ++i) {
     const at::Tensor* output = params.outputs[i];
     if (!is_present(output) || output->is_view() || output->requires_grad() ||
@@ -111,9 +108,9 @@ variable_list wrap_outputs(const ApplyParams& params, const Present& present,
   variable_list inputs;
   for (const at::Tensor* input : present) inputs.push_back(*input);
   for (auto* tensor : dirty) tensor->bump_version();
+  // Not called: an input with a forward gradient was refused before the forward pass.
   auto no_jvp = [](const variable_list&, const variable_list&) -> variable_list {
-    throw std::runtime_error(
-        "forward-mode derivatives are not defined for operators written in Rust");
+    throw std::runtime_error("internal error: an input has a forward gradient");
   };
   auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
   auto wrapped = torch::autograd::_wrap_outputs(

@@ -3,6 +3,7 @@
 
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "../libtorch_versions.h"
 #include "bridge.h"
@@ -10,6 +11,24 @@
 namespace tch_extension {
 
 inline bool is_present(const at::Tensor* tensor) { return tensor != nullptr && tensor->defined(); }
+
+// Whether the tensor has a gradient of forward-mode AD: whether it is a dual tensor.
+inline bool has_forward_gradient(const at::Tensor& tensor) {
+  // A tensor or a base that was never a dual tensor has no room for one. Asking libtorch takes two
+  // locks.
+  const auto never_had = [](const auto* meta) {
+    return meta == nullptr || meta->fw_grad_ == nullptr;
+  };
+  const auto* meta = torch::autograd::impl::get_autograd_meta(tensor);
+  if (never_had(meta)) {
+    if (meta == nullptr || !meta->is_view_) return false;
+    const auto* view = static_cast<const torch::autograd::DifferentiableViewMeta*>(meta);
+    if (!view->has_fw_view()) return false;
+    const auto& base = view->get_forward_view().base_;
+    if (never_had(torch::autograd::impl::get_autograd_meta(base))) return false;
+  }
+  return tensor._fw_grad(/*level=*/0).defined();  // libtorch has one level only
+}
 
 // The inputs that are present. They outlive the call.
 using Present = c10::SmallVector<const at::Tensor*, 8>;

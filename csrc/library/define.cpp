@@ -1,6 +1,7 @@
 // Operators that Rust defines: the inverse of dispatcher.cpp.
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/headeronly/version.h>
 #include <torch/library.h>
@@ -12,11 +13,19 @@
 
 #include "../autograd/exceptions.h"
 #include "call.h"
+#include "graph.h"
 #include "loader.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
 namespace {
+
+void run(KernelEntry entry, const void* kernel, const c10::OperatorHandle& op,
+         c10::DispatchKeySet keys, torch::jit::Stack& stack) {
+  RustCall call;
+  KernelFrame frame{op, keys, stack};
+  if (entry(kernel, &frame) != 0) call.fail(op.operator_name().name, frame.error);
+}
 
 class RustKernel final : public c10::OperatorKernel {
  public:
@@ -24,14 +33,62 @@ class RustKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
-    RustCall call;
-    KernelFrame frame{op, keys, *stack};
-    if (entry_(kernel_, &frame) != 0) call.fail(op.operator_name().name, frame.error);
+    run(entry_, kernel_, op, keys, *stack);
   }
 
  private:
   KernelEntry entry_;
   const void* kernel_;
+};
+
+// A kernel for the key Autograd, which is called only if there is something to differentiate.
+class GraphKernel final : public c10::OperatorKernel {
+ public:
+  GraphKernel(KernelEntry entry, const void* kernel) : entry_(entry), kernel_(kernel) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    if (needs_graph(op, *stack))
+      run(entry_, kernel_, op, keys, *stack);
+    else
+      call_below_autograd(op, keys, *stack);
+  }
+
+ private:
+  static bool needs_graph(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+    const bool grad_mode = at::GradMode::is_enabled();
+    const auto arguments = torch::jit::last(stack, op.schema().arguments().size());
+    return any_tensor(arguments, [&](const at::Tensor& tensor) {
+      return (grad_mode && tensor.requires_grad()) || tensor._fw_grad(0).defined();
+    });
+  }
+
+  KernelEntry entry_;
+  const void* kernel_;
+};
+
+// Tells autograd that the values of the tensors changed that an operator writes to.
+class ChangesKernel final : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    std::vector<at::Tensor> written;
+    const auto& declared = op.schema().arguments();
+    const auto given = torch::jit::last(*stack, declared.size());
+    for (size_t i = 0; i < declared.size(); ++i) {
+      const auto* alias = declared[i].alias_info();
+      if (alias != nullptr && alias->isWrite() && given[i].isTensor() &&
+          given[i].toTensor().defined())
+        written.push_back(given[i].toTensor());
+    }
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+    }
+    for (const at::Tensor& tensor : written) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
 };
 
 // Python keeps handles of operators, and they do not survive the end of their registration. So a
@@ -76,22 +133,46 @@ TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schem
   });
 }
 
-// `qualified` is `ns::name`, and `name` is the same without `ns::`.
+namespace {
+
+// An error if the operator is not defined, or has a kernel for this key.
+void check_free(const char* qualified, const char* overload, c10::DispatchKey key) {
+  const auto op = find(qualified, overload);
+  // libtorch would wait for a schema to come.
+  if (!op) throw std::runtime_error("it is not defined");
+  // libtorch would only warn, and take the new one.
+  if (op->hasKernelForDispatchKey(key))
+    throw std::runtime_error("it has a kernel for " + std::string(c10::toString(key)) + " already");
+}
+
+}  // namespace
+
+// `qualified` is `ns::name`, without the overload, and `name` is the name with its overload.
 TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qualified,
                                                   const char* name, const char* overload,
-                                                  const char* key, const char* file, uint32_t line,
+                                                  const char* key, bool only_for_graphs,
+                                                  const char* file, uint32_t line,
                                                   KernelEntry entry, const void* kernel) {
   return guard([&] {
     const c10::DispatchKey dispatch_key = c10::parseDispatchKey(key);
-    const auto op = find(qualified, overload);
-    // libtorch would wait for a schema to come.
-    if (!op) throw std::runtime_error("it is not defined");
-    // libtorch would only warn, and take the new one.
-    if (op->hasKernelForDispatchKey(dispatch_key))
-      throw std::runtime_error("it has a kernel for " + std::string(key) + " already");
-    keep(torch::Library::IMPL, ns, dispatch_key, file, line)
-        .impl(name,
-              torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RustKernel>(entry, kernel)));
+    check_free(qualified, overload, dispatch_key);
+    auto function =
+        only_for_graphs
+            ? torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GraphKernel>(entry, kernel))
+            : torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RustKernel>(entry, kernel));
+    keep(torch::Library::IMPL, ns, dispatch_key, file, line).impl(name, std::move(function));
+  });
+}
+
+// For an operator that writes to its arguments.
+TCH_EXTENSION_API Message tch_extension_count_changes(const char* ns, const char* qualified,
+                                                      const char* name, const char* overload,
+                                                      const char* file, uint32_t line) {
+  return guard([&] {
+    const auto key = c10::DispatchKey::ADInplaceOrView;
+    check_free(qualified, overload, key);
+    keep(torch::Library::IMPL, ns, key, file, line)
+        .impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<ChangesKernel>()));
   });
 }
 

@@ -238,6 +238,22 @@ std::string backends_text(const c10::OperatorHandle& op) {
 
 }  // namespace
 
+std::unique_ptr<Results> keep_arguments(const c10::FunctionSchema& schema,
+                                        std::vector<IValue> stack) {
+  auto kept = std::make_unique<Results>();
+  kept->stack = std::move(stack);
+  for (size_t i = 0; i < kept->stack.size(); ++i) {
+    const auto& type = schema.arguments()[i].real_type();
+    // Do not keep tensors here: the graph would keep them alive once more, and would not notice
+    // changes in place.
+    const bool holds_tensors = has_tensor(*type);
+    if (holds_tensors) kept->stack[i] = IValue();
+    kept->values.push_back(holds_tensors ? Value{}
+                                         : read_if_possible(kept->stack[i], *type, kept->lists));
+  }
+  return kept;
+}
+
 std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
@@ -277,6 +293,23 @@ TCH_EXTENSION_API Message tch_extension_operator_schema(const Operator* op, char
 
 TCH_EXTENSION_API Message tch_extension_operator_arguments(const Operator* op, char** text) {
   return guard([&] { *text = strdup(arguments_text(op->handle.schema()).c_str()); });
+}
+
+// The default value of each argument; kDefault if there is none. The caller frees them like results.
+TCH_EXTENSION_API Message tch_extension_operator_defaults(const Operator* op, Results** result) {
+  return guard([&] {
+    auto defaults = std::make_unique<Results>();
+    const auto& arguments = op->handle.schema().arguments();
+    for (const auto& argument : arguments)
+      defaults->stack.push_back(argument.default_value().value_or(IValue()));
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      defaults->values.push_back(
+          arguments[i].default_value().has_value()
+              ? from_ivalue(defaults->stack[i], *arguments[i].real_type(), defaults->lists)
+              : Value{});
+    }
+    *result = defaults.release();
+  });
 }
 
 // The backends that have a kernel for the operator, one per line.
@@ -336,25 +369,13 @@ TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* va
 }
 
 // Keeps the arguments of a call for its backward pass, as the operator got them: with defaults
-// filled in, and of the schema's types. Tensors, and values that Rust cannot read, are replaced by
-// kDefault. The caller frees the arguments like results.
+// filled in, and of the schema's types. The caller frees them like results.
 TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const Value* values,
                                                        size_t len, Results** result) {
   return guard([&] {
-    auto kept = std::make_unique<Results>();
     CallError error{0, -1};
     const auto& schema = op->handle.schema();
-    kept->stack = arguments(schema, values, len, error);
-    for (size_t i = 0; i < len; ++i) {
-      const auto& type = schema.arguments()[i].real_type();
-      // Do not keep tensors here: the graph would keep them alive once more, and would not notice
-      // changes in place.
-      const bool holds_tensors = has_tensor(*type);
-      if (holds_tensors) kept->stack[i] = IValue();
-      kept->values.push_back(holds_tensors ? Value{}
-                                           : read_if_possible(kept->stack[i], *type, kept->lists));
-    }
-    *result = kept.release();
+    *result = keep_arguments(schema, arguments(schema, values, len, error)).release();
   });
 }
 

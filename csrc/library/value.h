@@ -2,12 +2,14 @@
 // `RawValue`.
 #pragma once
 
+#include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
 #include <cstddef>
 #include <cstdint>
 #include <forward_list>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -69,6 +71,11 @@ c10::SymInt to_sym_int(const Value& value);
 // A value as it lies there, whatever its type in the schema: a Kind is an int, and a list consists
 // of IValues. The result borrows from `ivalue`. Its tag is kDefault if Rust cannot read the value.
 Value view(const c10::IValue& ivalue) noexcept;
+
+// The arguments of a call without its tensors. They, and values that Rust cannot read, are replaced
+// by kDefault.
+std::unique_ptr<Results> keep_arguments(const c10::FunctionSchema& schema,
+                                        std::vector<c10::IValue> stack);
 
 // The result borrows from `ivalue` and, if it is a list, from `lists`.
 Value from_ivalue(const c10::IValue& ivalue, const c10::Type& real,

@@ -25,7 +25,8 @@ use torch_sys::C_tensor;
 /// in place. Afterwards grad mode is what it was before.
 ///
 /// # Errors
-/// The forward pass's own error, or a misuse of [`Saver`].
+/// The forward pass's own error, a misuse of [`Saver`], or an input with a gradient of forward-mode AD
+/// (a dual tensor), for which an operator with its own backward pass is not defined.
 #[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
     let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };
@@ -72,7 +73,23 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    let operator = Operator { name, double_backward: false };
+    apply_registered(name, false, inputs, forward, backward)
+}
+
+/// [`apply_with`] for an operator that libtorch knows.
+#[track_caller]
+pub(crate) fn apply_registered<Forward, Back>(
+    name: &'static str,
+    double_backward: bool,
+    inputs: &[Option<&Tensor>],
+    forward: Forward,
+    backward: Back,
+) -> Result<Tensors>
+where
+    Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
+    Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
+{
+    let operator = Operator { name, double_backward };
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
@@ -118,6 +135,9 @@ impl Operator {
         let pointers = Pointers::new(inputs.iter().copied());
         let guard = ForwardGuard::new(self.name, pointers.as_slice());
         let mode = guard.0;
+        if mode.has_forward_gradient {
+            return Err(self.no_forward_mode());
+        }
         let mut saver = Saver::new(self.name, inputs, pointers.as_slice(), mode.needs_graph);
         let (outputs, backward) = forward(&mut saver, Inputs::new(inputs))?;
         drop(guard);
@@ -205,6 +225,15 @@ impl Operator {
             Some(&index) => Err(self.no_such_index(call, index, of, len)),
             None => Ok(()),
         }
+    }
+
+    #[cold]
+    fn no_forward_mode(&self) -> Error {
+        Error::Autograd(format!(
+            "{}: forward-mode AD is not defined for it; an input is a dual tensor: use reverse mode (backward, \
+             grad), or write the operator as operations of tch",
+            self.name
+        ))
     }
 
     #[cold]

@@ -77,7 +77,8 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// input that needs no gradient ([`Context::needs_input_grad`]) may be absent.
     ///
     /// An error, a panic or a gradient of the wrong shape becomes an error for the caller of the
-    /// backward pass. The message names this operator.
+    /// backward pass. The message names this operator. If the error is an exception that came from
+    /// C++ or Python, and it is passed on as it is, a caller in C++ or Python gets that exception.
     ///
     /// # Errors
     /// Anything that goes wrong in the backward pass.

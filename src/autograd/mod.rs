@@ -21,6 +21,7 @@ mod saver;
 mod tensors;
 
 pub use anomaly::{DetectAnomaly, detect_anomaly};
+pub(crate) use apply::apply_registered;
 pub use apply::{apply, apply_with};
 pub use checkpoint::checkpoint;
 pub use context::Context;

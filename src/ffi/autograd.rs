@@ -101,6 +101,7 @@ pub(crate) struct ForwardMode {
     pub grad_mode_before: bool,
     pub needs_graph: bool,
     pub anomaly_mode: bool,
+    pub has_forward_gradient: bool,
 }
 
 #[repr(C)]

@@ -2,6 +2,7 @@
 //! defines.
 
 use super::exceptions::failure;
+use super::library::{Arguments, CResults};
 use super::sym_int::SymInt;
 use super::value::{RawValue, Tag, Value, device_of, kind_of_number, read, slice};
 use super::{exceptions, take_message};
@@ -10,12 +11,19 @@ use crate::{Error, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::{Mutex, MutexGuard};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 /// A call of an operator, while its kernel runs.
 #[repr(C)]
 struct Frame {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+struct CGraphResults {
     _opaque: [u8; 0],
 }
 
@@ -35,11 +43,30 @@ unsafe extern "C" {
         name: *const c_char,
         overload: *const c_char,
         key: *const c_char,
+        only_for_graphs: bool,
         file: *const c_char,
         line: u32,
         entry: Entry,
         kernel: *const c_void,
     ) -> *mut c_char;
+    fn tch_extension_count_changes(
+        namespace: *const c_char,
+        qualified: *const c_char,
+        name: *const c_char,
+        overload: *const c_char,
+        file: *const c_char,
+        line: u32,
+    ) -> *mut c_char;
+    fn tch_extension_call_below(
+        frame: *const Frame,
+        results: *mut *mut CGraphResults,
+    ) -> *mut c_char;
+    fn tch_extension_tensors_len(results: *mut CGraphResults) -> usize;
+    fn tch_extension_tensors(results: *mut CGraphResults, tensors: *mut *mut C_tensor);
+    fn tch_extension_replace_tensors(results: *mut CGraphResults, tensors: *const *mut C_tensor);
+    fn tch_extension_give_results(frame: *mut Frame, results: *mut CGraphResults);
+    fn tch_extension_free_graph_results(results: *mut CGraphResults);
+    fn tch_extension_keep_frame(frame: *const Frame, result: *mut *mut CResults) -> *mut c_char;
     fn tch_extension_kernel_error(frame: *mut Frame, text: *const c_char, len: usize);
     safe fn tch_extension_enter_below_autograd() -> *mut c_void;
     fn tch_extension_leave_below_autograd(guard: *mut c_void);
@@ -96,7 +123,34 @@ pub(crate) type UntypedKernel = fn(&[Output]) -> Result<Vec<Output>>;
 #[derive(Clone, Copy)]
 pub(crate) enum Kernel {
     Typed(TypedKernel),
+    /// A kernel for the key `Autograd`, which runs only if there is something to differentiate.
+    Graph(TypedKernel),
     Untyped(UntypedKernel),
+}
+
+/// The texts by which an operator is registered. They live forever.
+struct Names {
+    namespace: &'static CStr,
+    /// `ns::name`, without the overload.
+    qualified: &'static CStr,
+    /// The name with its overload.
+    name: &'static CStr,
+    overload: &'static CStr,
+    file: &'static CStr,
+}
+
+impl Names {
+    /// `name` may have an overload: `add.Tensor`.
+    fn new(namespace: &str, name: &str, place: Place<'_>) -> Result<Self> {
+        let (base, overload) = name.split_once('.').unwrap_or((name, ""));
+        Ok(Names {
+            namespace: kept(namespace)?,
+            qualified: kept(&format!("{namespace}::{base}"))?,
+            name: kept(name)?,
+            overload: kept(overload)?,
+            file: kept(place.file)?,
+        })
+    }
 }
 
 /// `name` may have an overload: `add.Tensor`.
@@ -107,27 +161,42 @@ pub(crate) fn implement(
     kernel: Kernel,
     place: Place<'_>,
 ) -> Result<()> {
-    let (base, overload) = name.split_once('.').unwrap_or((name, ""));
-    let qualified = kept(&format!("{namespace}::{base}"))?;
-    let (namespace, name) = (kept(namespace)?, kept(name)?);
-    let (overload, key, file) = (kept(overload)?, kept(key)?, kept(place.file)?);
-    let (entry, kernel): (Entry, *const c_void) = match kernel {
-        Kernel::Typed(kernel) => (run_typed, kernel as *const c_void),
+    let (names, key) = (Names::new(namespace, name, place)?, kept(key)?);
+    let (entry, address): (Entry, *const c_void) = match kernel {
+        Kernel::Typed(kernel) | Kernel::Graph(kernel) => (run_typed, kernel as *const c_void),
         Kernel::Untyped(kernel) => (run_untyped, kernel as *const c_void),
     };
     // SAFETY: the texts are null-terminated and live forever. The entry reads the pointer as the
     // function that it was made of.
     checked(unsafe {
         tch_extension_implement(
-            namespace.as_ptr(),
-            qualified.as_ptr(),
-            name.as_ptr(),
-            overload.as_ptr(),
+            names.namespace.as_ptr(),
+            names.qualified.as_ptr(),
+            names.name.as_ptr(),
+            names.overload.as_ptr(),
             key.as_ptr(),
-            file.as_ptr(),
+            matches!(kernel, Kernel::Graph(_)),
+            names.file.as_ptr(),
             place.line,
             entry,
-            kernel,
+            address,
+        )
+    })
+}
+
+/// Registers that calls of the operator change what it writes to, for autograd's check of saved
+/// tensors.
+pub(crate) fn count_changes(namespace: &str, name: &str, place: Place<'_>) -> Result<()> {
+    let names = Names::new(namespace, name, place)?;
+    // SAFETY: the texts are null-terminated and live forever.
+    checked(unsafe {
+        tch_extension_count_changes(
+            names.namespace.as_ptr(),
+            names.qualified.as_ptr(),
+            names.name.as_ptr(),
+            names.overload.as_ptr(),
+            names.file.as_ptr(),
+            place.line,
         )
     })
 }
@@ -314,6 +383,10 @@ impl<'c> Argument<'c> {
         Ok(Borrowed { tensor: ManuallyDrop::new(tensor), _call: PhantomData })
     }
 
+    pub(crate) fn tensor_or_none(&self) -> Result<Option<Borrowed<'c>>> {
+        if self.is_none() { Ok(None) } else { self.tensor().map(Some) }
+    }
+
     #[inline]
     pub(crate) fn float(&self) -> Result<f64> {
         match self.raw.tag {
@@ -399,6 +472,85 @@ impl<'c> Argument<'c> {
     }
 }
 
+/// The results of a call below autograd, before they are part of the graph.
+pub(crate) struct GraphResults(NonNull<CGraphResults>);
+
+impl GraphResults {
+    /// The tensors among the results, in order.
+    pub fn tensors(&self) -> Vec<Option<Tensor>> {
+        // SAFETY: the results are alive, and there is room for each handle, which we then own.
+        unsafe {
+            let len = tch_extension_tensors_len(self.0.as_ptr());
+            let mut handles = vec![std::ptr::null_mut(); len];
+            tch_extension_tensors(self.0.as_ptr(), handles.as_mut_ptr());
+            handles.into_iter().map(|handle| owned(handle)).collect()
+        }
+    }
+
+    /// Puts other tensors, of the same number, in their places.
+    pub fn replace(
+        &mut self,
+        tensors: impl ExactSizeIterator<Item = Option<Tensor>>,
+    ) -> Result<()> {
+        // SAFETY: the results are alive.
+        let len = unsafe { tch_extension_tensors_len(self.0.as_ptr()) };
+        if tensors.len() != len {
+            return Err(Error::msg("internal error: a graph has another number of results"));
+        }
+        let handle = |tensor: Option<Tensor>| tensor.map_or(std::ptr::null_mut(), into_handle);
+        let handles: Vec<_> = tensors.map(handle).collect();
+        // SAFETY: there is one handle for each place, and C++ takes ownership.
+        unsafe { tch_extension_replace_tensors(self.0.as_ptr(), handles.as_ptr()) };
+        Ok(())
+    }
+}
+
+impl Drop for GraphResults {
+    fn drop(&mut self) {
+        // SAFETY: C++ made the results for us, and nobody uses them afterwards.
+        unsafe { tch_extension_free_graph_results(self.0.as_ptr()) }
+    }
+}
+
+/// # Safety
+/// The handle must be null or ours.
+unsafe fn owned(handle: *mut C_tensor) -> Option<Tensor> {
+    // SAFETY: the caller hands over the handle (see `# Safety`).
+    (!handle.is_null()).then(|| unsafe { Tensor::from_ptr(handle) })
+}
+
+impl Call<'_> {
+    /// Calls the operator below autograd with the same arguments.
+    pub(crate) fn call_below(&self) -> Result<GraphResults> {
+        let mut results = std::ptr::null_mut();
+        // SAFETY: the frame is alive. We own the results.
+        let message = unsafe { tch_extension_call_below(self.frame, &mut results) };
+        match (take_message(message), NonNull::new(results)) {
+            (None, Some(results)) => Ok(GraphResults(results)),
+            (message, _) => Err(Error::Torch(message.unwrap_or_default())),
+        }
+    }
+
+    /// Ends the call with these results.
+    pub(crate) fn give_results(&mut self, results: GraphResults) {
+        let results = ManuallyDrop::new(results);
+        // SAFETY: the frame is alive, and C++ takes ownership.
+        unsafe { tch_extension_give_results(self.frame, results.0.as_ptr()) }
+    }
+
+    /// Keeps the arguments that are no tensors.
+    pub(crate) fn keep(&self) -> Result<Arguments> {
+        let mut kept = std::ptr::null_mut();
+        // SAFETY: the frame is alive. We own the result.
+        let message = unsafe { tch_extension_keep_frame(self.frame, &mut kept) };
+        match (take_message(message), NonNull::new(kept)) {
+            // SAFETY: C++ made it for us.
+            (None, Some(kept)) => Ok(unsafe { Arguments::new(kept) }),
+            (message, _) => Err(Error::Torch(message.unwrap_or_default())),
+        }
+    }
+}
+
 /// Runs `f` below autograd, until it returns or panics.
 pub(crate) fn below_autograd<T>(f: impl FnOnce() -> T) -> T {
     struct Guard(*mut c_void);
@@ -421,4 +573,30 @@ pub(crate) fn is_traced(tensors: &[&Tensor]) -> bool {
 /// Makes an error of libtorch's one of ours, which stands for the same exception.
 pub(crate) fn named(name: &str, error: &Error) -> Error {
     Error::Torch(exceptions::named(name, &error.to_string()))
+}
+
+/// Why registrations failed: one line for each.
+static REGISTRATION_ERROR: Mutex<Option<CString>> = Mutex::new(None);
+
+fn lock_registration_error() -> MutexGuard<'static, Option<CString>> {
+    REGISTRATION_ERROR.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+pub(crate) fn registration_error() -> Option<String> {
+    lock_registration_error().as_ref().map(|text| text.to_string_lossy().into_owned())
+}
+
+/// Adds a line to the reasons.
+pub(crate) fn note_registration_error(line: &str) {
+    let before = registration_error().map_or(String::new(), |text| text + "\n");
+    let text = CString::new((before + line).replace('\0', " "));
+    // The old text lives on, because C may still read it.
+    std::mem::forget(std::mem::replace(&mut *lock_registration_error(), text.ok()));
+}
+
+/// For whoever loads a library of operators, such as Python: null, or the text of
+/// [`registration_error`]. It lives until the process ends.
+#[unsafe(no_mangle)]
+pub extern "C" fn tch_extension_registration_error() -> *const c_char {
+    lock_registration_error().as_ref().map_or(std::ptr::null(), |text| text.as_ptr())
 }

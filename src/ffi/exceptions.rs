@@ -16,7 +16,7 @@ unsafe extern "C" {
         now: *const c_char,
         now_len: usize,
     );
-    safe fn tch_extension_newest_exception() -> *mut c_char;
+    safe fn tch_extension_newest_exception(index: usize) -> *mut c_char;
     fn tch_extension_named(
         name: *const c_char,
         name_len: usize,
@@ -74,7 +74,8 @@ pub(crate) fn failure(what: &str, run: impl FnOnce() -> Result<()>) -> Option<St
 /// The operators of tch, such as `*`, panic with the `Debug` text of an error. If an exception was the
 /// reason, this returns the exception's text.
 fn text_of_panic(what: &str, panic: &str) -> String {
-    if let Some(text) = take_message(tch_extension_newest_exception()) {
+    let texts = (0..).map_while(|index| take_message(tch_extension_newest_exception(index)));
+    for text in texts {
         let of_tch = format!(": {:?}", TchError::Torch(text.clone()));
         if panic.ends_with(&of_tch) || panic.ends_with(&format!(": {text}")) {
             return text;

@@ -17,7 +17,7 @@ struct COperator {
 }
 
 #[repr(C)]
-struct CResults {
+pub(super) struct CResults {
     _opaque: [u8; 0],
 }
 
@@ -42,6 +42,10 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_operator_backends(op: *const COperator, text: *mut *mut c_char)
     -> *mut c_char;
+    fn tch_extension_operator_defaults(
+        op: *const COperator,
+        result: *mut *mut CResults,
+    ) -> *mut c_char;
     fn tch_extension_operator_names(names: *mut *mut c_char) -> *mut c_char;
     fn tch_extension_operator_autograd(
         op: *const COperator,
@@ -104,6 +108,12 @@ unsafe impl Send for Arguments {}
 unsafe impl Sync for Arguments {}
 
 impl Arguments {
+    /// # Safety
+    /// `kept` must be results that C++ made for us and that nobody else uses.
+    pub(super) unsafe fn new(kept: NonNull<CResults>) -> Self {
+        Arguments(Results(kept))
+    }
+
     /// The argument at this index of the schema; `None` for a tensor, and for a value that Rust
     /// cannot read.
     pub fn get(&self, index: usize) -> Result<Option<Output>> {
@@ -168,6 +178,21 @@ impl Operator {
     pub fn arguments(&self) -> Result<String> {
         // SAFETY: the handle is alive.
         text(|text| unsafe { tch_extension_operator_arguments(self.0.as_ptr(), text) })
+    }
+
+    /// The default value of each argument that has one.
+    pub fn defaults(&self) -> Result<Vec<Option<Output>>> {
+        let mut result = std::ptr::null_mut();
+        // SAFETY: the handle is alive. We own the result.
+        let message = unsafe { tch_extension_operator_defaults(self.0.as_ptr(), &mut result) };
+        let Some(result) = NonNull::new(result).map(Results) else {
+            return Err(Error::Torch(take_message(message).unwrap_or_default()));
+        };
+        let read = |value: &RawValue| {
+            // SAFETY: the data that the value points to lives as long as the results.
+            (value.tag != Tag::Default).then(|| unsafe { read(value) }).transpose()
+        };
+        result.values().iter().map(read).collect()
     }
 
     /// The backends for which the operator has its own kernel, named as in the dispatcher, one per

@@ -11,32 +11,41 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use tch::Tensor;
 
-/// What the backward pass of [`Operator::with_backward`](super::Operator::with_backward) can ask:
-/// everything that a [`Context`] knows, and the call's arguments that are not tensors.
+/// What the backward pass of [`Operator::with_backward`](super::Operator::with_backward), and of an
+/// operator of [`operators!`](crate::operators), can ask: everything that a [`Context`] knows, and
+/// the call's arguments that are not tensors.
 pub struct CallContext<'a> {
     context: &'a Context<'a>,
-    node: &'a Node,
+    call: &'a dyn NamedArguments,
 }
 
-impl CallContext<'_> {
+/// The arguments of a call that are kept for its backward pass.
+pub(super) trait NamedArguments {
+    /// The index of the argument with this name, and its type.
+    fn find(&self, name: &str) -> Option<(usize, String)>;
+    /// The arguments that are no tensors; `None` if there is no graph.
+    fn kept(&self) -> Option<&ffi::Arguments>;
+}
+
+impl<'a> CallContext<'a> {
+    pub(super) fn new(context: &'a Context<'a>, call: &'a dyn NamedArguments) -> Self {
+        CallContext { context, call }
+    }
+
     /// The argument of the call that has this name in the schema. It can be of any type that a
     /// result can have: `i64`, `f64`, `bool`, `String`, `Vec<i64>`, `Option<f64>`, `Kind`, …. It is
     /// the value that the operator got: if the argument was left out, it is the schema's default;
-    /// an int that was given for a `float` is a float; a `Scalar` can be read as either. Tensors
-    /// are saved instead: [`Context::saved`].
+    /// an int that was given for a `float` is a float; a `Scalar` can be read as either. A `SymInt`
+    /// that is not known while a program is traced is a [`SymInt`](super::SymInt) only. Tensors are
+    /// saved instead: [`Context::saved`].
     ///
     /// # Errors
     /// When there is no such argument, or it is of another type.
     pub fn argument<T: FromOutput>(&self, name: &str) -> Result<T> {
-        let schema = &self.node.operator.schema;
-        let found = schema.arguments.iter().position(|argument| argument.name == name);
-        let Some(index) = found else {
+        let Some((index, kind)) = self.call.find(name) else {
             return Err(Error::Autograd(format!("it has no argument `{name}`")));
         };
-        let kind = &schema.arguments[index].kind;
-        let Some(value) =
-            self.node.arguments.as_ref().map(|all| all.get(index)).transpose()?.flatten()
-        else {
+        let Some(value) = self.call.kept().map(|all| all.get(index)).transpose()?.flatten() else {
             return Err(Error::Autograd(format!(
                 "its argument `{name}` is of type {kind}, and a backward gets no such argument by name; the tensors \
                  of a call are saved"
@@ -170,6 +179,18 @@ struct Node {
     backward: Arc<Backward>,
 }
 
+impl NamedArguments for Node {
+    fn find(&self, name: &str) -> Option<(usize, String)> {
+        let arguments = &self.operator.schema.arguments;
+        let index = arguments.iter().position(|argument| argument.name == name)?;
+        Some((index, arguments[index].kind.clone()))
+    }
+
+    fn kept(&self) -> Option<&ffi::Arguments> {
+        self.arguments.as_ref()
+    }
+}
+
 impl Function for Node {
     const NAME: &'static str = "library_operator";
 
@@ -183,8 +204,7 @@ impl Function for Node {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let call = CallContext { context: ctx, node: self };
-        (self.backward)(&call, grads)
+        (self.backward)(&CallContext::new(ctx, self), grads)
             .map_err(|error| Error::Autograd(format!("{}: {error}", self.operator.schema.name)))
     }
 }

@@ -89,6 +89,37 @@ pub use swiglu_mlp::SwigluMlpOptions;
 #[doc(hidden)]
 pub use way::force;
 
+/// Operators as two plain functions, below autograd: the forward returns, next to the outputs, what the
+/// backward reads, and the backward returns the gradients that are needed. Shapes, kinds and strides
+/// follow from those of the arguments. The package tch-extension-python registers them with libtorch's
+/// dispatcher. An operator that is missing here saves nothing, or what depends on the way.
+#[doc(hidden)]
+#[allow(missing_docs)]
+pub mod parts {
+    #[cfg(feature = "loss")]
+    pub use super::cross_entropy::parts::*;
+    #[cfg(feature = "mlp")]
+    pub use super::gelu_mlp::parts::*;
+    #[cfg(feature = "gemm")]
+    pub use super::linear::parts::*;
+    #[cfg(feature = "loss")]
+    pub use super::linear_cross_entropy::parts::*;
+    #[cfg(feature = "recurrent")]
+    pub use super::lltm::parts::*;
+    #[cfg(feature = "recurrent")]
+    pub use super::lltm_cell::parts::*;
+    #[cfg(feature = "gemm")]
+    pub use super::matmul_add_relu::parts::*;
+    #[cfg(feature = "norm")]
+    pub use super::norm::parts::*;
+    #[cfg(feature = "recurrent")]
+    pub use super::recurrent::layer::parts::*;
+    #[cfg(feature = "rope")]
+    pub use super::rope::parts::*;
+    #[cfg(feature = "mlp")]
+    pub use super::swiglu_mlp::parts::*;
+}
+
 /// Exports the functions and the ways of each operator.
 macro_rules! export {
     ($($name:ident of $family:literal {

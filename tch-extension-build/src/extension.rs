@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 mod build;
 
-pub use build::link_args;
+pub use build::{link_args, python_link_args};
 
 /// One static library of C++ and CUDA sources, linked into the crate whose build script makes it.
 /// Paths are relative to the package's folder.

@@ -99,7 +99,7 @@ mod paths;
 pub mod probe;
 pub mod toolchain;
 
-pub use extension::{Built, Extension, link_args};
+pub use extension::{Built, Extension, link_args, python_link_args};
 
 /// Compiles the example of README.md as a test.
 #[cfg(doctest)]

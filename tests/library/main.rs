@@ -10,6 +10,7 @@ use tch_extension::{Result, args};
 
 mod arguments;
 mod compiled;
+mod exceptions;
 mod gradients;
 mod loading;
 mod messages;

@@ -1,11 +1,12 @@
 //! What [`operators!`](crate::operators) expands to: a list of definitions, which are registered when
 //! the library or program is loaded.
 
+use super::types::Default;
 use crate::ffi::define::{self as ffi, Kernel, Place, TypedKernel};
 use crate::ffi::exceptions;
+use crate::ffi::library::Operator;
 use crate::library::define::{define_at, implement_at};
 use crate::{Error, Result};
-use std::sync::Mutex;
 
 /// An argument in a schema.
 pub struct Argument {
@@ -13,10 +14,20 @@ pub struct Argument {
     pub name: &'static str,
     /// Its type.
     pub schema: String,
-    /// Its default value, as the schema writes it.
-    pub default: Option<String>,
+    /// Its default value.
+    pub default: Option<Default>,
     /// Whether the operator writes to it.
     pub written: bool,
+}
+
+/// A kernel for a dispatch key.
+pub struct Implementation {
+    /// The key.
+    pub key: &'static str,
+    /// The kernel.
+    pub kernel: TypedKernel,
+    /// Whether it is for the key `Autograd` and needed only if there is something to differentiate.
+    pub only_for_graphs: bool,
 }
 
 /// An operator with its kernels.
@@ -27,19 +38,74 @@ pub struct Definition {
     pub arguments: Vec<Argument>,
     /// The types of its results.
     pub results: String,
-    /// Its kernels by dispatch key.
-    pub kernels: Vec<(&'static str, TypedKernel)>,
+    /// Its kernels.
+    pub kernels: Vec<Implementation>,
 }
 
 impl Definition {
     fn schema(&self) -> String {
         let arguments = self.arguments.iter().map(|argument| {
-            let default =
-                argument.default.as_ref().map_or(String::new(), |text| format!("={text}"));
+            let default = argument
+                .default
+                .as_ref()
+                .map_or(String::new(), |default| format!("={}", default.text));
             format!("{} {}{default}", argument.schema, argument.name)
         });
         let arguments = arguments.collect::<Vec<_>>().join(", ");
         format!("{}({arguments}) -> {}", self.name, self.results)
+    }
+
+    /// Compares what is meant with what libtorch read in the schema.
+    fn check(&self, namespace: &str) -> Result<()> {
+        let name = format!("{namespace}::{}", self.name);
+        let Some(operator) = Operator::find(&name, "")? else {
+            return Err(Error::msg(format!(
+                "{name}: libtorch does not find it after its definition"
+            )));
+        };
+        let meant: String = self.arguments.iter().map(Argument::line).collect();
+        let read = operator.arguments()?;
+        let schema = operator.schema()?;
+        let results = schema.rsplit_once("-> ").map_or("", |(_, results)| results);
+        let defaults = operator.defaults()?;
+        let same_defaults = self.arguments.iter().zip(&defaults).all(|(argument, read)| {
+            let meant = argument.default.as_ref().map(|default| &default.value);
+            format!("{meant:?}") == format!("{:?}", read.as_ref())
+        });
+        if meant == read && results == self.results && same_defaults {
+            return Ok(());
+        }
+        Err(Error::msg(format!("{name}: libtorch reads {} as {schema}", self.schema())))
+    }
+
+    fn implement(&self, namespace: &str, place: Place<'_>) -> Result<()> {
+        for implementation in &self.kernels {
+            let kernel = match implementation.only_for_graphs {
+                true => Kernel::Graph(implementation.kernel),
+                false => Kernel::Typed(implementation.kernel),
+            };
+            implement_at(namespace, self.name, implementation.key, kernel, place)?;
+        }
+        if self.arguments.iter().any(|argument| argument.written) {
+            ffi::count_changes(namespace, self.name, place)?;
+        }
+        Ok(())
+    }
+}
+
+impl Argument {
+    /// The line that [`Operator::arguments`] has for it.
+    fn line(&self) -> String {
+        // libtorch prints the type without what it says about writing.
+        let kind = match (self.schema.find('('), self.schema.find(')')) {
+            (Some(open), Some(close)) => {
+                format!("{}{}", &self.schema[..open], &self.schema[close + 1..])
+            }
+            _ => self.schema.clone(),
+        };
+        let default = if self.default.is_some() { "d" } else { "" };
+        let written = if self.written { "w" } else { "" };
+        format!("{}\t{kind}\t{default}{written}\n", self.name)
     }
 }
 
@@ -56,23 +122,24 @@ pub struct Block {
 }
 
 impl Block {
+    /// Registers all operators, or none if one of them is defined already.
     fn register(&self) -> Result<()> {
         ffi::check_version()?;
         let place = Place { file: self.file, line: self.line };
         for operator in &self.operators {
-            define_at(self.namespace, &operator.schema(), place)?;
-        }
-        for operator in &self.operators {
-            for &(key, kernel) in &operator.kernels {
-                implement_at(self.namespace, operator.name, key, Kernel::Typed(kernel), place)?;
+            let name = format!("{}::{}", self.namespace, operator.name);
+            if Operator::find(&name, "")?.is_some() {
+                // libtorch's own refusal says who defined it.
+                define_at(self.namespace, &operator.schema(), place)?;
             }
         }
-        Ok(())
+        for operator in &self.operators {
+            define_at(self.namespace, &operator.schema(), place)?;
+            operator.check(self.namespace)?;
+        }
+        self.operators.iter().try_for_each(|operator| operator.implement(self.namespace, place))
     }
 }
-
-/// Why registrations failed.
-static ERRORS: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 /// Registers a block when the library is loaded. Nobody could handle an error there, so it is
 /// printed, and kept for [`registration_error`].
@@ -84,17 +151,18 @@ pub fn register(block: fn() -> Block) {
         block.register()
     });
     let Some(error) = error else { return };
-    let text = format!("{what} are not registered: {}", error.replace('\n', " "));
+    let line = error.split_whitespace().collect::<Vec<_>>().join(" ");
+    let text = format!("{what} are not registered: {line}");
     eprintln!("tch-extension: {text}");
-    let mut errors = ERRORS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    errors.push(text);
+    ffi::note_registration_error(&text);
 }
 
 /// What failed when the [`operators!`](crate::operators) of this program or library were registered.
+/// Python reads the same text from the library by the C function `const char*
+/// tch_extension_registration_error()`, which returns null if nothing failed.
 ///
 /// # Errors
 /// The reasons, one line for each use of the macro that failed.
 pub fn registration_error() -> Result<()> {
-    let errors = ERRORS.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    if errors.is_empty() { Ok(()) } else { Err(Error::msg(errors.join("\n"))) }
+    ffi::registration_error().map_or(Ok(()), |text| Err(Error::msg(text)))
 }

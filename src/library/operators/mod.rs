@@ -1,6 +1,7 @@
 //! The macro that defines operators, and what it expands to.
 
 mod block;
+mod graph;
 mod types;
 
 pub use block::registration_error;
@@ -8,29 +9,36 @@ pub use block::registration_error;
 /// What [`operators!`](crate::operators) expands to. It is no stable API.
 #[doc(hidden)]
 pub mod expansion {
-    pub use super::block::{Argument, Block, Definition, register};
-    pub use super::types::{ArgumentType, Give, Read, ResultType};
+    pub use super::block::{Argument, Block, Definition, Implementation, register};
+    pub use super::graph::{Backward, Graph, Place, Slot, differentiate};
+    pub use super::types::{ArgumentType, Default, Give, Read, ResultType, Tensors};
     pub use crate::Result;
     pub use crate::ffi::define::Call;
 
+    /// A kernel as libtorch calls it.
+    pub type Kernel = fn(&mut Call<'_>) -> Result<()>;
+
     /// The default value of an argument, checked against its type.
-    pub fn default<T: ArgumentType>(value: T::Default) -> Option<String> {
+    pub fn default<T: ArgumentType>(value: T::Default) -> Option<Default> {
         Some(T::default(value))
     }
 
     /// Gives a result to libtorch, in the place of the arguments.
+    #[inline]
     pub fn give(call: &mut Call<'_>, result: impl Give) -> Result<()> {
         call.drop_arguments();
         result.give(call, 0)
     }
 
     /// Reads the next argument.
+    #[inline]
     pub fn hold<'c, T: Read>(call: &'c Call<'_>, index: &mut usize) -> Result<T::Held<'c>> {
         *index += 1;
         T::hold(call.argument(*index - 1))
     }
 }
 
+/// Defines operators.
 #[macro_export]
 macro_rules! operators {
     (namespace $namespace:ident; $($(#[$meta:meta])* fn $name:ident($($arguments:tt)*) $(-> $result:ty)? { $($kernels:tt)* })*) => {
@@ -71,8 +79,14 @@ macro_rules! operators {
                 arguments
             },
             results: <$crate::operators!(@result $result) as $crate::library::expansion::ResultType>::schema(),
-            kernels: $crate::operators!(@kernels [] ($($argument: $type),*) $result $($kernels)*),
+            kernels: $crate::operators!(@kernels [] [default all false] ($name $($argument: $type),*) $result $($kernels)*),
         }
+    };
+    (@operator $name:ident $arguments:tt $result:tt $kernels:tt) => {
+        compile_error!(concat!(
+            "operators!: ", stringify!($name), stringify!($arguments),
+            ": an argument is written as `name: Type` or `name: Type = default`"
+        ))
     };
 
     (@default $type:ty) => { None };
@@ -81,49 +95,151 @@ macro_rules! operators {
     (@result ()) => { () };
     (@result ($result:ty)) => { $result };
 
-    (@kernels [$($done:tt)*] $arguments:tt $result:tt) => { vec![$($done)*] };
-    (@kernels $done:tt $arguments:tt $result:tt cpu = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $arguments $result "CPU" Kernel ($kernel) $($($rest)*)?)
+    // The kernels, one after the other: what is done, how the operator is differentiated, the
+    // signature, and what is left.
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt cpu = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done $graph $signature $result "CPU" Kernel ($kernel) $($($rest)*)?)
     };
-    (@kernels $done:tt $arguments:tt $result:tt cuda = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $arguments $result "CUDA" Kernel ($kernel) $($($rest)*)?)
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt cuda = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done $graph $signature $result "CUDA" Kernel ($kernel) $($($rest)*)?)
     };
-    (@kernels $done:tt $arguments:tt $result:tt fake = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $arguments $result "Meta" Traced ($kernel) $($($rest)*)?)
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt cpu, cuda = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernels $done $graph $signature $result cpu = $kernel, cuda = $kernel $(, $($rest)*)?)
     };
-    (@kernels $done:tt $arguments:tt $result:tt autograd = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $arguments $result "Autograd" Traced ($kernel) $($($rest)*)?)
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt fake = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done $graph $signature $result "Meta" Traced ($kernel) $($($rest)*)?)
     };
-    (@kernels $done:tt $arguments:tt $result:tt composite = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $arguments $result "CompositeImplicitAutograd" Traced ($kernel) $($($rest)*)?)
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt key($key:literal) = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done $graph $signature $result $key Traced ($kernel) $($($rest)*)?)
     };
-    (@kernels $done:tt $arguments:tt $result:tt key($key:literal) = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $arguments $result $key Traced ($kernel) $($($rest)*)?)
+    (@kernels $done:tt [default all false] $signature:tt $result:tt autograd = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done [own all false] $signature $result "Autograd" Traced ($kernel) $($($rest)*)?)
+    };
+    (@kernels $done:tt [default all false] $signature:tt $result:tt composite = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done [own all false] $signature $result "CompositeImplicitAutograd" Traced ($kernel) $($($rest)*)?)
+    };
+    (@kernels $done:tt [default $save:tt $double:tt] $signature:tt $result:tt backward = $backward:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernels $done [($backward) $save $double] $signature $result $($($rest)*)?)
+    };
+    (@kernels $done:tt [$backward:tt all $double:tt] $signature:tt $result:tt save = [$($saved:tt)*] $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernels $done [$backward [$($saved)*] $double] $signature $result $($($rest)*)?)
+    };
+    (@kernels $done:tt [$backward:tt $save:tt false] $signature:tt $result:tt double_backward = $double:literal $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernels $done [$backward $save $double] $signature $result $($($rest)*)?)
     };
 
-    (@kernel [$($done:tt)*] ($($argument:ident: $type:ty),*) $result:tt $key:literal $view:ident ($kernel:expr) $($rest:tt)*) => {
-        $crate::operators!(@kernels [$($done)* ($key, {
-            fn run(call: &mut $crate::library::expansion::Call<'_>) -> $crate::Result<()> {
-                let result = {
-                    let kernel: fn($(
-                        <<$type as $crate::library::expansion::ArgumentType>::$view as $crate::library::expansion::Read>::Given<'_>
-                    ),*) -> $crate::Result<
-                        <$crate::operators!(@result $result) as $crate::library::expansion::ResultType>::$view
-                    > = $kernel;
-                    let mut index = 0_usize;
-                    $(
-                        let mut $argument = $crate::library::expansion::hold::<
-                            <$type as $crate::library::expansion::ArgumentType>::$view
-                        >(call, &mut index)?;
-                    )*
-                    let _ = index;
-                    kernel($(
-                        <<$type as $crate::library::expansion::ArgumentType>::$view as $crate::library::expansion::Read>::give(&mut $argument)
-                    ),*)?
+    // The end.
+    (@kernels [$($done:tt)*] [own all false] $signature:tt $result:tt) => { vec![$($done)*] };
+    (@kernels [$($done:tt)*] [default all false] $signature:tt $result:tt) => {
+        vec![$($done)* $crate::operators!(@graph $signature None, None, false)]
+    };
+    (@kernels [$($done:tt)*] [($backward:expr) all $double:tt] $signature:tt $result:tt) => {
+        vec![$($done)* $crate::operators!(@graph $signature Some({
+            const BACKWARD: $crate::library::expansion::Backward = $backward;
+            BACKWARD
+        }), None, $double)]
+    };
+    (@kernels [$($done:tt)*] [($backward:expr) [$($save:tt)*] $double:tt] $signature:tt $result:tt) => {
+        vec![$($done)* $crate::operators!(@graph $signature Some({
+            const BACKWARD: $crate::library::expansion::Backward = $backward;
+            BACKWARD
+        }), Some($crate::operators!(@slots $signature [] $($save)*)), $double)]
+    };
+
+    // What does not fit.
+    (@kernels $done:tt [own all false] ($name:ident $($signature:tt)*) $result:tt $key:ident $($rest:tt)*) => {
+        compile_error!(concat!(
+            "operators!: ", stringify!($name), ": `", stringify!($key),
+            "` does not go with `autograd` or `composite`, which are the operator's gradient already"
+        ))
+    };
+    (@kernels $done:tt [$backward:tt $save:tt $double:tt] ($name:ident $($signature:tt)*) $result:tt) => {
+        compile_error!(concat!(
+            "operators!: ", stringify!($name), ": `save` and `double_backward` need a `backward`"
+        ))
+    };
+    (@kernels $done:tt $graph:tt ($name:ident $($signature:tt)*) $result:tt $key:ident $($rest:tt)*) => {
+        compile_error!(concat!(
+            "operators!: ", stringify!($name), ": `", stringify!($key), "`: expected one each of `cpu = kernel`, \
+             `cuda = kernel`, `fake = kernel`, `key(\"…\") = kernel`, and of `composite = function`, `autograd = function` or \
+             `backward = function` with `save = [arguments]` and `double_backward = true`"
+        ))
+    };
+
+    (@kernel [$($done:tt)*] $graph:tt ($name:ident $($argument:ident: $type:ty),*) $result:tt $key:literal $view:ident ($kernel:expr) $($rest:tt)*) => {
+        $crate::operators!(@kernels [$($done)* $crate::library::expansion::Implementation {
+            key: $key,
+            kernel: {
+                fn run(call: &mut $crate::library::expansion::Call<'_>) -> $crate::Result<()> {
+                    let result = {
+                        let kernel: fn($(
+                            <<$type as $crate::library::expansion::ArgumentType>::$view as $crate::library::expansion::Read>::Given<'_>
+                        ),*) -> $crate::Result<
+                            <$crate::operators!(@result $result) as $crate::library::expansion::ResultType>::$view
+                        > = $kernel;
+                        let mut index = 0_usize;
+                        $(
+                            let mut $argument = $crate::library::expansion::hold::<
+                                <$type as $crate::library::expansion::ArgumentType>::$view
+                            >(call, &mut index)?;
+                        )*
+                        let _ = index;
+                        kernel($(
+                            <<$type as $crate::library::expansion::ArgumentType>::$view as $crate::library::expansion::Read>::give(&mut $argument)
+                        ),*)?
+                    };
+                    $crate::library::expansion::give(call, result)
+                }
+                run as $crate::library::expansion::Kernel
+            },
+            only_for_graphs: false,
+        },] $graph ($name $($argument: $type),*) $result $($rest)*)
+    };
+
+    (@graph ($name:ident $($argument:ident: $type:ty),*) $backward:expr, $save:expr, $double:expr) => {
+        $crate::library::expansion::Implementation {
+            key: "Autograd",
+            kernel: {
+                static GRAPH: $crate::library::expansion::Graph = $crate::library::expansion::Graph {
+                    name: stringify!($name),
+                    arguments: &[$($crate::library::expansion::Place {
+                        name: stringify!($argument),
+                        schema: <$type as $crate::library::expansion::ArgumentType>::schema,
+                        tensors: <$type as $crate::library::expansion::ArgumentType>::TENSORS,
+                        written: <$type as $crate::library::expansion::ArgumentType>::WRITTEN,
+                    }),*],
+                    backward: $backward,
+                    save: $save,
+                    double_backward: $double,
                 };
-                $crate::library::expansion::give(call, result)
-            }
-            run as fn(&mut $crate::library::expansion::Call<'_>) -> $crate::Result<()>
-        }),] ($($argument: $type),*) $result $($rest)*)
+                fn run(call: &mut $crate::library::expansion::Call<'_>) -> $crate::Result<()> {
+                    $crate::library::expansion::differentiate(call, &GRAPH)
+                }
+                run as $crate::library::expansion::Kernel
+            },
+            only_for_graphs: true,
+        }
+    };
+
+    // What is saved: arguments by their names, `result`, and `result.1` of several.
+    (@slots $signature:tt [$($done:tt)*]) => { &[$($done)*] };
+    (@slots $signature:tt [$($done:tt)*] result . $index:literal $(, $($rest:tt)*)?) => {
+        $crate::operators!(@slots $signature [$($done)* $crate::library::expansion::Slot::Result($index),] $($($rest)*)?)
+    };
+    (@slots $signature:tt [$($done:tt)*] result $(, $($rest:tt)*)?) => {
+        $crate::operators!(@slots $signature [$($done)* $crate::library::expansion::Slot::Result(0),] $($($rest)*)?)
+    };
+    (@slots ($name:ident $($argument:ident: $type:ty),*) [$($done:tt)*] $saved:ident $(, $($rest:tt)*)?) => {
+        $crate::operators!(@slots ($name $($argument: $type),*) [$($done)* $crate::library::expansion::Slot::Argument({
+            #[allow(non_camel_case_types, dead_code)]
+            enum Arguments { $($argument),* }
+            Arguments::$saved as usize
+        }),] $($($rest)*)?)
+    };
+
+    ($($other:tt)*) => {
+        compile_error!(
+            "operators!: expected `namespace NAME;` and then operators such as `fn add(a: &Tensor, b: &Tensor) -> Tensor { cpu = add, fake = fake_add }`"
+        );
     };
 }

@@ -4,7 +4,7 @@
 use crate::Result;
 use crate::ffi::define::{self as ffi, Borrowed, BorrowedList, Call};
 use crate::ffi::value::Value;
-use crate::library::SymInt;
+use crate::library::{Output, SymInt};
 use tch::{Device, Kind, Tensor};
 
 /// What a kernel can get.
@@ -39,8 +39,41 @@ pub trait ArgumentType {
     fn schema(index: usize) -> String;
     /// Whether the operator writes to it.
     const WRITTEN: bool = false;
+    /// How many tensors it is.
+    const TENSORS: Tensors = Tensors::None;
     /// A default value in the schema.
-    fn default(value: Self::Default) -> String;
+    fn default(value: Self::Default) -> Default;
+}
+
+/// How many tensors an argument is.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Tensors {
+    /// It is something else.
+    None,
+    /// One, which may be absent.
+    One,
+    /// A list.
+    List,
+}
+
+/// A default value.
+pub struct Default {
+    /// As the schema writes it.
+    pub text: String,
+    /// As libtorch must have understood it.
+    pub value: Output,
+}
+
+impl Default {
+    fn new(text: impl ToString, value: Output) -> Self {
+        Default { text: text.to_string(), value }
+    }
+
+    fn list<T>(items: &[T], item: impl Fn(&T) -> Default) -> Self {
+        let items = items.iter().map(item);
+        let (texts, values): (Vec<_>, Vec<_>) = items.map(|item| (item.text, item.value)).unzip();
+        Default::new(format!("[{}]", texts.join(", ")), Output::List(values))
+    }
 }
 
 /// The type of the default values of arguments that can have none.
@@ -202,7 +235,7 @@ impl<T: Read> Read for Option<T> {
 
 /// Types of which all kernels get the same.
 macro_rules! argument_types {
-    ($($type:ty: $schema:literal, $value:ident: $default:ty => $text:expr;)*) => {$(
+    ($($type:ty: $schema:literal, $tensors:ident, $value:ident: $default:ty => $made:expr;)*) => {$(
         impl ArgumentType for $type {
             type Kernel = Self;
             type Traced = Self;
@@ -212,27 +245,29 @@ macro_rules! argument_types {
                 $schema.to_string()
             }
 
-            fn default($value: $default) -> String {
-                $text
+            const TENSORS: Tensors = Tensors::$tensors;
+
+            fn default($value: $default) -> Default {
+                $made
             }
         }
     )*};
 }
 
 argument_types! {
-    &Tensor: "Tensor", value: NoDefault => match value {};
-    &[Tensor]: "Tensor[]", value: NoDefault => match value {};
-    &[Option<Tensor>]: "Tensor?[]", value: NoDefault => match value {};
-    i64: "int", value: i64 => value.to_string();
-    f64: "float", value: f64 => float(value);
-    bool: "bool", value: bool => boolean(value);
-    &str: "str", value: &'static str => text(value);
-    Kind: "ScalarType", value: NoDefault => match value {};
-    Device: "Device", value: NoDefault => match value {};
-    &[i64]: "int[]", value: &'static [i64] => list(value, i64::to_string);
-    Vec<i64>: "int[]", value: &'static [i64] => list(value, i64::to_string);
-    &[f64]: "float[]", value: &'static [f64] => list(value, |&value| float(value));
-    &[bool]: "bool[]", value: &'static [bool] => list(value, |&value| boolean(value));
+    &Tensor: "Tensor", One, value: NoDefault => match value {};
+    &[Tensor]: "Tensor[]", List, value: NoDefault => match value {};
+    &[Option<Tensor>]: "Tensor?[]", List, value: NoDefault => match value {};
+    i64: "int", None, value: i64 => int(&value);
+    f64: "float", None, value: f64 => float(&value);
+    bool: "bool", None, value: bool => boolean(&value);
+    &str: "str", None, value: &'static str => Default::new(quoted(value), Output::String(value.to_string()));
+    Kind: "ScalarType", None, value: NoDefault => match value {};
+    Device: "Device", None, value: NoDefault => match value {};
+    &[i64]: "int[]", None, value: &'static [i64] => Default::list(value, int);
+    Vec<i64>: "int[]", None, value: &'static [i64] => Default::list(value, int);
+    &[f64]: "float[]", None, value: &'static [f64] => Default::list(value, float);
+    &[bool]: "bool[]", None, value: &'static [bool] => Default::list(value, boolean);
 }
 
 impl ArgumentType for SymInt {
@@ -244,8 +279,8 @@ impl ArgumentType for SymInt {
         "SymInt".to_string()
     }
 
-    fn default(value: i64) -> String {
-        value.to_string()
+    fn default(value: i64) -> Default {
+        int(&value)
     }
 }
 
@@ -258,8 +293,8 @@ impl ArgumentType for &[SymInt] {
         "SymInt[]".to_string()
     }
 
-    fn default(value: &'static [i64]) -> String {
-        list(value, i64::to_string)
+    fn default(value: &'static [i64]) -> Default {
+        Default::list(value, int)
     }
 }
 
@@ -272,11 +307,12 @@ impl ArgumentType for &mut Tensor {
         format!("Tensor(a{index}!)")
     }
 
-    fn default(value: NoDefault) -> String {
+    const WRITTEN: bool = true;
+    const TENSORS: Tensors = Tensors::One;
+
+    fn default(value: NoDefault) -> Default {
         match value {}
     }
-
-    const WRITTEN: bool = true;
 }
 
 impl<T: ArgumentType> ArgumentType for Option<T> {
@@ -288,29 +324,29 @@ impl<T: ArgumentType> ArgumentType for Option<T> {
         format!("{}?", T::schema(index))
     }
 
-    fn default(value: Option<T::Default>) -> String {
-        value.map_or_else(|| "None".to_string(), T::default)
-    }
-
     const WRITTEN: bool = T::WRITTEN;
+    const TENSORS: Tensors = T::TENSORS;
+
+    fn default(value: Option<T::Default>) -> Default {
+        value.map_or_else(|| Default::new("None", Output::None), T::default)
+    }
 }
 
-fn float(value: f64) -> String {
-    // The shortest text that is this number: 1.0, 1e-5. The schema's parser needs digits after a
-    // point, or an exponent, to see a float.
-    format!("{value:?}")
+fn int(value: &i64) -> Default {
+    Default::new(value, Output::Int(*value))
 }
 
-fn boolean(value: bool) -> String {
-    if value { "True" } else { "False" }.to_string()
+fn float(value: &f64) -> Default {
+    // The shortest text that is this number, with a point or an exponent: 1.0, 1e-5.
+    Default::new(format!("{value:?}"), Output::Float(*value))
 }
 
-fn text(value: &str) -> String {
-    format!("\"{}\"", value.escape_default())
+fn boolean(value: &bool) -> Default {
+    Default::new(if *value { "True" } else { "False" }, Output::Bool(*value))
 }
 
-fn list<T>(values: &[T], item: impl Fn(&T) -> String) -> String {
-    format!("[{}]", values.iter().map(item).collect::<Vec<_>>().join(", "))
+fn quoted(text: &str) -> String {
+    format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
 /// What a kernel can return.

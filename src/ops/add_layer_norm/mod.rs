@@ -11,7 +11,7 @@ mod kernels;
 const OP: &str = "add_layer_norm";
 
 /// The statistic is that of layer_norm.
-struct AddLayerNorm;
+pub(super) struct AddLayerNorm;
 
 impl Added for AddLayerNorm {
     const OP: &'static str = OP;

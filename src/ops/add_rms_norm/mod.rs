@@ -12,7 +12,7 @@ mod kernels;
 const OP: &str = "add_rms_norm";
 
 /// The statistic is that of rms_norm.
-struct AddRmsNorm;
+pub(super) struct AddRmsNorm;
 
 impl Added for AddRmsNorm {
     const OP: &'static str = OP;

@@ -11,6 +11,8 @@ use crate::ffi::tensor::{bump_version, is_plain, plain};
 use crate::{Error, Result, check};
 use tch::{Kind, Reduction, Tensor};
 
+pub(super) mod parts;
+
 const OP: &str = "cross_entropy";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 

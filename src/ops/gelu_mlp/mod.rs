@@ -12,6 +12,8 @@ use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differen
 use crate::{Error, Result, check};
 use tch::Tensor;
 
+pub(super) mod parts;
+
 const OP: &str = "gelu_mlp";
 
 /// What [`gelu_mlp`] may be told besides its tensors.
@@ -209,15 +211,19 @@ fn needs_dz(needs: Needs) -> bool {
     needs[place::INPUT] || needs[place::W1] || needs[place::B1]
 }
 
+/// Whether z and a are kept. If z is not, a takes no more memory than z would.
+fn keeps(options: &GeluMlpOptions, needs: Needs) -> (bool, bool) {
+    let keeps_z = needs_dz(needs);
+    (keeps_z, needs[place::W2] && (options.save_activations || !keeps_z))
+}
+
 impl Function for GeluMlp {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let needs: Needs = std::array::from_fn(|place| saver.needs_input_grad(place));
-        let keeps_z = needs_dz(needs);
-        // If z is not kept, a takes no more memory than z would.
-        let keeps_a = needs[place::W2] && (self.options.save_activations || !keeps_z);
+        let (keeps_z, keeps_a) = keeps(&self.options, needs);
         let Forward { output, z, a } = self.run(inputs, keeps_z)?;
         if saver.needs_graph() {
             self.input_size = inputs.get(place::INPUT)?.size();

@@ -178,7 +178,7 @@ pub fn gru_padded_reference(
     Ok((output, last))
 }
 
-struct Gru;
+pub(super) struct Gru;
 
 impl Cell for Gru {
     const OP: &'static str = "gru";

@@ -10,6 +10,7 @@ use crate::{Result, check};
 use tch::{Kind, Tensor};
 
 mod kernels;
+pub(super) mod parts;
 
 pub(super) use kernels::bias_grad;
 

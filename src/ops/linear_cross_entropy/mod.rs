@@ -12,6 +12,7 @@ use crate::{Error, Result, check};
 use tch::{Kind, Reduction, Tensor};
 
 mod chunks;
+pub(super) mod parts;
 
 use chunks::{Chunks, Sizes};
 

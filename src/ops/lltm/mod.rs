@@ -2,6 +2,7 @@
 
 mod functions;
 mod kernels;
+pub(super) mod parts;
 mod plan;
 mod weight;
 

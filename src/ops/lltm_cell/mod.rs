@@ -3,6 +3,7 @@
 
 pub(super) mod functions;
 pub(super) mod kernels;
+pub(super) mod parts;
 pub(super) mod plan;
 
 use super::gemm;

@@ -190,7 +190,7 @@ fn with_c((output, (h, c)): (Tensor, State)) -> Result<(Tensor, (Tensor, Tensor)
     Ok((output, (h, c)))
 }
 
-struct Lstm;
+pub(super) struct Lstm;
 
 impl Cell for Lstm {
     const OP: &'static str = "lstm";

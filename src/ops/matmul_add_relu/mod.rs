@@ -11,6 +11,7 @@ use crate::{Result, check};
 use tch::{Kind, Tensor};
 
 mod kernels;
+pub(super) mod parts;
 mod plan;
 
 const OP: &str = "matmul_add_relu";

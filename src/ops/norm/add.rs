@@ -45,19 +45,8 @@ pub(in crate::ops) fn f_add_norm<A: Added>(
 ) -> Result<(Tensor, Tensor)> {
     let Addends { input, residual, weight, bias } = *addends;
     check_arguments(A::OP, addends, normalized_shape, dropout)?;
-    // The kernels take parameters of the stream's kind; those of the CPU also `Float`.
-    let stream = residual.f_kind()?;
-    let kind = input.f_kind()?;
-    let takes_float = input.device() == Device::Cpu && kind == stream;
-    let cast = |parameter: Option<&Tensor>| -> Result<Option<Tensor>> {
-        match parameter {
-            Some(parameter) if parameter.f_kind()? != stream && !takes_float => {
-                Ok(Some(parameter.f_to_kind(stream)?))
-            }
-            _ => Ok(None),
-        }
-    };
-    let (cast_weight, cast_bias) = (cast(weight)?, cast(bias)?);
+    let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
+    let [cast_weight, cast_bias] = cast_parameters(addends, kind, stream)?;
     let (weight, bias) = (cast_weight.as_ref().or(weight), cast_bias.as_ref().or(bias));
     let options = Options { normalized_shape: normalized_shape.to_vec(), eps, way: forced() };
     let norm = AddNorm::<A> { options, dropout, kind, bias_kind: None, operator: PhantomData };
@@ -66,7 +55,26 @@ pub(in crate::ops) fn f_add_norm<A: Added>(
     Ok((sum, output))
 }
 
-fn check_arguments(
+/// Weight and bias in a kind that the kernels take, where they have another one: the stream's; those
+/// of the CPU also take `Float`.
+pub(super) fn cast_parameters(
+    addends: &Addends<'_>,
+    kind: Kind,
+    stream: Kind,
+) -> Result<[Option<Tensor>; 2]> {
+    let takes_float = addends.input.device() == Device::Cpu && kind == stream;
+    let cast = |parameter: Option<&Tensor>| -> Result<Option<Tensor>> {
+        match parameter {
+            Some(parameter) if parameter.f_kind()? != stream && !takes_float => {
+                Ok(Some(parameter.f_to_kind(stream)?))
+            }
+            _ => Ok(None),
+        }
+    };
+    Ok([cast(addends.weight)?, cast(addends.bias)?])
+}
+
+pub(super) fn check_arguments(
     op: &str,
     addends: &Addends<'_>,
     normalized_shape: &[i64],
@@ -109,23 +117,24 @@ fn is_half(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
-struct AddNorm<A> {
-    options: Options,
+pub(super) struct AddNorm<A> {
+    pub options: Options,
     /// The probability that a value of the input is dropped.
-    dropout: f64,
+    pub dropout: f64,
     /// The input's.
-    kind: Kind,
+    pub kind: Kind,
     /// Kept here so that the first derivative does not look at the bias itself.
-    bias_kind: Option<Kind>,
-    operator: PhantomData<A>,
+    pub bias_kind: Option<Kind>,
+    pub operator: PhantomData<A>,
 }
 
 /// The positions of the inputs.
-mod place {
+pub(super) mod place {
     pub const INPUT: usize = 0;
     pub const RESIDUAL: usize = 1;
     pub const WEIGHT: usize = 2;
     pub const BIAS: usize = 3;
+    pub const LEN: usize = 4;
 }
 
 /// The slots of the saved tensors.
@@ -142,7 +151,7 @@ mod slot {
 
 /// What dropout leaves for the backward pass, if there is any.
 #[derive(Default)]
-struct Dropped {
+pub(super) struct Dropped {
     /// libtorch's mask of the values that were kept.
     mask: Option<Tensor>,
     /// The generator's state, from which CUDA's kernels draw the same numbers again.
@@ -150,12 +159,23 @@ struct Dropped {
 }
 
 /// What the forward computes.
-struct Outputs {
-    sum: Tensor,
-    output: Tensor,
-    moments: Option<Moments>,
+pub(super) struct Outputs {
+    pub sum: Tensor,
+    pub output: Tensor,
+    pub moments: Option<Moments>,
     dropped: Dropped,
 }
+
+/// What the gradients from y's read.
+pub(super) struct Kept {
+    pub sum: Tensor,
+    pub weight: Option<Tensor>,
+    pub moments: Moments,
+    pub dropped: Dropped,
+}
+
+/// Which gradients are needed.
+type InputNeeds = [bool; place::LEN];
 
 impl<A: Added> Function for AddNorm<A> {
     const NAME: &'static str = A::OP;
@@ -203,11 +223,16 @@ impl<A: Added> Function for AddNorm<A> {
         if ctx.create_graph() {
             return self.differentiable_backward(ctx, grads, &dropped);
         }
-        let gradients = match grads.optional(1) {
-            Some(grad_output) => self.gradients(ctx, grad_output, grads.optional(0), &dropped)?,
-            None => self.gradients_of_sum_alone(ctx, grads.optional(0), &dropped)?,
+        let needs: InputNeeds = std::array::from_fn(|place| ctx.needs_input_grad(place));
+        let Some(grad_output) = grads.optional(1) else {
+            let of_input = needs[place::INPUT];
+            return Ok(self.gradients_of_sum_alone(grads.optional(0), &dropped, of_input)?.into());
         };
-        Ok(gradients.into())
+        let moments =
+            Moments { mean: ctx.saved_optional(slot::MEAN)?, rstd: ctx.saved(slot::RSTD)? };
+        let (sum, weight) = (ctx.saved(slot::SUM)?, ctx.saved_optional(slot::WEIGHT)?);
+        let kept = Kept { sum, weight, moments, dropped };
+        Ok(self.gradients(grad_output, grads.optional(0), &kept, needs)?.into())
     }
 }
 
@@ -217,7 +242,7 @@ impl<A: Added> AddNorm<A> {
     }
 
     /// Computes h and y, with the moments and what dropout leaves if a backward pass needs them.
-    fn outputs(&self, addends: &Addends<'_>, needs_graph: bool) -> Result<Outputs> {
+    pub fn outputs(&self, addends: &Addends<'_>, needs_graph: bool) -> Result<Outputs> {
         let (size, device) = (addends.input.size(), addends.input.device());
         let shape = self.shape(&size)?;
         let kinds = AddKinds { branch: self.kind, stream: addends.residual.f_kind()? };
@@ -281,49 +306,48 @@ impl<A: Added> AddNorm<A> {
     /// The gradients that are needed, from h's alone.
     fn gradients_of_sum_alone(
         &self,
-        ctx: &Context<'_>,
         grad_sum: Option<&Tensor>,
         dropped: &Dropped,
-    ) -> Result<[Option<Tensor>; 4]> {
-        let Some(grad_sum) = grad_sum else { return Ok([const { None }; 4]) };
+        of_input: bool,
+    ) -> Result<[Option<Tensor>; place::LEN]> {
+        let Some(grad_sum) = grad_sum else { return Ok([const { None }; place::LEN]) };
         let grad_sum = plain(grad_sum)?;
-        let of_input = ctx.needs_input_grad(place::INPUT);
         let input = of_input.then(|| self.through_dropout(&grad_sum, dropped)).transpose()?;
         Ok([input, Some(grad_sum), None, None])
     }
 
     /// The gradients that are needed, from y's and, if there is one, h's.
-    fn gradients(
+    pub fn gradients(
         &self,
-        ctx: &Context<'_>,
         grad_output: &Tensor,
         grad_sum: Option<&Tensor>,
-        dropped: &Dropped,
-    ) -> Result<[Option<Tensor>; 4]> {
-        let sum = plain(&ctx.saved(slot::SUM)?)?;
-        let weight = ctx.saved_optional(slot::WEIGHT)?;
-        let mean = ctx.saved_optional(slot::MEAN)?.as_ref().map(plain).transpose()?;
-        let moments = Moments { mean, rstd: plain(&ctx.saved(slot::RSTD)?)? };
+        kept: &Kept,
+        input_needs: InputNeeds,
+    ) -> Result<[Option<Tensor>; place::LEN]> {
+        let (sum, weight, dropped) = (plain(&kept.sum)?, kept.weight.as_ref(), &kept.dropped);
+        let mean = kept.moments.mean.as_ref().map(plain).transpose()?;
+        let moments = Moments { mean, rstd: plain(&kept.moments.rstd)? };
+        let [of_input, of_residual, of_weight, of_bias] = input_needs;
         let needs = Needs {
-            input: ctx.needs_input_grad(place::INPUT) || ctx.needs_input_grad(place::RESIDUAL),
-            weight: ctx.needs_input_grad(place::WEIGHT),
-            bias: self.bias_kind.filter(|_| ctx.needs_input_grad(place::BIAS)),
+            input: of_input || of_residual,
+            weight: of_weight,
+            bias: self.bias_kind.filter(|_| of_bias),
         };
         let shape = self.shape(&sum.size())?;
         let kinds = AddKinds { branch: self.kind, stream: sum.f_kind()? };
         if !kinds.are_one_kernel(shape, sum.device(), true)? {
-            let saved = Saved { input: sum, weight, moments };
-            return self.composed_gradients(ctx, grad_output, grad_sum, (&saved, dropped), needs);
+            let weight = weight.map(Tensor::shallow_clone);
+            let saved = (&Saved { input: sum, weight, moments }, dropped);
+            let of_addends = (of_input, of_residual);
+            return self.composed_gradients(grad_output, grad_sum, saved, needs, of_addends);
         }
-        let (of_input, of_residual) =
-            (ctx.needs_input_grad(place::INPUT), ctx.needs_input_grad(place::RESIDUAL));
         // Without dropout the two are one tensor, as those of libtorch's addition are.
         let is_shared = kinds.branch == kinds.stream && dropped.state.is_none();
         let is_after_mask = dropped.mask.is_some();
         let empty = |kind: Kind| Tensor::f_empty(sum.size(), (kind, sum.device()));
         let parameter =
             |kind: Kind| Tensor::f_empty(&self.options.normalized_shape, (kind, sum.device()));
-        let weight_kind = weight.as_ref().map(Tensor::f_kind).transpose()?;
+        let weight_kind = weight.map(Tensor::f_kind).transpose()?;
         let has_residual = of_residual || of_input && (is_shared || is_after_mask);
         let has_input = of_input && !is_shared && !is_after_mask;
         let mut gradients = AddGradients {
@@ -333,7 +357,7 @@ impl<A: Added> AddNorm<A> {
             bias: needs.bias.map(parameter).transpose()?,
         };
         let sum = in_vectors(&sum)?;
-        let weight = weight.as_ref().map(in_vectors).transpose()?;
+        let weight = weight.map(in_vectors).transpose()?;
         let grad_output = in_vectors(grad_output)?;
         let grad_sum = grad_sum.map(in_vectors).transpose()?;
         let dropout = match &dropped.state {
@@ -354,12 +378,12 @@ impl<A: Added> AddNorm<A> {
     /// The same by the kernels of rows that are no sums.
     fn composed_gradients(
         &self,
-        ctx: &Context<'_>,
         grad_output: &Tensor,
         grad_sum: Option<&Tensor>,
         (saved, dropped): (&Saved, &Dropped),
         needs: Needs,
-    ) -> Result<[Option<Tensor>; 4]> {
+        (of_input, of_residual): (bool, bool),
+    ) -> Result<[Option<Tensor>; place::LEN]> {
         let grad_output = grad_output.f_to_kind(saved.input.f_kind()?)?;
         let [of_norm, weight, bias] =
             backward::<A::Norm>(&grad_output, Some(saved), &self.options, needs)?;
@@ -367,9 +391,9 @@ impl<A: Added> AddNorm<A> {
             (Some(of_norm), Some(grad_sum)) => Some(of_norm.f_add(grad_sum)?),
             (of_norm, _) => of_norm,
         };
-        let of_input = of_sum.as_ref().filter(|_| ctx.needs_input_grad(place::INPUT));
-        let input = of_input.map(|of_sum| self.through_dropout(of_sum, dropped)).transpose()?;
-        Ok([input, of_sum.filter(|_| ctx.needs_input_grad(place::RESIDUAL)), weight, bias])
+        let input = of_sum.as_ref().filter(|_| of_input);
+        let input = input.map(|of_sum| self.through_dropout(of_sum, dropped)).transpose()?;
+        Ok([input, of_sum.filter(|_| of_residual), weight, bias])
     }
 
     /// The input's gradient, from that of the sum.

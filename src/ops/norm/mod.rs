@@ -3,6 +3,7 @@
 mod add;
 pub(super) mod kernels;
 mod operator;
+pub(super) mod parts;
 mod plan;
 
 pub(super) use add::{Added, Addends, f_add_norm};

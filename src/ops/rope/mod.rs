@@ -10,6 +10,7 @@ use kernels::{Tables, Work, is_readable, rotate};
 use tch::{Device, Kind, Tensor};
 
 mod kernels;
+pub(super) mod parts;
 
 const OP: &str = "rope";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];

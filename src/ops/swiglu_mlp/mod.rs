@@ -9,6 +9,8 @@ use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differen
 use crate::{Error, Result, check};
 use tch::Tensor;
 
+pub(super) mod parts;
+
 const OP: &str = "swiglu_mlp";
 
 /// What [`swiglu_mlp`] may be told besides its tensors.
@@ -174,15 +176,19 @@ fn needs_gates(needs: Needs) -> bool {
     needs[place::INPUT] || needs[place::GATE] || needs[place::UP]
 }
 
+/// Whether g and u, and h are kept. If g and u are not, h takes less memory than they would.
+fn keeps(options: &SwigluMlpOptions, needs: Needs) -> (bool, bool) {
+    let keeps_gates = needs_gates(needs);
+    (keeps_gates, needs[place::DOWN] && (options.save_activations || !keeps_gates))
+}
+
 impl Function for SwigluMlp {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let needs: Needs = std::array::from_fn(|place| saver.needs_input_grad(place));
-        let keeps_gates = needs_gates(needs);
-        // If g and u are not kept, h takes less memory than they would.
-        let keeps_h = needs[place::DOWN] && (self.options.save_activations || !keeps_gates);
+        let (keeps_gates, keeps_h) = keeps(&self.options, needs);
         let Forward { output, gates, h } = self.run(inputs, keeps_gates)?;
         if saver.needs_graph() {
             self.input_size = inputs.get(place::INPUT)?.size();

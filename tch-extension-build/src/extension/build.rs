@@ -260,17 +260,51 @@ impl Extension {
 /// `LD_LIBRARY_PATH`. Cargo does not pass such flags on to dependents, so the build script of each
 /// package that makes a final program calls this once.
 pub fn link_args() {
+    print_search_paths(&["rustc-link-arg"]);
+}
+
+/// Links a library that Python loads with `torch.ops.load_library`: a `cdylib` that registers
+/// operators. The build script calls this in place of [`link_args`].
+///
+/// The library names no folder of this machine: it finds the libtorch that `import torch` has
+/// loaded. It is never unloaded, because libtorch keeps pointers to its kernels. It has no symbol
+/// table; cargo shows none of the C++ that is linked in.
+///
+/// The package's programs, and its tests in the folder `tests`, find libtorch as after
+/// [`link_args`]. Tests inside the library need `LD_LIBRARY_PATH`.
+pub fn python_link_args() {
+    let folder = Process.var("CARGO_MANIFEST_DIR").unwrap_or_default();
+    // Cargo refuses an argument for a kind of target that the package lacks.
+    let kinds = [
+        ("bins", "src/main.rs"),
+        ("bins", "src/bin"),
+        ("tests", "tests"),
+        ("benches", "benches"),
+        ("examples", "examples"),
+    ];
+    let present = kinds.iter().filter(|(_, place)| Path::new(&folder).join(place).exists());
+    let mut keys: Vec<String> = present.map(|(kind, _)| format!("rustc-link-arg-{kind}")).collect();
+    keys.dedup();
+    print_search_paths(&keys);
+    for argument in ["-z,nodelete", "--strip-all"] {
+        println!("cargo::rustc-link-arg-cdylib=-Wl,{argument}");
+    }
+}
+
+/// Prints where libtorch and CUDA are, once for each key of cargo's.
+fn print_search_paths(keys: &[impl std::fmt::Display]) {
     if is_doc_build() {
         return;
     }
     let script = BuildScript::default();
     let libtorch = find_libtorch(&script).unwrap_or_else(|error| exit(&error));
     script.print();
-    println!("cargo::rustc-link-arg=-Wl,-rpath,{}", libtorch.lib.display());
-    if let Ok(runtime) = libtorch.cuda_runtime()
-        && let Some(folder) = runtime.parent()
-    {
-        println!("cargo::rustc-link-arg=-Wl,-rpath,{}", folder.display());
+    let runtime = libtorch.cuda_runtime().ok();
+    let folders = [Some(libtorch.lib.as_path()), runtime.as_deref().and_then(Path::parent)];
+    for folder in folders.into_iter().flatten() {
+        for key in keys {
+            println!("cargo::{key}=-Wl,-rpath,{}", folder.display());
+        }
     }
 }
 

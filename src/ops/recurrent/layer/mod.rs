@@ -7,6 +7,7 @@ mod functions;
 mod libtorch;
 mod over_steps;
 mod padded;
+pub(in crate::ops) mod parts;
 mod plan;
 mod products;
 

@@ -88,15 +88,20 @@ fn of_different_lengths<C: Cell>(
     let of_cell = Some(&padding).filter(|_| !C::KEEPS_STATE.is_empty());
     let (output, (_, last_c)) = apply_layer::<C>(&arguments, of_cell)?;
     let hidden = output.size3()?.2;
-    let last: Vec<i64> =
-        lengths.iter().zip(0..).map(|(length, row)| (length - 1) * batch + row).collect();
-    let last = Tensor::f_from_slice(&last)?.f_to_device(device)?;
+    let last = last_rows(lengths, batch, device)?;
     let last_h = output.f_reshape([steps * batch, hidden])?.f_index_select(0, &last)?;
     Ok((output.f_masked_fill(&padding, 0.0)?, (last_h, last_c)))
 }
 
+/// The last step of each sequence, among the rows of all steps, `[T·B, …]`.
+pub(super) fn last_rows(lengths: &[i64], batch: i64, device: Device) -> Result<Tensor> {
+    let last: Vec<i64> =
+        lengths.iter().zip(0..).map(|(length, row)| (length - 1) * batch + row).collect();
+    Ok(Tensor::f_from_slice(&last)?.f_to_device(device)?)
+}
+
 /// Which steps are padding, `[T, B, 1]`.
-fn padding(lengths: &[i64], steps: i64, device: Device) -> Result<Tensor> {
+pub(super) fn padding(lengths: &[i64], steps: i64, device: Device) -> Result<Tensor> {
     let lengths = Tensor::f_from_slice(lengths)?.f_to_device(device)?;
     let step = Tensor::f_arange(steps, (tch::Kind::Int64, device))?;
     Ok(step.f_unsqueeze(1)?.f_ge_tensor(&lengths)?.f_unsqueeze(2)?)

@@ -1,0 +1,29 @@
+//! Every operator of [tch-extension](tch_extension), registered with libtorch's dispatcher: Python calls
+//! them as `torch.ops.tch_extension.layer_norm` and so on, other C++ and TorchScript by the same names.
+//!
+//! This is a package of its own, and not a part of the library, because a name can be registered once in
+//! a process: a program's own cdylib, which contains the library, would otherwise register the same names
+//! as the wheel.
+//!
+//! In eager mode an operator is the crate's function, with its graph node, its saved tensors and its
+//! exact second derivatives. Where a program is traced (torch.compile, torch.export, torch.func, vmap), it
+//! is `NAME_forward` and `NAME_backward`, which have fake kernels, too. Autocast casts as in Rust.
+
+// Operators have the arguments of torch's counterparts.
+#![allow(clippy::too_many_arguments)]
+
+mod meta;
+mod node;
+
+#[cfg(feature = "gemm")]
+mod gemm;
+#[cfg(feature = "loss")]
+mod loss;
+#[cfg(feature = "mlp")]
+mod mlp;
+#[cfg(feature = "norm")]
+mod norm;
+#[cfg(feature = "recurrent")]
+mod recurrent;
+#[cfg(feature = "rope")]
+mod rope;

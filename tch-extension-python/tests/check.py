@@ -1,0 +1,589 @@
+"""Every operator of the package as Python sees it.
+
+usage: check.py LIBRARY [NAME…]
+
+DEVICE=cuda in the environment chooses the device, CHECKS=meta,opcheck some of the checks, and TRACEBACKS=1
+shows where a check failed.
+
+Runs torch.library.opcheck on every operator, with and without requires_grad; compares outputs and
+gradients with torch's own counterparts, in eager mode and compiled; and checks what a traced program does
+with autocast, second derivatives and dynamic shapes. A check that fails says what differed.
+"""
+
+import os
+import sys
+import tempfile
+import traceback
+
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp())
+
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+torch.ops.load_library(sys.argv[1])
+ops = torch.ops.tch_extension
+DEVICE = os.environ.get("DEVICE", "cpu")
+torch.backends.cudnn.allow_tf32 = False
+
+
+def randn(*size):
+    return torch.randn(*size, device=DEVICE)
+
+
+def classes(rows, count, ignored=True):
+    target = torch.randint(count, (rows,), device=DEVICE)
+    if ignored:
+        target[1] = -100
+    return target
+
+
+def mlp_weights(d=6, h=10, d2=4, bias=True):
+    b = (lambda n: randn(n)) if bias else (lambda n: None)
+    return randn(h, d), b(h), randn(d2, h), b(d2)
+
+
+def rnn_weights(gates, f=3, h=5):
+    return randn(gates * h, f), randn(gates * h, h), randn(gates * h), randn(gates * h)
+
+
+def constant(tensor):
+    """A tensor that has no gradient."""
+    tensor.is_constant = True
+    return tensor
+
+
+def rope_tables(positions, pairs):
+    angles = torch.arange(positions, device=DEVICE)[:, None] * 0.5 ** torch.arange(pairs, device=DEVICE)[None]
+    return constant(angles.cos()), constant(angles.sin())
+
+
+# What torch calls the same. ---------------------------------------------------------------------
+
+
+def add_norm(norm):
+    def run(x, residual, shape, *rest):
+        h = x + residual
+        return h, norm(h, shape, *rest)
+
+    return run
+
+
+def torch_rms_norm(x, shape, weight=None, eps=None):
+    return F.rms_norm(x, shape, weight, eps)
+
+
+def torch_cross_entropy(x, target, weight=None, ignore_index=-100, reduction="mean", smoothing=0.0):
+    return F.cross_entropy(
+        x, target, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
+    )
+
+
+def torch_linear_cross_entropy(x, w, target, b=None, ignore_index=-100, reduction="mean", smoothing=0.0):
+    return torch_cross_entropy(F.linear(x, w, b), target, None, ignore_index, reduction, smoothing)
+
+
+def torch_gelu_mlp(x, w1, b1, w2, b2, activation="gelu_tanh", save_activations=True):
+    act = {
+        "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+        "gelu": F.gelu,
+        "relu_squared": lambda z: F.relu(z).square(),
+        "silu": F.silu,
+    }[activation]
+    return F.linear(act(F.linear(x, w1, b1)), w2, b2)
+
+
+def torch_swiglu_mlp(x, gate, up, down, save_activations=True):
+    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+
+
+def torch_rope(q, k, cos, sin, interleaved=False, offset=0):
+    def turn(x):
+        pairs = cos.shape[1]
+        c = cos[offset : offset + x.shape[1], None]
+        s = sin[offset : offset + x.shape[1], None]
+        rest = x[..., 2 * pairs :]
+        if interleaved:
+            a, b = x[..., 0 : 2 * pairs : 2], x[..., 1 : 2 * pairs : 2]
+            y = torch.stack((a * c - b * s, b * c + a * s), -1).flatten(-2)
+        else:
+            a, b = x[..., :pairs], x[..., pairs : 2 * pairs]
+            y = torch.cat((a * c - b * s, b * c + a * s), -1)
+        return torch.cat((y, rest), -1)
+
+    return turn(q), turn(k)
+
+
+def torch_lltm_cell(x, w, b, h, c):
+    gates = F.linear(torch.cat((h, x), 1), w, None if b is None else b.reshape(-1))
+    i, o, g = gates.chunk(3, 1)
+    new_c = c + F.elu(g) * i.sigmoid()
+    return new_c.tanh() * o.sigmoid(), new_c
+
+
+def torch_lltm(x, w, b, h, c):
+    steps = []
+    for step in x:
+        h, c = torch_lltm_cell(step, w, b, h, c)
+        steps.append(h)
+    return torch.stack(steps), h, c
+
+
+def torch_lstm(x, h, c, w_ih, w_hh, b_ih=None, b_hh=None):
+    weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
+    y, h, c = torch._VF.lstm(x, (h[None], c[None]), weights, b_ih is not None, 1, 0.0, True, False, False)
+    return y, h[0], c[0]
+
+
+def torch_gru(x, h, w_ih, w_hh, b_ih=None, b_hh=None):
+    weights = [w for w in (w_ih, w_hh, b_ih, b_hh) if w is not None]
+    y, h = torch._VF.gru(x, h[None], weights, b_ih is not None, 1, 0.0, True, False, False)
+    return y, h[0]
+
+
+def torch_padded(layer):
+    def run(x, lengths, *rest):
+        ys, states = [], []
+        state_count = 2 if layer is torch_lstm else 1
+        states_in, weights = rest[:state_count], rest[state_count:]
+        for b, n in enumerate(lengths):
+            y, *state = layer(x[:n, b : b + 1], *[s[b : b + 1] for s in states_in], *weights)
+            ys.append(F.pad(y, (0, 0, 0, 0, 0, x.shape[0] - n)))
+            states.append(state)
+        return torch.cat(ys, 1), *[torch.cat(s, 0) for s in zip(*states)]
+
+    return run
+
+
+# What is called. --------------------------------------------------------------------------------
+
+BF16 = torch.bfloat16
+h6 = lambda: (randn(4, 5), randn(4, 5))
+COS, SIN = rope_tables(16, 4)
+
+# name, torch's counterpart, arguments, whether second derivatives are checked
+CASES = [
+    ("linear", F.linear, lambda: (randn(2, 7, 6), randn(5, 6), randn(5))),
+    ("linear", F.linear, lambda: (randn(7, 6), randn(5, 6))),
+    ("linear", F.linear, lambda: (randn(6), randn(5, 6), randn(5))),
+    ("matmul_add_relu", lambda a, b, c: F.relu(a @ b + c), lambda: (randn(3, 7, 6), randn(6, 5), randn(5))),
+    ("matmul_add_relu", lambda a, b, c: F.relu(a @ b + c), lambda: (randn(2, 1, 7, 6), randn(3, 6, 5), randn(3, 7, 1))),
+    ("matmul_add_relu", lambda a, b, c: F.relu(a @ b + c), lambda: (randn(6), randn(6), randn(2, 3))),
+    ("layer_norm", F.layer_norm, lambda: (randn(3, 4, 6), [6], randn(6), randn(6))),
+    ("layer_norm", F.layer_norm, lambda: (randn(3, 4, 6), [4, 6], None, None, 1e-3)),
+    ("layer_norm", F.layer_norm, lambda: (randn(6, 3).t(), [6], randn(6))),
+    ("rms_norm", torch_rms_norm, lambda: (randn(3, 4, 6), [6], randn(6))),
+    ("rms_norm", torch_rms_norm, lambda: (randn(3, 6), [6], None, 1e-3)),
+    ("add_layer_norm", add_norm(F.layer_norm), lambda: (randn(3, 4, 6), randn(3, 4, 6), [6], randn(6), randn(6))),
+    ("add_layer_norm", add_norm(F.layer_norm), lambda: (randn(3, 6), randn(3, 6), [6])),
+    ("add_rms_norm", add_norm(torch_rms_norm), lambda: (randn(3, 4, 6), randn(3, 4, 6), [6], randn(6))),
+    ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7))),
+    ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7, ignored=False), constant(randn(7).abs()), 3, "sum", 0.1)),
+    ("cross_entropy", torch_cross_entropy, lambda: (randn(5, 7), classes(5, 7), None, -100, "none")),
+    ("linear_cross_entropy", torch_linear_cross_entropy, lambda: (randn(5, 6), randn(7, 6), classes(5, 7), randn(7))),
+    ("linear_cross_entropy", torch_linear_cross_entropy,
+     lambda: (randn(5, 6), randn(7, 6), classes(5, 7), None, -100, "sum", 0.1)),
+    ("linear_cross_entropy", torch_linear_cross_entropy,
+     lambda: (randn(5, 6), randn(7, 6), classes(5, 7), randn(7), -100, "none")),
+    ("gelu_mlp", torch_gelu_mlp, lambda: (randn(2, 3, 6), *mlp_weights())),
+    ("gelu_mlp", torch_gelu_mlp, lambda: (randn(3, 6), *mlp_weights(bias=False), "silu", False)),
+    ("swiglu_mlp", torch_swiglu_mlp, lambda: (randn(2, 3, 6), randn(10, 6), randn(10, 6), randn(4, 10))),
+    ("swiglu_mlp", torch_swiglu_mlp, lambda: (randn(3, 6), randn(10, 6), randn(10, 6), randn(4, 10), False)),
+    ("rope", torch_rope, lambda: (randn(2, 5, 3, 8), randn(2, 5, 1, 8), COS, SIN)),
+    ("rope", torch_rope, lambda: (randn(2, 5, 3, 10), randn(2, 5, 1, 10), COS, SIN, True, 3)),
+    ("rope", torch_rope, lambda: (randn(2, 3, 5, 8).transpose(1, 2), randn(2, 5, 8, 1).transpose(2, 3), COS, SIN)),
+    ("lltm_cell", torch_lltm_cell, lambda: (randn(4, 3), randn(15, 8), randn(15), *h6())),
+    ("lltm_cell", torch_lltm_cell, lambda: (randn(4, 3), randn(15, 8), None, *h6())),
+    ("lltm", torch_lltm, lambda: (randn(6, 4, 3), randn(15, 8), randn(1, 15), *h6())),
+    ("lltm", torch_lltm, lambda: (randn(1, 4, 3), randn(15, 8), None, *h6())),
+    ("lstm", torch_lstm, lambda: (randn(6, 4, 3), *h6(), *rnn_weights(4))),
+    ("lstm", torch_lstm, lambda: (randn(6, 4, 3), *h6(), *rnn_weights(4)[:2])),
+    ("gru", torch_gru, lambda: (randn(6, 4, 3), randn(4, 5), *rnn_weights(3))),
+    ("gru", torch_gru, lambda: (randn(6, 4, 3), randn(4, 5), *rnn_weights(3)[:2])),
+    ("lstm_padded", torch_padded(torch_lstm), lambda: (randn(6, 4, 3), [2, 5, 1, 5], *h6(), *rnn_weights(4))),
+    ("gru_padded", torch_padded(torch_gru), lambda: (randn(6, 4, 3), [6, 5, 1, 2], randn(4, 5), *rnn_weights(3))),
+]
+
+# Operators that autocast casts, to which kind on the CPU, and those that it leaves as they are.
+LOWERED = {"linear", "matmul_add_relu", "linear_cross_entropy", "gelu_mlp", "swiglu_mlp", "lltm_cell", "lstm", "gru"}
+
+
+def is_float(value):
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def leaves(args, dtype=None, requires_grad=True):
+    """Copies of the arguments; those that can have a gradient require it."""
+
+    def leaf(value):
+        if not is_float(value):
+            return value
+        copy = value.detach().to(dtype or value.dtype, copy=True)
+        return copy.requires_grad_(requires_grad and not hasattr(value, "is_constant"))
+
+    return [leaf(value) for value in args]
+
+
+def tuple_of(outputs):
+    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+def loss_of(outputs):
+    """A number that depends on each element of each output in another way."""
+    total = 0.0
+    for index, output in enumerate(tuple_of(outputs)):
+        weights = torch.linspace(0.5, 1.5 + index, output.numel(), dtype=torch.float64, device=output.device)
+        weights = weights.to(output.dtype)
+        total = total + (output * weights.view(output.shape)).sin().sum()
+    return total
+
+
+def gradients(function, args):
+    wanted = [value for value in args if is_float(value) and value.requires_grad]
+    outputs = function(*args)
+    grads = torch.autograd.grad(loss_of(outputs), wanted, allow_unused=True)
+    return [output.detach() for output in tuple_of(outputs)], grads
+
+
+def close(found, expected, what, **tolerances):
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if a is None and b is not None:
+            a = torch.zeros_like(b)
+        if b is None and a is not None:
+            b = torch.zeros_like(a)
+        torch.testing.assert_close(a, b, msg=lambda text, i=index: f"{what} {i}: {text}", **tolerances)
+
+
+# The checks. ------------------------------------------------------------------------------------
+
+
+def check_equals_torch(name, reference, args):
+    for dtype in (torch.float32, torch.float64):
+        args_ = leaves(args, dtype)
+        found, expected = gradients(getattr(ops, name), args_), gradients(reference, args_)
+        close(found[0], expected[0], f"{dtype} output")
+        # In float32 the order of sums shows; float64 is compared closely.
+        rounded = {"atol": 1e-4, "rtol": 1e-4} if dtype == torch.float32 else {}
+        close(found[1], expected[1], f"{dtype} gradient", **rounded)
+        with torch.no_grad():
+            close(tuple_of(getattr(ops, name)(*args_)), expected[0], "output without a graph")
+        with torch.inference_mode():
+            close(tuple_of(getattr(ops, name)(*args_)), expected[0], "output in inference mode")
+
+
+def check_opcheck(name, reference, args):
+    op = getattr(ops, name).default
+    for requires_grad in (False, True):
+        torch.library.opcheck(op, tuple(leaves(args, requires_grad=requires_grad)))
+
+
+def check_compiled(name, reference, args):
+    op = getattr(ops, name)
+    torch._dynamo.reset()
+
+    def function(*args):
+        return op(*args)
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    args = leaves(args, torch.float64)
+    found, expected = gradients(compiled, args), gradients(reference, args)
+    close(found[0], expected[0], "output")
+    close(found[1], expected[1], "gradient")
+
+
+def check_second_derivatives(name, reference, args):
+    args = leaves(args, torch.float64)
+    wanted = [value for value in args if is_float(value) and value.requires_grad]
+
+    def second(function):
+        first = torch.autograd.grad(loss_of(function(*args)), wanted, create_graph=True, allow_unused=True)
+        norm = sum(grad.square().sum() for grad in first if grad is not None)
+        return torch.autograd.grad(norm, wanted, allow_unused=True)
+
+    # torch's own LSTM and GRU have none on the CPU either, but their cells do.
+    expected = second(reference)
+    close(second(getattr(ops, name)), expected, "second derivative")
+    # Where a mode traces the program, the operators of the two directions are called.
+    with Traced():
+        close(second(getattr(ops, name)), expected, "second derivative, traced")
+
+
+def check_directions(name, reference, args):
+    """opcheck of the operators of both directions, with the arguments that a traced program gives them."""
+    with Traced() as traced:
+        gradients(getattr(ops, name), leaves(args))
+    assert any("backward" in str(func) or "rotate" in str(func) for func, _ in traced.calls), traced.calls
+    for func, args in traced.calls:
+        args = [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in args]
+        torch.library.opcheck(func, tuple(args))
+
+
+class Traced(torch.utils._python_dispatch.TorchDispatchMode):
+    """Programs that run in it are traced. It keeps the calls of the package's operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "tch_extension":
+            self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+def check_meta(name, reference, args):
+    on_meta = [value.to("meta") if isinstance(value, torch.Tensor) else value for value in args]
+    found, expected = getattr(ops, name)(*on_meta), reference(*args)
+    for a, b in zip(tuple_of(found), tuple_of(expected), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.device.type == "meta", (a.shape, b.shape)
+
+
+def check_autocast(name, reference, args):
+    op = getattr(ops, name)
+    torch._dynamo.reset()
+
+    def function(*args):
+        with torch.autocast(DEVICE, dtype=BF16):
+            return op(*args)
+
+    args = leaves(args)
+    expected = gradients(function, args)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    found = gradients(compiled, args)
+    for a, b in zip(found[0] + list(found[1]), expected[0] + list(expected[1]), strict=True):
+        assert (a is None) == (b is None) and (a is None or a.dtype == b.dtype), (a, b)
+    close(found[0], expected[0], "output", atol=5e-2, rtol=5e-2)
+    close(found[1], expected[1], "gradient", atol=1e-1, rtol=1e-1)
+    if name in LOWERED:
+        plain = tuple_of(op(*args))
+        assert any(not torch.equal(a, b.to(a.dtype)) for a, b in zip(expected[0], plain)), "nothing was cast"
+    with torch.inference_mode():
+        close(tuple_of(function(*args)), expected[0], "in inference mode", atol=5e-2, rtol=5e-2)
+
+
+def check_export(name, reference, args):
+    """torch.export keeps the operator as one call."""
+    tensors = [value for value in args if isinstance(value, torch.Tensor)]
+
+    class Model(torch.nn.Module):
+        def forward(self, *tensors):
+            given = iter(tensors)
+            return getattr(ops, name)(*[next(given) if isinstance(v, torch.Tensor) else v for v in args])
+
+    exported = torch.export.export(Model(), tuple(tensors))
+    targets = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert f"tch_extension.{name}.default" in targets, targets
+    close(tuple_of(exported.module()(*tensors)), tuple_of(reference(*args)), "exported", atol=1e-4, rtol=1e-4)
+
+
+def check_func(name, reference, args):
+    """torch.func.grad and vmap."""
+    args = leaves(args, torch.float64, requires_grad=False)
+    place = next(index for index, value in enumerate(args) if is_float(value))
+
+    def total(function):
+        return lambda value: loss_of(function(*args[:place], value, *args[place + 1 :]))
+
+    expected = torch.func.grad(total(reference))(args[place])
+    close([torch.func.grad(total(getattr(ops, name)))(args[place])], [expected], "func.grad")
+    batch = torch.stack([args[place], args[place] * 2])
+    expected = torch.stack([total(reference)(value) for value in batch])
+    close([torch.vmap(total(getattr(ops, name)))(batch)], [expected], "vmap")
+
+
+def check_dynamic(name, reference, args):
+    """One graph for all numbers of rows."""
+    if name in ("lstm_padded", "gru_padded") or args[0].dim() < 2:
+        return
+    op = getattr(ops, name)
+    torch._dynamo.reset()
+    # Sizes that happen to be equal stay different symbols.
+    torch.fx.experimental._config.use_duck_shape = False
+    # Otherwise a graph with a float is compiled twice.
+    torch._dynamo.config.specialize_float = True
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda *args: op(*args), backend=counter, fullgraph=True, dynamic=True)
+    rows_of = {"rope": (0, (0, 1)), "lltm": (0, (0,)), "lstm": (0, (0,)), "gru": (0, (0,))}
+    dim, places = rows_of.get(name, (0, tuple(i for i, v in enumerate(args) if i == 0 or shares_rows(name, i))))
+    for count in (1, 3):
+        grown = [
+            torch.cat([value] * (count + 1), dim) if index in places and isinstance(value, torch.Tensor) else value
+            for index, value in enumerate(args)
+        ]
+        grown = leaves(grown, torch.float64)
+        found, expected = gradients(compiled, grown), gradients(reference, grown)
+        close(found[0], expected[0], f"output {count}")
+        close(found[1], expected[1], f"gradient {count}")
+    assert counter.frame_count == 1, f"{counter.frame_count} graphs"
+
+
+def shares_rows(name, index):
+    """Whether this argument has a row for each of the first argument's."""
+    return {
+        "add_layer_norm": index == 1,
+        "add_rms_norm": index == 1,
+        "cross_entropy": index == 1,
+        "linear_cross_entropy": index == 2,
+        "lltm_cell": index in (3, 4),
+    }.get(name, False)
+
+
+CHECKS = [
+    check_equals_torch,
+    check_meta,
+    check_opcheck,
+    check_directions,
+    check_compiled,
+    check_second_derivatives,
+    check_autocast,
+    check_export,
+    check_func,
+    check_dynamic,
+]
+
+
+def model_and_arguments():
+    """A model of several operators, whose loss is a number."""
+    target = classes(8, 6)
+
+    def model(x, w, b, w1, b1, w2, b2):
+        h, y = ops.add_layer_norm(ops.gelu_mlp(x, w1, b1, w2, b2), x, [6], b)
+        y = ops.linear(y.sin(), w, b).relu() + h
+        return ops.linear_cross_entropy(y, w, target)
+
+    return model, leaves((randn(8, 6), randn(6, 6), randn(6), *mlp_weights(d2=6)))
+
+
+def check_inductor():
+    """A model, compiled to native code."""
+    model, args = model_and_arguments()
+    expected = gradients(model, args)
+    torch._dynamo.reset()
+    found = gradients(torch.compile(model, fullgraph=True), args)
+    close(found[0], expected[0], "output")
+    close(found[1], expected[1], "gradient", atol=1e-4, rtol=1e-4)
+
+
+def check_cuda_graphs():
+    """A model as CUDA graphs, which are captured and replayed."""
+    if DEVICE != "cuda":
+        print("skipped check_cuda_graphs: DEVICE is not cuda")
+        return
+    model, args = model_and_arguments()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for step in range(5):
+        with torch.no_grad():
+            for value in args:
+                value.mul_(1.0 - 0.01 * step)
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [[value.clone() for value in values] for values in gradients(compiled, args)]
+        expected = gradients(model, args)
+        close(found[0], expected[0], f"output {step}", atol=1e-4, rtol=1e-4)
+        close(found[1], expected[1], f"gradient {step}", atol=1e-4, rtol=1e-4)
+
+
+def check_backward_operators_are_no_constants():
+    """A second derivative through an operator of the backward direction is right."""
+    x, w, b, grad = leaves((randn(3, 6), randn(6), randn(6), randn(3, 6)), torch.float64)
+
+    def ours(grad, x, w, b):
+        _, mean, rstd = (value.detach() for value in ops.layer_norm_forward(x.detach(), [6], w.detach(), b.detach(), 1e-5))
+        return ops.layer_norm_backward(grad, mean, rstd, x, [6], w, b, 1e-5, 0b111)
+
+    assert torch.autograd.gradcheck(ours, (grad, x, w, b))
+
+
+def check_script():
+    """TorchScript calls the operators, also after a round trip through a file, and differentiates them."""
+
+    def function(x, w, b):
+        # type: (Tensor, Tensor, Tensor) -> Tensor
+        y = torch.ops.tch_extension.layer_norm(torch.ops.tch_extension.linear(x, w, b), [6])
+        return y
+
+    path = os.path.join(tempfile.mkdtemp(), "script.pt")
+    torch.jit.script(function).save(path)
+    args = leaves((randn(3, 5), randn(6, 5), randn(6)), torch.float64)
+    found = gradients(torch.jit.load(path), args)
+    expected = gradients(lambda x, w, b: F.layer_norm(F.linear(x, w, b), [6]), args)
+    close(found[0], expected[0], "output")
+    close(found[1], expected[1], "gradient")
+
+
+def check_checkpoint():
+    """torch.utils.checkpoint stops a recomputation by an exception, which passes through the operators."""
+    args = leaves((randn(3, 6), randn(6, 6), randn(6)), torch.float64)
+
+    def model(x, w, b):
+        return ops.layer_norm(ops.linear(x, w, b).sin(), [6], b)
+
+    found = gradients(lambda *args: torch.utils.checkpoint.checkpoint(model, *args, use_reentrant=False), args)
+    expected = gradients(model, args)
+    close(found[0], expected[0], "output")
+    close(found[1], expected[1], "gradient")
+
+
+def check_errors():
+    """Wrong arguments are errors of one line, with the operator's name once."""
+    for call, words in [
+        (lambda: ops.layer_norm(randn(3, 6), [5]), "layer_norm: input: expected"),
+        (lambda: ops.linear(randn(3, 6), randn(5, 7)), "linear: weight: expected"),
+        (lambda: ops.cross_entropy(randn(5, 7), classes(5, 7), None, -100, "average"), "cross_entropy: reduction"),
+        (lambda: ops.gelu_mlp(randn(3, 6), *mlp_weights(), "tanh"), "gelu_mlp: activation"),
+        (lambda: ops.lstm_padded(randn(6, 4, 3), [1, 2, 3], *h6(), *rnn_weights(4)), "lstm: lengths"),
+    ]:
+        try:
+            call()
+        except RuntimeError as error:
+            text = str(error)
+            assert words in text and text.count(words.split(":")[0] + ":") == 1, text
+        else:
+            raise AssertionError(f"no error: {words}")
+
+
+def run(name, function, *args):
+    try:
+        function(*args)
+        return 0
+    except Exception as error:  # noqa: BLE001
+        print(f"FAILED {name}: {type(error).__name__}: {str(error)[:1500]}")
+        if os.environ.get("TRACEBACKS"):
+            traceback.print_exc()
+        return 1
+
+
+def main():
+    names, checks = sys.argv[2:], os.environ.get("CHECKS", "").split(",")
+    failures = count = 0
+    for number, (name, reference, args) in enumerate(CASES):
+        if names and name not in names:
+            continue
+        for check in CHECKS:
+            if checks != [""] and check.__name__.removeprefix("check_") not in checks:
+                continue
+            torch.manual_seed(number)
+            failures += run(f"{name} {number} {check.__name__}", check, name, reference, args())
+            count += 1
+    if not names:
+        for check in (
+            check_inductor,
+            check_cuda_graphs,
+            check_backward_operators_are_no_constants,
+            check_script,
+            check_checkpoint,
+            check_errors,
+        ):
+            failures += run(check.__name__, check)
+            count += 1
+    called = {name for name, _, _ in CASES}
+    if not names:
+        registered = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("tch_extension::")}
+        missing = {n for n in registered if not n.endswith(("_forward", "_backward", "_rotate"))} - called
+        failures += run("every operator is checked", lambda: (_ for _ in ()).throw(AssertionError(missing)) if missing else None)
+    print(f"{count} checks, {failures} failed")
+    sys.exit(1 if failures else 0)
+
+
+main()

@@ -1,0 +1,76 @@
+//! Runs `check.py`: every operator as Python sees it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+#[macro_use]
+#[path = "../../src/ops/list.rs"]
+mod list;
+
+macro_rules! names {
+    ($($name:ident of $family:literal {
+        functions: [$($function:ident),*],
+        way: [$($way:ident)?],
+        files: [$($file:literal),* $(,)?],
+    })*) => {
+        &[$(stringify!($name)),*]
+    };
+}
+
+/// The library's operators.
+const OPERATORS: &[&str] = operators!(names);
+
+/// What Python runs.
+fn checks() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/check.py")
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+}
+
+/// The library that cargo built beside this test.
+fn library() -> PathBuf {
+    let test = std::env::current_exe().expect("this program's path");
+    test.with_file_name("libtch_extension_python.so")
+}
+
+/// A Python with the torch that set-up installed; `None` if there is none.
+fn python() -> Option<Command> {
+    let folders = ["python", "site"].map(|folder| root().join(".venv").join(folder));
+    let path = std::env::join_paths(folders).expect("paths without colons");
+    let python = || {
+        let mut python = Command::new("python3");
+        python.env("PYTHONPATH", &path).env("PYTHONDONTWRITEBYTECODE", "1");
+        python
+    };
+    let imports = python().args(["-W", "ignore", "-c", "import torch"]).output();
+    let reason = match imports {
+        Ok(output) if output.status.success() => return Some(python()),
+        Ok(output) => String::from_utf8_lossy(&output.stderr).trim().to_string(),
+        Err(error) => error.to_string(),
+    };
+    let reason = reason.lines().last().unwrap_or_default().to_string();
+    assert!(
+        std::env::var_os("TCH_EXTENSION_REQUIRE_PYTHON").is_none_or(|value| value == "0"),
+        "python3 cannot import torch: {reason}"
+    );
+    println!("skipped: python3 cannot import torch: {reason}");
+    None
+}
+
+#[test]
+fn python_calls_every_operator() {
+    let Some(mut python) = python() else { return };
+    let status = python.args(["-W", "ignore"]).arg(checks()).arg(library()).status();
+    assert!(status.expect("python3 runs").success(), "see above");
+}
+
+#[test]
+fn every_operator_of_the_library_is_registered() {
+    let checks = std::fs::read_to_string(checks()).expect("check.py");
+    assert!(!OPERATORS.is_empty());
+    for name in OPERATORS {
+        assert!(checks.contains(&format!("(\"{name}\", ")), "check.py has no case of {name}");
+    }
+}

@@ -1,0 +1,341 @@
+//! The two plain functions of each operator that are registered with the dispatcher give what the
+//! operator and its graph node give.
+
+use tch::{Device, Kind, Reduction, Tensor};
+use tch_extension::Result;
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::ops::*;
+use tch_extension::testing::devices;
+
+const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];
+
+/// Random arguments of one kind and device.
+struct Arguments {
+    options: (Kind, Device),
+}
+
+impl Arguments {
+    fn randn(&self, size: &[i64]) -> Tensor {
+        (Tensor::randn(size, (Kind::Float, self.options.1)) * 0.5).to_kind(self.options.0)
+    }
+
+    fn leaves<const N: usize>(&self, sizes: [&[i64]; N]) -> [Tensor; N] {
+        sizes.map(|size| self.randn(size).set_requires_grad(true))
+    }
+}
+
+/// Gradients for outputs of these sizes, and those that the operator's node makes of them.
+fn of_node(outputs: &[&Tensor], inputs: &[&Tensor]) -> (Vec<Tensor>, Vec<Tensor>) {
+    let incoming: Vec<Tensor> = outputs.iter().map(|output| output.detach().sin() + 0.5).collect();
+    let along: Vec<Option<&Tensor>> = incoming.iter().map(Some).collect();
+    let options = GradOptions { grad_outputs: &along, ..Default::default() };
+    let gradients = grad(outputs, inputs, &options).expect("gradients");
+    let gradients = gradients.into_vec().into_iter().map(|gradient| gradient.expect("a gradient"));
+    (incoming, gradients.collect())
+}
+
+#[track_caller]
+fn assert_equal<'a>(
+    what: &str,
+    found: impl IntoIterator<Item = &'a Option<Tensor>>,
+    expected: &[Tensor],
+) {
+    let found: Vec<&Tensor> = found.into_iter().flatten().collect();
+    assert_eq!(found.len(), expected.len(), "{what}");
+    for (place, (found, expected)) in found.into_iter().zip(expected).enumerate() {
+        assert_eq!(found.size(), expected.size(), "{what} {place}");
+        assert_eq!(found.kind(), expected.kind(), "{what} {place}");
+        let tolerance = if found.kind() == Kind::Float { 1e-5 } else { 2e-2 };
+        let (found, expected) = (found.to_kind(Kind::Float), expected.to_kind(Kind::Float));
+        assert!(found.allclose(&expected, tolerance, tolerance, false), "{what} {place}");
+    }
+}
+
+/// Runs a test with arguments of each kind and device.
+fn for_all(test: impl Fn(&Arguments) -> Result<()>) {
+    for device in devices() {
+        for kind in KINDS {
+            tch::manual_seed(7);
+            let arguments = Arguments { options: (kind, device) };
+            test(&arguments).unwrap_or_else(|error| panic!("{kind:?} {device:?}: {error}"));
+        }
+    }
+}
+
+#[test]
+fn norms() {
+    for_all(|arguments| {
+        let [x, r, w, b] = arguments.leaves([&[3, 4, 40], &[3, 4, 40], &[40], &[40]]);
+        let (shape, eps) = (&[40_i64][..], 1e-5);
+
+        let y = f_layer_norm(&x, shape, Some(&w), Some(&b), eps)?;
+        let (incoming, expected) = of_node(&[&y], &[&x, &w, &b]);
+        let _guard = tch::no_grad_guard();
+        let (found, mean, rstd) = parts::layer_norm_forward(&x, shape, Some(&w), Some(&b), eps)?;
+        assert_equal("layer_norm", &[Some(found)], &[y]);
+        assert_eq!((mean.size(), rstd.size()), (vec![12], vec![12]));
+        let moments = (&mean, &rstd);
+        let found = parts::layer_norm_backward(
+            &incoming[0],
+            moments,
+            &x,
+            shape,
+            Some(&w),
+            Some(&b),
+            [true; 3],
+        )?;
+        assert_equal("layer_norm", &found, &expected);
+        let some = parts::layer_norm_backward(
+            &incoming[0],
+            moments,
+            &x,
+            shape,
+            Some(&w),
+            Some(&b),
+            [false, false, true],
+        )?;
+        assert!(some[0].is_none() && some[1].is_none());
+        assert_equal("layer_norm's bias", &some, &expected[2..]);
+        drop(_guard);
+
+        let (h, y) = f_add_rms_norm(&x, &r, shape, Some(&w), Some(eps), 0.0)?;
+        let (incoming, expected) = of_node(&[&h, &y], &[&x, &r, &w]);
+        let _guard = tch::no_grad_guard();
+        let (found_h, found_y, rstd) = parts::add_rms_norm_forward(&x, &r, shape, Some(&w), eps)?;
+        let grads = (Some(&incoming[0]), &incoming[1]);
+        let found =
+            parts::add_rms_norm_backward(grads, (&found_h, &rstd), &x, shape, Some(&w), [true; 3])?;
+        assert_equal("add_rms_norm", &[Some(found_h), Some(found_y)], &[h, y]);
+        assert_equal("add_rms_norm", &found, &expected);
+        Ok(())
+    });
+}
+
+#[test]
+fn losses() {
+    for_all(|arguments| {
+        for reduction in [Reduction::Mean, Reduction::None] {
+            let [x, w, b] = arguments.leaves([&[6, 16], &[11, 16], &[11]]);
+            let targets = Tensor::from_slice(&[0_i64, 10, 3, -100, 2, 5]).to(arguments.options.1);
+            let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
+            let loss = f_linear_cross_entropy(&x, &w, Some(&b), &targets, &options)?;
+            let (incoming, expected) = of_node(&[&loss], &[&x, &w, &b]);
+            let tensors = parts::LinearCrossEntropyArguments {
+                input: &x,
+                weight: &w,
+                bias: Some(&b),
+                targets: &targets,
+            };
+            let _guard = tch::no_grad_guard();
+            let (found, saved) =
+                parts::linear_cross_entropy_forward(&tensors, &options, [true; 3])?;
+            assert_equal("linear_cross_entropy", &[Some(found)], &[loss]);
+            assert_eq!(saved[0].is_some(), reduction == Reduction::Mean);
+            let saved = saved.each_ref().map(Option::as_ref);
+            let found = parts::linear_cross_entropy_backward(
+                &incoming[0],
+                saved,
+                &tensors,
+                &options,
+                [true; 3],
+            )?;
+            assert_equal("linear_cross_entropy", &found, &expected);
+            drop(_guard);
+
+            let [logits] = arguments.leaves([&[6, 11]]);
+            let options = CrossEntropyOptions { reduction, ..Default::default() };
+            let loss = f_cross_entropy(&logits, &targets, &options)?;
+            let (incoming, expected) = of_node(&[&loss], &[&logits]);
+            let _guard = tch::no_grad_guard();
+            let (found, saved) = parts::cross_entropy_forward(&logits, &targets, &options, true)?;
+            assert_equal("cross_entropy", &[Some(found)], &[loss]);
+            let found = parts::cross_entropy_backward(
+                &incoming[0],
+                saved.as_ref(),
+                &logits,
+                &targets,
+                &options,
+            )?;
+            assert_equal("cross_entropy", &[Some(found)], &expected);
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn products_and_mlps() {
+    for_all(|arguments| {
+        let [x, w, b] = arguments.leaves([&[2, 3, 16], &[24, 16], &[24]]);
+        let y = f_linear(&x, &w, Some(&b))?;
+        let (incoming, expected) = of_node(&[&y], &[&x, &w, &b]);
+        tch::no_grad(|| -> Result<()> {
+            let found = parts::linear_backward(&incoming[0], &x, &w, [true; 3])?;
+            assert_equal("linear", &found, &expected);
+            Ok(())
+        })?;
+        let [lhs, rhs, bias] = arguments.leaves([&[2, 8, 16], &[16, 24], &[8, 1]]);
+        let y = f_matmul_add_relu(&lhs, &rhs, &bias)?;
+        let (incoming, expected) = of_node(&[&y], &[&lhs, &rhs, &bias]);
+        tch::no_grad(|| -> Result<()> {
+            let found =
+                parts::matmul_add_relu_backward(&incoming[0], &y, &lhs, &rhs, &bias, [true; 3])?;
+            assert_equal("matmul_add_relu", &found, &expected);
+            Ok(())
+        })?;
+        for save_activations in [true, false] {
+            let [w2, b2] = arguments.leaves([&[8, 24], &[8]]);
+            let options = GeluMlpOptions { save_activations, ..Default::default() };
+            let y = f_gelu_mlp(&x, &w, Some(&b), &w2, Some(&b2), &options)?;
+            let (incoming, expected) = of_node(&[&y], &[&x, &w, &b, &w2, &b2]);
+            tch::no_grad(|| -> Result<()> {
+                let tensors = [Some(&x), Some(&w), Some(&b), Some(&w2), Some(&b2)];
+                let (found, z, a) = parts::gelu_mlp_forward(&tensors, &options, [true; 5])?;
+                assert_equal("gelu_mlp", &[Some(found)], &[y]);
+                assert_eq!((z.is_some(), a.is_some()), (true, save_activations));
+                let kept = (z.as_ref(), a.as_ref());
+                let found =
+                    parts::gelu_mlp_backward(&incoming[0], kept, &tensors, &options, [true; 5])?;
+                assert_equal("gelu_mlp", &found, &expected);
+                Ok(())
+            })?;
+            let [up] = arguments.leaves([&[24, 16]]);
+            let options = SwigluMlpOptions { save_activations };
+            let y = f_swiglu_mlp(&x, &w, &up, &w2, &options)?;
+            let (incoming, expected) = of_node(&[&y], &[&x, &w, &up, &w2]);
+            tch::no_grad(|| -> Result<()> {
+                let tensors = [Some(&x), Some(&w), Some(&up), Some(&w2)];
+                let (found, gates, h) = parts::swiglu_mlp_forward(&tensors, &options, [true; 4])?;
+                assert_equal("swiglu_mlp", &[Some(found)], &[y]);
+                let gates = gates.as_ref().map(|(g, u)| (g, u));
+                let kept = (gates, h.as_ref());
+                let found =
+                    parts::swiglu_mlp_backward(&incoming[0], kept, &tensors, &options, [true; 4])?;
+                assert_equal("swiglu_mlp", &found, &expected);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    });
+}
+
+#[test]
+fn sequences() {
+    for_all(|arguments| {
+        let [x, h, c] = arguments.leaves([&[5, 4, 16], &[4, 24], &[4, 24]]);
+        for gates in [4, 3] {
+            let rows = gates * 24;
+            let [w_ih, w_hh, b_ih, b_hh] =
+                arguments.leaves([&[rows, 16], &[rows, 24], &[rows], &[rows]]);
+            let weights =
+                RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: Some(&b_ih), b_hh: Some(&b_hh) };
+            let lengths = [2, 4, 1, 4];
+            for is_padded in [false, true] {
+                let (outputs, states): (Vec<Tensor>, Vec<&Tensor>) = match (gates, is_padded) {
+                    (4, false) => {
+                        let (y, (h1, c1)) = f_lstm(&x, &weights, (&h, &c))?;
+                        (vec![y, h1, c1], vec![&h, &c])
+                    }
+                    (4, _) => {
+                        let (y, (h1, c1)) = f_lstm_padded(&x, &lengths, &weights, (&h, &c))?;
+                        (vec![y, h1, c1], vec![&h, &c])
+                    }
+                    (_, false) => {
+                        let (y, h1) = f_gru(&x, &weights, &h)?;
+                        (vec![y, h1], vec![&h])
+                    }
+                    _ => {
+                        let (y, h1) = f_gru_padded(&x, &lengths, &weights, &h)?;
+                        (vec![y, h1], vec![&h])
+                    }
+                };
+                let inputs: Vec<&Tensor> =
+                    [&x, &w_ih, &w_hh, &b_ih, &b_hh].into_iter().chain(states).collect();
+                let (incoming, expected) = of_node(&outputs.iter().collect::<Vec<_>>(), &inputs);
+                let g: Vec<Option<&Tensor>> = incoming.iter().map(Some).collect();
+                tch::no_grad(|| -> Result<()> {
+                    let found = match (gates, is_padded) {
+                        (4, false) => parts::lstm_backward(
+                            [g[0], g[1], g[2]],
+                            &x,
+                            &weights,
+                            (&h, &c),
+                            [true; 7],
+                        )?,
+                        (4, _) => parts::lstm_padded_backward(
+                            [g[0], g[1], g[2]],
+                            &x,
+                            &lengths,
+                            &weights,
+                            (&h, &c),
+                            [true; 7],
+                        )?,
+                        (_, false) => {
+                            parts::gru_backward([g[0], g[1]], &x, &weights, &h, [true; 7])?
+                        }
+                        _ => parts::gru_padded_backward(
+                            [g[0], g[1]],
+                            &x,
+                            &lengths,
+                            &weights,
+                            &h,
+                            [true; 7],
+                        )?,
+                    };
+                    let found = if gates == 4 { &found[..] } else { &found[..6] };
+                    assert_equal(&format!("{gates} gates, {is_padded}"), found, &expected);
+                    Ok(())
+                })?;
+            }
+        }
+        for steps in [1, 2, 5] {
+            let x = x.detach().narrow(0, 0, steps).copy().set_requires_grad(true);
+            let [w, b] = arguments.leaves([&[72, 40], &[72]]);
+            let (y, (h1, c1)) = f_lltm(&x, &w, Some(&b), (&h, &c))?;
+            let (incoming, expected) = of_node(&[&y, &h1, &c1], &[&x, &w, &b, &h, &c]);
+            tch::no_grad(|| -> Result<()> {
+                let tensors = [Some(&x), Some(&w), Some(&b), Some(&h), Some(&c)];
+                let grads = [Some(&incoming[0]), Some(&incoming[1]), Some(&incoming[2])];
+                let found = parts::lltm_backward(grads, &tensors, [true; 5])?;
+                assert_equal(&format!("lltm {steps}"), &found, &expected);
+                Ok(())
+            })?;
+        }
+        let x = x.select(0, 0).detach().set_requires_grad(true);
+        let [w] = arguments.leaves([&[72, 40]]);
+        let (h1, c1) = f_lltm_cell(&x, &w, None, (&h, &c))?;
+        let (incoming, expected) = of_node(&[&h1, &c1], &[&x, &w, &h, &c]);
+        tch::no_grad(|| -> Result<()> {
+            let tensors = [Some(&x), Some(&w), None, Some(&h), Some(&c)];
+            let (new_h, new_c, gates) = parts::lltm_cell_forward(&tensors)?;
+            let grads = [Some(&incoming[0]), Some(&incoming[1])];
+            let needs = [true, true, false, true, true];
+            let found = parts::lltm_cell_backward(grads, (&new_c, &gates), &tensors, needs)?;
+            assert_equal("lltm_cell", &[Some(new_h), Some(new_c)], &[h1, c1]);
+            assert_equal("lltm_cell", &found, &expected);
+            Ok(())
+        })
+    });
+}
+
+#[test]
+fn rotations() {
+    for_all(|arguments| {
+        let [q, k] = arguments.leaves([&[2, 5, 3, 16], &[2, 5, 1, 16]]);
+        let (cos, sin) = rope_tables(9, 8, 10000.0, (Kind::Float, arguments.options.1));
+        let options = RopeOptions { offset: 2, interleaved: true, in_place: false };
+        let (new_q, new_k) = f_rope(&q, &k, &cos, &sin, &options)?;
+        let (incoming, expected) = of_node(&[&new_q, &new_k], &[&q, &k]);
+        tch::no_grad(|| -> Result<()> {
+            let tables = [&cos, &sin];
+            let found = parts::rope_rotate([Some(&q), Some(&k)], tables, &options, false)?;
+            assert_equal("rope", &found, &[new_q, new_k]);
+            let grads = [Some(&incoming[0]), Some(&incoming[1])];
+            assert_equal("rope", &parts::rope_rotate(grads, tables, &options, true)?, &expected);
+            let alone = parts::rope_rotate([None, grads[1]], tables, &options, true)?;
+            assert!(alone[0].is_none());
+            assert_equal("rope of k", &alone, &expected[1..]);
+            assert!(parts::rope_rotate([None, None], tables, &options, true).is_err());
+            Ok(())
+        })
+    });
+}
