@@ -339,11 +339,12 @@ impl Build<'_> {
             places.iter().map(|place| place.to_string_lossy().into_owned()).collect();
         write(&site.join("torch.pth"), &(places.join("\n") + "\n"))?;
         let pip = pip::Pip::find_or_make(&self.repo.venv().join("pip"))?;
-        let installed = programs::command(&pip.python, &["-m", "pip", "--quiet"])
-            .arg("--python")
-            .arg(&python)
-            .args(["install", "--no-deps", "--no-index"])
-            .arg(wheel)
+        let installed = programs::command(&pip.python, &["-m", "pip", "install", "--quiet"])
+            .args(["--no-deps", "--no-index", "--no-compile", "--target"])
+            .args([&site, wheel])
+            .env("PIP_USER", "0")
+            .env("PIP_REQUIRE_VIRTUALENV", "0")
+            .env("PIP_DISABLE_PIP_VERSION_CHECK", "1")
             .status()?;
         if !installed.success() {
             bail!("pip cannot install {}", wheel.display());
