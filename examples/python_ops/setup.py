@@ -11,12 +11,12 @@ from setuptools.dist import Distribution
 
 
 def library():
-    """Builds the library and returns its path."""
-    command = ["cargo", "build", "--release", "--lib", "--message-format=json-render-diagnostics"]
+    """Builds the library and returns its path. The profile `dev` of this workspace is optimised."""
+    command = ["cargo", "build", "--lib", "--message-format=json-render-diagnostics"]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     messages = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    files = [file for message in messages if "cdylib" in message.get("target", {}).get("crate_types", ()) for file in message.get("filenames", ())]
-    return Path(next(file for file in files if file.endswith(".so")))
+    files = [Path(file) for message in messages for file in message.get("filenames", ())]
+    return next(file for file in files if file.name == "libpython_ops.so")
 
 
 class Build(build_py):

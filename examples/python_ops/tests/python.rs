@@ -32,7 +32,8 @@ fn install(library: &Path, place: &Path) -> std::io::Result<()> {
 
 /// python3 with torch and these packages, and nothing that it leaves behind in this repository.
 fn python3(packages: &[PathBuf], scratch: &Path) -> Command {
-    let venv = folder().join("../../.venv");
+    // Not `..`, which would leave a folder of links to this repository, where another torch is.
+    let venv = folder().ancestors().nth(2).expect("the repository").join(".venv");
     let own = ["python", "site"].map(|name| venv.join(name));
     let inherited = std::env::var_os("PYTHONPATH");
     let inherited = inherited.iter().flat_map(std::env::split_paths);
