@@ -16,6 +16,7 @@
 
 #include "bridge.h"
 #include "function_node.h"
+#include "levels.h"
 #include "lists.h"
 #include "state.h"
 #include "wrap.h"
@@ -35,6 +36,7 @@ struct ForwardMode {
   bool needs_graph;
   bool anomaly_mode;
   bool has_forward_gradient;  // an input has one; the forward pass would lose it
+  uint64_t excluded;          // keys that the forward pass excludes; 0 if it switches grad mode off
 };
 
 namespace {
@@ -89,26 +91,37 @@ at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view
 
 }  // namespace
 
-// Switches grad mode off for a forward pass. The pass needs a graph if the mode was on and an input
-// requires grad. That is decided here, once, whatever the forward pass does to its inputs.
+// Begins a forward pass, during which no graph is recorded: grad mode is off, or, within a
+// transform of torch.func, the operations are below autograd. The pass needs a graph if one was
+// recorded before and an input requires grad. That is decided here, once, whatever the forward pass
+// does to its inputs.
 TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size_t name_len,
                                                           at::Tensor* const* inputs, size_t len) {
   // The state is looked up once, because each call of at::GradMode would look it up again.
   auto& autograd = c10::AutogradState::get_tls_state();
   const bool before = autograd.get_grad_mode();
-  autograd.set_grad_mode(false);
-  const bool needs_graph = before && any_requires_grad(inputs, len);
-  at::RecordFunction* record = nullptr;
+  auto keys = c10::impl::tls_local_dispatch_key_set();
+  const bool needs_graph = before && !is_below_autograd(keys) && any_requires_grad(inputs, len);
+  ForwardMode mode{};
+  mode.autograd = &autograd;
+  mode.grad_mode_before = before;
+  mode.needs_graph = needs_graph;
+  mode.anomaly_mode = torch::autograd::AnomalyMode::is_enabled();
+  mode.has_forward_gradient = any_has_forward_gradient(inputs, len);
+  const Level where = level(keys);
+  if (C10_LIKELY(where == Level::kOnly)) {
+    autograd.set_grad_mode(false);
+  } else if (where == Level::kWithin) {
+    const auto excluded = c10::autograd_dispatch_keyset - keys.excluded_;
+    mode.excluded = excluded.raw_repr();
+    keys.excluded_ = keys.excluded_ | excluded;
+    c10::impl::_force_tls_local_dispatch_key_set(keys);
+  }
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   if (C10_UNLIKELY(callbacks.has_value())) {
-    record = start_record(std::move(*callbacks), {name, name_len}, inputs, len, needs_graph);
+    mode.record = start_record(std::move(*callbacks), {name, name_len}, inputs, len, needs_graph);
   }
-  return {record,
-          &autograd,
-          before,
-          needs_graph,
-          torch::autograd::AnomalyMode::is_enabled(),
-          any_has_forward_gradient(inputs, len)};
+  return mode;
 }
 
 // Called before input `index` is changed in place. It is an error if the graph cannot represent
@@ -126,10 +139,16 @@ TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs
 // Restores grad mode to its previous value, whatever the forward pass set it to.
 TCH_EXTENSION_API void tch_extension_end_forward(const ForwardMode* mode) {
   mode->autograd->set_grad_mode(mode->grad_mode_before);
+  if (C10_UNLIKELY(mode->excluded != 0)) {
+    auto keys = c10::impl::tls_local_dispatch_key_set();
+    keys.excluded_ = keys.excluded_ - c10::DispatchKeySet::from_raw_repr(mode->excluded);
+    c10::impl::_force_tls_local_dispatch_key_set(keys);
+  }
   delete mode->record;
 }
 
-TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
+// Whether operations become part of the graph.
+TCH_EXTENSION_API bool tch_extension_grad_mode() { return records_graph(); }
 
 // Returns the previous mode.
 TCH_EXTENSION_API bool tch_extension_set_grad_mode(bool enabled) {
@@ -189,6 +208,11 @@ TCH_EXTENSION_API Message tch_extension_saved(const FunctionNode* node, size_t s
 
 TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, size_t input) {
   return node->needs_input_grad(input);
+}
+
+// Whether the operations of the node's backward pass become part of the graph.
+TCH_EXTENSION_API bool tch_extension_creates_graph(const FunctionNode* node) {
+  return node->creates_graph();
 }
 
 TCH_EXTENSION_API bool tch_extension_is_last_backward(const BackwardResults* results) {

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <typeinfo>
 #include <utility>
 
@@ -114,7 +115,7 @@ at::Tensor FunctionNode::unpack(size_t slot) const {
     throw std::runtime_error("saved tensor " + std::to_string(slot) +
                              " was asked for, but the forward saved " + std::to_string(len));
   }
-  check_history((*saved)[slot], slot);
+  if (creates_graph()) check_history((*saved)[slot], slot);
   return (*saved)[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
 }
 
@@ -202,7 +203,7 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
     if (!result.defined()) continue;
     // Remove any graph that the result already has, such as that of an incoming gradient that was
     // passed through.
-    result = result.detach();
+    result = without_graph(result);
     torch::autograd::set_history(result, error);
   }
 }
@@ -240,7 +241,8 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   c10::SmallVector<at::Tensor*, 4> pointers;
   for (auto& handle : handles) pointers.push_back(handle.release());
   {
-    at::AutoGradMode mode(create_graph && double_backward_);
+    std::optional<WithoutGraph> without_graph;
+    if (!(create_graph && double_backward_)) without_graph.emplace();
     state_.backward(name_, this, pointers.data(), pointers.size(), results);
   }
   if (create_graph) refuse_where_not_differentiable(grads, results);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../libtorch_versions.h"
+#include "levels.h"
 #include "saved.h"
 #include "state.h"
 #include "wrap.h"
@@ -46,6 +47,8 @@ class FunctionNode final : public OwnNode {
   }
 
   at::Tensor unpack(size_t slot) const;
+  // Whether a backward pass that runs now is differentiable and has to be part of the graph.
+  bool creates_graph() const { return double_backward_ && records_graph(); }
   bool needs_input_grad(size_t input) const {
     return input < edge_of_input_.size() && edge_of_input_[input] != kNoEdge &&
            task_should_compute_output(edge_of_input_[input]);

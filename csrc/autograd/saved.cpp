@@ -167,7 +167,7 @@ std::vector<Saved> save(const ApplyParams& params, const Present& present,
 }
 
 void check_history(const Saved& saved, size_t slot) {
-  if (saved.history == History::kKept || !at::GradMode::is_enabled()) return;
+  if (saved.history == History::kKept) return;
   const std::string text = "saved tensor " + std::to_string(slot);
   if (saved.history == History::kIntermediate) {
     throw std::runtime_error(

@@ -33,7 +33,8 @@ std::vector<Saved> save(const ApplyParams& params, const Present& present,
                         const torch::autograd::variable_list& outputs,
                         const torch::autograd::Node* node);
 
-// Throws if reading this slot with grad mode on would make a second derivative silently wrong.
+// Throws if reading this slot for a pass that creates a graph would make a second derivative
+// silently wrong.
 void check_history(const Saved& saved, size_t slot);
 
 // The list is shared by the node and by any thread that is unpacking a tensor.

@@ -13,6 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "levels.h"
+
 namespace tch_extension {
 
 using torch::autograd::Node;
@@ -102,8 +104,8 @@ variable_list wrap_outputs(const ApplyParams& params, const Present& present,
   for (size_t i = 0; i < params.outputs_len; ++i) {
     if (!is_present(params.outputs[i])) continue;
     const at::Tensor& output = *params.outputs[i];
-    raw[i] =
-        brings_a_graph(output, present, dirty, /*is_constant=*/!node) ? output.detach() : output;
+    raw[i] = brings_a_graph(output, present, dirty, /*is_constant=*/!node) ? without_graph(output)
+                                                                           : output;
   }
   variable_list inputs;
   for (const at::Tensor* input : present) inputs.push_back(*input);
@@ -112,7 +114,12 @@ variable_list wrap_outputs(const ApplyParams& params, const Present& present,
   auto no_jvp = [](const variable_list&, const variable_list&) -> variable_list {
     throw std::runtime_error("internal error: an input has a forward gradient");
   };
-  auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
+  // libtorch calls it with grad mode off.
+  auto view_as_self = [grad_mode = at::GradMode::is_enabled()](const at::Tensor& tensor) {
+    const at::AutoGradMode mode(grad_mode && level() != Level::kOnly);
+    const WithoutGraph without_graph;
+    return tensor.view_as(tensor);
+  };
   auto wrapped = torch::autograd::_wrap_outputs(
       inputs, chosen(params.outputs, params.non_differentiable, params.non_differentiable_len),
       dirty, raw, node, no_jvp, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false);

@@ -26,9 +26,6 @@ TCH_EXTENSION_API void tch_extension_free_message(Message message);
 
 namespace {
 
-// As in Python's DistributedDataParallel, which may be on the other ranks.
-constexpr size_t kBroadcastBytes = size_t{250} << 20;
-
 class RustHook final : public CommHook {
  public:
   RustHook(void* state, const CommHookVTable* vtable) : state_(state), vtable_(vtable) {}

@@ -21,9 +21,6 @@ namespace {
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// As in Python's DistributedDataParallel, which may be on the other ranks.
-constexpr size_t kBroadcastBytes = size_t{250} << 20;
-
 // The Ddp whose hook runs in this thread, which holds the Reducer's lock meanwhile.
 thread_local const Ddp* in_hook = nullptr;
 

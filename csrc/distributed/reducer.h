@@ -19,6 +19,10 @@
 
 namespace tch_extension {
 
+// The bytes of a message of broadcast_coalesced, as in Python's DistributedDataParallel, which may
+// be on the other ranks: all of a group must send the same messages.
+inline constexpr size_t kBroadcastBytes = size_t{250} << 20;
+
 // src/ffi/distributed/ddp.rs mirrors it.
 struct DdpOptions {
   int64_t bucket_bytes;

@@ -10,6 +10,7 @@
 #include <sstream>
 #include <utility>
 
+#include "../autograd/levels.h"
 #include "loader.h"
 #include "tch_extension/c_abi.h"
 #include "value.h"
@@ -167,7 +168,7 @@ void run(const Operator& op, const Value* values, size_t len, bool checks_autogr
   auto& stack = results.stack;
   stack = arguments(op.handle.schema(), values, len, error);
   auto autograd = Autograd::kKernel;
-  if (checks_autograd && at::GradMode::is_enabled()) {
+  if (checks_autograd && records_graph()) {
     for (const IValue& value : stack) {
       for_each_tensor(value, [&](const at::Tensor& tensor) {
         if (autograd != Autograd::kNone && tensor.requires_grad())
@@ -295,7 +296,8 @@ TCH_EXTENSION_API Message tch_extension_operator_arguments(const Operator* op, c
   return guard([&] { *text = strdup(arguments_text(op->handle.schema()).c_str()); });
 }
 
-// The default value of each argument; kDefault if there is none. The caller frees them like results.
+// The default value of each argument; kDefault if there is none. The caller frees them like
+// results.
 TCH_EXTENSION_API Message tch_extension_operator_defaults(const Operator* op, Results** result) {
   return guard([&] {
     auto defaults = std::make_unique<Results>();

@@ -258,7 +258,8 @@ impl<'a> Context<'a> {
     /// # Ok::<(), tch_extension::Error>(())
     /// ```
     pub fn create_graph(&self) -> bool {
-        ffi::tch_extension_grad_mode()
+        // SAFETY: the node is alive while its backward pass runs.
+        unsafe { ffi::tch_extension_creates_graph(self.node) }
     }
 
     /// Whether saved tensors are released after this backward pass, because its caller does not keep

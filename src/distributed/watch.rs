@@ -30,10 +30,10 @@ impl Replays {
         let watch = match self.0.get() {
             Some(watch) => watch,
             None => {
-                let weak = group.downgrade();
+                let (weak, op) = (group.downgrade(), op.to_string());
                 let stalled = move |reason: String| {
                     if let Some(group) = weak.upgrade() {
-                        stalled(&group, &reason);
+                        stalled(&op, &group, &reason);
                     }
                 };
                 let made = Watch::new(group.timeout(), stalled)?;
@@ -46,15 +46,23 @@ impl Replays {
 }
 
 /// Ends what waits for a rank that does not come, as NCCL's watchdog does outside of graphs.
-fn stalled(group: &ProcessGroup, reason: &str) {
-    let (rank, size) = (group.rank(), group.size());
-    let line = format!("rank {rank} of {size}: {reason}; another rank has failed or is too slow");
+fn stalled(op: &str, group: &ProcessGroup, reason: &str) {
+    let line = cause_of(op, group, reason);
     if group.on_nccl_error() == OnNcclError::Abort {
         return group.poison(&line);
     }
     // The GPU is busy forever, and an orderly end of the process would wait for it.
     eprintln!("tch-extension: {line}. The process aborts.");
     std::process::abort();
+}
+
+/// What the rank that failed has said, if it could say something.
+fn cause_of(op: &str, group: &ProcessGroup, reason: &str) -> String {
+    let (rank, size) = (group.rank(), group.size());
+    match group.others_failed() {
+        true => group.error(op, reason).to_string(),
+        false => format!("rank {rank} of {size}: {reason}; another rank has failed or is too slow"),
+    }
 }
 
 /// What a device will reach.
@@ -148,6 +156,7 @@ fn watch<M: Milestone>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::distributed::run_ranks;
     use std::sync::mpsc::RecvTimeoutError;
 
     struct Flag(Arc<AtomicBool>);
@@ -177,6 +186,26 @@ mod tests {
         watch.add(Flag(Arc::new(AtomicBool::new(false))));
         let reason = reports.recv_timeout(10 * timeout).expect("a report");
         assert!(reason.contains("did not end within 200ms"), "{reason}");
+    }
+
+    #[test]
+    fn a_stall_names_what_another_rank_failed_with() {
+        let lines = run_ranks(2, |group| {
+            let cause = || cause_of("step", &group, "it did not end");
+            let before = cause();
+            group.barrier()?;
+            if group.rank() == 1 {
+                group.poison("out of data");
+            }
+            let begun = Instant::now();
+            while !group.others_failed() && begun.elapsed() < Duration::from_secs(5) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            Ok([before, cause()])
+        });
+        let [before, after] = &lines.expect("all ranks")[0];
+        assert!(before.contains("it did not end; another rank has failed"), "{before}");
+        assert!(after.contains("rank 1: out of data (it did not end)"), "{after}");
     }
 
     #[test]

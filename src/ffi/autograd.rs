@@ -102,6 +102,7 @@ pub(crate) struct ForwardMode {
     pub needs_graph: bool,
     pub anomaly_mode: bool,
     pub has_forward_gradient: bool,
+    pub excluded: u64,
 }
 
 #[repr(C)]
@@ -144,6 +145,7 @@ unsafe extern "C" {
         tensor: *mut *mut C_tensor,
     ) -> *mut c_char;
     pub(crate) fn tch_extension_needs_input_grad(node: *const FunctionNode, input: usize) -> bool;
+    pub(crate) fn tch_extension_creates_graph(node: *const FunctionNode) -> bool;
     pub(crate) fn tch_extension_is_last_backward(results: *const BackwardResults) -> bool;
     pub(crate) fn tch_extension_give_gradient(
         results: *mut BackwardResults,

@@ -14,6 +14,7 @@ pub(crate) mod facts;
 pub(crate) mod gradients;
 pub(crate) mod library;
 pub(crate) mod loader;
+pub(crate) mod package;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod per_device;
 pub(crate) mod precision;
@@ -23,7 +24,7 @@ pub(crate) mod sharded;
 pub(crate) mod sym_int;
 pub(crate) mod tensor;
 pub(crate) mod testing;
-pub(crate) mod value;
+mod value;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};

@@ -1,6 +1,6 @@
 //! Explains why a library does not load that was built for another libtorch or another CUDA.
 
-use super::package::{self, Package};
+use super::distribution::{self, Distribution};
 use super::requirements::undefined_symbol;
 use crate::ffi::loader as ffi;
 use std::path::Path;
@@ -12,7 +12,7 @@ pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
         Some((missing, _)) => another_cuda(missing, own_cuda().as_deref())?,
         None => another_libtorch(complaint)?,
     };
-    let package = package::of(library);
+    let package = distribution::of(library);
     let whole = package
         .and_then(|package| of_package(&package, &ffi::libtorch_version()))
         .unwrap_or(reason);
@@ -20,8 +20,8 @@ pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
 }
 
 /// The message for a file whose package was made for another libtorch than this one.
-fn of_package(package: &Package, own: &str) -> Option<String> {
-    let Package { name, version, torch } = package;
+fn of_package(package: &Distribution, own: &str) -> Option<String> {
+    let Distribution { name, version, torch } = package;
     let pinned = torch.as_deref()?.strip_prefix("torch==")?;
     // A version such as `2.9.1+cu128` is a build of 2.9.1.
     let is_own = pinned.split('+').next() == own.split('+').next();
@@ -138,8 +138,11 @@ mod tests {
     #[test]
     fn a_package_is_for_one_libtorch_or_for_any() {
         let said = |torch: Option<&str>| {
-            let package =
-                Package { name: "v".into(), version: "1.0".into(), torch: torch.map(String::from) };
+            let package = Distribution {
+                name: "v".into(),
+                version: "1.0".into(),
+                torch: torch.map(String::from),
+            };
             of_package(&package, "2.11.0")
         };
         let expected = "it was built for libtorch 2.9.1+cu128, for which its package v 1.0 asks, and this one is 2.11.0";

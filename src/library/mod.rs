@@ -1,5 +1,5 @@
 //! Calls any operator that is registered with libtorch's dispatcher, as `torch.ops` and
-//! `torch.ops.load_library` do in Python.
+//! `torch.ops.load_library` do in Python, and registers operators that are written in Rust.
 //!
 //! [`Library::load`] loads a shared library that registers operators (`TORCH_LIBRARY`), whoever
 //! wrote it. [`Operator::find`] finds one of its operators, or one of libtorch's own operators that
@@ -24,10 +24,15 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 //!
+//! The other way round, [`operators!`](crate::operators) defines operators in Rust, for Python,
+//! `torch.compile`, TorchScript, C++ and whoever else knows libtorch's dispatcher. [`define`] and
+//! [`implement`] do the same without the macro.
+//!
 //! A call runs with the grad mode and the autocast settings of its thread. [`Operator::call`]
 //! describes what happens if an operator has no gradient.
 
 mod define;
+mod distribution;
 mod kernels;
 mod load;
 mod mismatch;
@@ -51,6 +56,7 @@ pub use operator::Operator;
 pub use operators::expansion;
 pub use operators::registration_error;
 pub use output::{FromOutput, FromOutputs, Outputs};
+pub use package::{Package, PackageOptions};
 pub use sym_int::{SymInt, empty, new_empty, sizes};
 pub use value::{Args, NONE, Value};
 pub use with_backward::{CallContext, WithBackward};

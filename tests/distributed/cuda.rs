@@ -1,15 +1,15 @@
 //! NCCL: CUDA tensors of ranks that are processes, on one GPU and on two.
 
 use super::collectives::{KINDS, LAYOUTS, Placed, REDUCTIONS, exists, reduced, values};
+use super::gpus_or_skip;
 use super::processes::{Case, Ranks};
-use std::io::Write;
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
+use tch_extension::cuda::{Stream, StreamGuard, empty_cache};
 use tch_extension::distributed::{
-    Env, GroupOptions, OnNcclError, ProcessGroup, ReduceOp, functional, nccl_missing,
+    Env, GroupOptions, OnNcclError, ProcessGroup, ReduceOp, functional,
 };
-use tch_extension::testing::cuda_or_skip;
 
 pub const CASES: &[Case] = &[
     ("nccl", everything),
@@ -18,26 +18,13 @@ pub const CASES: &[Case] = &[
     ("nccl, exit", || until_killed(OnNcclError::Exit)),
     ("nccl, late", late),
     ("nccl, poison", poison),
+    ("nccl, memory", memory),
 ];
 
 fn group(check: bool, timeout: u64) -> Result<ProcessGroup> {
     let options =
         GroupOptions { check, ..GroupOptions::with_timeout(Duration::from_secs(timeout)) };
     ProcessGroup::init(&Env::from_env()?, &options)
-}
-
-/// Whether there are so many GPUs and NCCL.
-fn gpus_or_skip(test: &str, gpus: usize) -> bool {
-    if cuda_or_skip(test).is_none() {
-        return false;
-    }
-    let missing = match nccl_missing() {
-        Some(missing) => missing,
-        None if (tch::Cuda::device_count() as usize) < gpus => format!("fewer than {gpus} GPUs"),
-        None => return true,
-    };
-    let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {missing}\n").as_bytes());
-    false
 }
 
 /// Every collective in every kind and layout that NCCL has.
@@ -264,5 +251,75 @@ fn poison() -> Result<()> {
 fn cuda_a_rank_gives_its_group_up() {
     if gpus_or_skip("cuda_a_rank_gives_its_group_up", 1) {
         assert_done("nccl, poison", 1);
+    }
+}
+
+/// Elements of 64 MiB.
+const LARGE: i64 = 1 << 24;
+
+/// Takes all memory of this size that the current stream may have, and writes other values there.
+fn overwrite(device: Device) -> Vec<Tensor> {
+    (0..4).map(|_| Tensor::full([LARGE], -7.0, (Kind::Float, device))).collect()
+}
+
+/// Memory of an operation must not be used again before the operation, and what follows it on the
+/// stream that waits, has ended.
+fn memory() -> Result<()> {
+    let group = group(false, 60)?;
+    let (rank, ranks, device) = (group.rank(), group.size(), group.device());
+    let is_all =
+        |tensor: &Tensor, value: f64| (tensor - value).abs().max().double_value(&[]) == 0.0;
+    let (main, side) = (Stream::current(device)?, Stream::new(device)?);
+    let matrix = Tensor::zeros([4096, 4096], (Kind::Float, device));
+    for round in 0..8 {
+        // So that the memory which becomes free is the only one.
+        empty_cache()?;
+        let input = Tensor::full([LARGE], (round + rank) as f64, (Kind::Float, device));
+        let output = Tensor::zeros([ranks as i64 * LARGE], (Kind::Float, device));
+        let work = group.all_gather_into_async(&output, &input)?;
+        drop(input);
+        let others = overwrite(device);
+        work.wait()?;
+        for (from, part) in output.chunk(ranks as i64, 0).iter().enumerate() {
+            assert!(is_all(part, (round + from) as f64), "round {round}, rank {from}");
+        }
+        drop((others, output));
+
+        // A strided tensor is computed in a copy, which belongs to the main stream. The side stream
+        // copies it back, long after `wait` has returned and the copy is free.
+        empty_cache()?;
+        let whole = Tensor::ones([LARGE, 2], (Kind::Float, device));
+        let strided = whole.select(1, 0);
+        let work = group.all_reduce_async(&strided, ReduceOp::Sum)?;
+        side.wait_stream(&main)?;
+        {
+            let _guard = StreamGuard::new(&side)?;
+            for _ in 0..40 {
+                let _ = matrix.matmul(&matrix);
+            }
+            work.wait()?;
+        }
+        assert!(!side.is_idle()?, "the side stream has still work to do");
+        let others = overwrite(device);
+        main.wait_stream(&side)?;
+        assert!(is_all(&strided, ranks as f64), "round {round}");
+        assert!(is_all(&whole.select(1, 1), 1.0), "round {round}");
+        drop(others);
+    }
+    println!("DONE");
+    group.shutdown()
+}
+
+#[test]
+fn cuda_memory_of_operations_of_one_rank() {
+    if gpus_or_skip("cuda_memory_of_operations_of_one_rank", 1) {
+        assert_done("nccl, memory", 1);
+    }
+}
+
+#[test]
+fn cuda_memory_of_operations_of_two_ranks() {
+    if gpus_or_skip("cuda_memory_of_operations_of_two_ranks", 2) {
+        assert_done("nccl, memory", 2);
     }
 }

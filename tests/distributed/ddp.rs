@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_extension::autograd::checkpoint;
 use tch_extension::distributed::{CommHook, Ddp, DdpOptions, ProcessGroup, run_ranks};
 use tch_extension::{Error, Result};
 
@@ -41,10 +40,8 @@ fn gradients_are_the_means_with_any_buckets() {
 fn views_of_buckets_stay_in_place() {
     all_ranks(2, |group| {
         for view in [false, true] {
-            let vs = network(0);
             let options = DdpOptions { gradient_as_bucket_view: view, ..small_buckets() };
-            let ddp = Ddp::new(group, &vs, options)?;
-            let weights = vs.trainable_variables();
+            let (vs, ddp, weights) = averaged(group, 0, options)?;
             let mut places = Vec::new();
             for step in 0..4 {
                 drop_gradients(&vs, false)?;
@@ -64,9 +61,7 @@ fn views_of_buckets_stay_in_place() {
 #[test]
 fn n_ranks_are_one_rank_with_n_times_the_batch() {
     let train = |group: &ProcessGroup, parts: usize| -> Result<Vec<Tensor>> {
-        let vs = network(3);
-        let ddp = Ddp::new(group, &vs, small_buckets())?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 3, small_buckets())?;
         for step in 0..6 {
             let inputs: Vec<Tensor> =
                 (0..parts).map(|part| batch(group.rank() * parts + part, step)).collect();
@@ -93,10 +88,8 @@ fn n_ranks_are_one_rank_with_n_times_the_batch() {
 fn no_sync_is_one_large_batch() {
     for view in [false, true] {
         all_ranks(3, |group| {
-            let vs = network(1);
             let options = DdpOptions { gradient_as_bucket_view: view, ..small_buckets() };
-            let ddp = Ddp::new(group, &vs, options)?;
-            let weights = vs.trainable_variables();
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
             for round in 0..3 {
                 let x = |part: i64| batch(group.rank(), 10 * round + part);
                 let all = Tensor::cat(&[x(0), x(1), x(2)], 0);
@@ -123,14 +116,12 @@ fn no_sync_is_one_large_batch() {
 fn parameters_may_be_unused_on_some_ranks_or_on_all() {
     for view in [false, true] {
         all_ranks(3, |group| {
-            let vs = network(1);
             let options = DdpOptions {
                 find_unused_parameters: true,
                 gradient_as_bucket_view: view,
                 ..small_buckets()
             };
-            let ddp = Ddp::new(group, &vs, options)?;
-            let weights = vs.trainable_variables();
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
             for step in 0..4 {
                 // Layer 1 on rank 1 in every step; another layer on each rank in the last.
                 let left_out = match (step, group.rank()) {
@@ -139,13 +130,9 @@ fn parameters_may_be_unused_on_some_ranks_or_on_all() {
                     _ => vec![],
                 };
                 let x = batch(group.rank(), step);
-                let loss = || output(&weights, &x, &left_out).square().mean(Kind::Float);
-                let expected = means(group, &own_gradients(&weights, &loss())?)?;
-                drop_gradients(&vs, false)?;
-                let loss = ddp.forward(|| Ok(loss()))?;
-                ddp.backward(&loss)?;
-                ddp.check()?;
-                assert_gradients(group, &weights, &expected, 1e-8)?;
+                check_pass(group, &vs, &ddp, 1e-8, || {
+                    output(&weights, &x, &left_out).square().mean(Kind::Float)
+                })?;
             }
             drop_gradients(&vs, false)?;
             let x = batch(group.rank(), 9);
@@ -163,14 +150,12 @@ fn parameters_may_be_unused_on_some_ranks_or_on_all() {
 fn a_parameter_that_only_an_unsynchronised_pass_used_is_averaged() {
     for view in [false, true] {
         all_ranks(2, |group| {
-            let vs = network(1);
             let options = DdpOptions {
                 find_unused_parameters: true,
                 gradient_as_bucket_view: view,
                 ..small_buckets()
             };
-            let ddp = Ddp::new(group, &vs, options)?;
-            let weights = vs.trainable_variables();
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
             for round in 0..3 {
                 let run = |part: i64, left_out: &[usize]| {
                     let x = batch(group.rank(), 10 * round + part);
@@ -192,10 +177,8 @@ fn a_parameter_that_only_an_unsynchronised_pass_used_is_averaged() {
 #[test]
 fn an_output_that_the_loss_ignores_counts_as_unused() {
     all_ranks(2, |group| {
-        let vs = network(1);
         let options = DdpOptions { find_unused_parameters: true, ..small_buckets() };
-        let ddp = Ddp::new(group, &vs, options)?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 1, options)?;
         for step in 0..3 {
             let x = batch(group.rank(), step);
             let two = || (output(&weights[..4], &x, &[]), vec![output(&weights[4..], &x, &[])]);
@@ -225,12 +208,10 @@ fn an_output_that_the_loss_ignores_counts_as_unused() {
 }
 
 #[test]
-fn outputs_behind_the_sink_can_be_changed_in_place() {
+fn outputs_after_the_sink_can_be_changed_in_place() {
     all_ranks(2, |group| {
-        let vs = network(1);
         let options = DdpOptions { find_unused_parameters: true, ..small_buckets() };
-        let ddp = Ddp::new(group, &vs, options)?;
-        let weights = vs.trainable_variables();
+        let (_, ddp, weights) = averaged(group, 1, options)?;
         let x = batch(group.rank(), 0);
         // A sum does not need its result, so a change in place is allowed, as without a Ddp.
         let run = || &output(&weights, &x, &[]) + 1.0;
@@ -246,11 +227,9 @@ fn outputs_behind_the_sink_can_be_changed_in_place() {
 fn a_static_graph_with_parameters_used_never_and_twice() {
     for view in [false, true] {
         all_ranks(2, |group| {
-            let vs = network(1);
             let options =
                 DdpOptions { static_graph: true, gradient_as_bucket_view: view, ..small_buckets() };
-            let ddp = Ddp::new(group, &vs, options)?;
-            let weights = vs.trainable_variables();
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
             for step in 0..5 {
                 let x = batch(group.rank(), step);
                 let two = || {
@@ -359,9 +338,7 @@ fn weights_in_other_layouts() {
 #[test]
 fn two_forward_passes_with_one_backward_pass() {
     all_ranks(2, |group| {
-        let vs = network(1);
-        let ddp = Ddp::new(group, &vs, small_buckets())?;
-        let weights = vs.trainable_variables();
+        let (_, ddp, weights) = averaged(group, 1, small_buckets())?;
         let x = |step: i64| batch(group.rank(), step);
         let both = loss(&weights, &x(0)) + loss(&weights, &x(1));
         let expected = means(group, &own_gradients(&weights, &both)?)?;
@@ -405,17 +382,12 @@ fn the_backward_pass_may_run_in_another_thread_or_after_the_ddp_is_dropped() {
 #[test]
 fn without_grad_mode_nothing_is_prepared() {
     all_ranks(2, |group| {
-        let vs = network(1);
-        let ddp = Ddp::new(group, &vs, small_buckets())?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 1, small_buckets())?;
         for step in 0..3 {
             let evaluated = tch::no_grad(|| ddp.forward(|| Ok(loss(&weights, &batch(0, step)))))?;
             assert!(!evaluated.requires_grad());
             let x = batch(group.rank(), step);
-            let expected = means(group, &own_gradients(&weights, &loss(&weights, &x))?)?;
-            drop_gradients(&vs, false)?;
-            ddp.backward(&ddp.forward(|| Ok(loss(&weights, &x)))?)?;
-            assert_gradients(group, &weights, &expected, 0.0)?;
+            check_pass(group, &vs, &ddp, 0.0, || loss(&weights, &x))?;
         }
         Ok(())
     });
@@ -425,26 +397,12 @@ fn without_grad_mode_nothing_is_prepared() {
 fn checkpoints_inside() {
     for static_graph in [false, true] {
         all_ranks(2, |group| {
-            let vs = network(1);
             let options = DdpOptions { static_graph, ..small_buckets() };
-            let ddp = Ddp::new(group, &vs, options)?;
-            let weights = vs.trainable_variables();
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
             // Each layer twice.
             let plain = |x: &Tensor| loss(&weights, &output(&weights, x, &[]));
-            let layer = |inputs: &[Option<Tensor>]| match inputs {
-                [Some(x), Some(weight), Some(bias)] => {
-                    Ok(x.linear(weight, Some(bias)).tanh().into())
-                }
-                _ => Err(Error::msg("three inputs")),
-            };
             let saving = |x: &Tensor| -> Result<Tensor> {
-                let mut h = x.shallow_clone();
-                for _ in 0..2 {
-                    for pair in weights.chunks(2) {
-                        h = checkpoint(layer, &[Some(&h), Some(&pair[0]), Some(&pair[1])])?
-                            .single()?;
-                    }
-                }
+                let h = checkpointed(&weights, &checkpointed(&weights, x)?)?;
                 Ok(h.square().mean(Kind::Float))
             };
             for step in 0..3 {

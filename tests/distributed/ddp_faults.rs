@@ -26,10 +26,9 @@ struct Trained {
 }
 
 fn trained(group: &ProcessGroup, options: DdpOptions) -> Result<Trained> {
-    let vs = network(1);
-    let ddp = Ddp::new(group, &vs, options)?;
+    let (vs, ddp, weights) = averaged(group, 1, options)?;
     let optimizer = ddp.guard(sgd(&vs))?;
-    Ok(Trained { weights: vs.trainable_variables(), vs, ddp, optimizer })
+    Ok(Trained { vs, weights, ddp, optimizer })
 }
 
 impl Trained {
@@ -329,9 +328,7 @@ fn a_rank_that_fails_in_the_backward_pass_or_the_step_fails_all() {
         }
     }
     let errors = all_fail(2, |group| {
-        let vs = network(1);
-        let ddp = Ddp::new(group, &vs, DdpOptions::default())?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
         let start = if group.rank() == 0 { 0 } else { 100 };
         let mut optimizer = ddp.guard(Failing(sgd(&vs), start))?;
         (0..5).try_for_each(|step| {
@@ -441,8 +438,7 @@ fn sparse_gradients_nested_passes_and_foreign_parameters_are_refused() {
     assert!(errors.iter().all(|error| error.contains("a forward pass is running")), "{errors:?}");
 
     all_ranks(2, |group| {
-        let vs = network(1);
-        let ddp = Ddp::new(group, &vs, DdpOptions::default())?;
+        let (_, ddp, _) = averaged(group, 1, DdpOptions::default())?;
         let error = ddp.guard(sgd(&network(2))).expect_err("others").to_string();
         assert!(error.contains("parameter 0, of shape [16, 16]"), "{error}");
         Ok(())

@@ -13,14 +13,12 @@ fn compression_rounds_alike_on_all_ranks() {
         for n in [2, 3] {
             for view in [false, true] {
                 all_ranks(n, |group| {
-                    let vs = network(1);
                     let options = DdpOptions {
                         hook: hook(),
                         gradient_as_bucket_view: view,
                         ..small_buckets()
                     };
-                    let ddp = Ddp::new(group, &vs, options)?;
-                    let weights = vs.trainable_variables();
+                    let (vs, ddp, weights) = averaged(group, 1, options)?;
                     for step in 0..3 {
                         let x = batch(group.rank(), step);
                         let own = own_gradients(&weights, &(loss(&weights, &x) * 100.0))?;
@@ -79,10 +77,8 @@ fn closures_communicate_buckets() {
 #[test]
 fn statistics_are_measured() {
     all_ranks(2, |group| {
-        let vs = network(1);
         let options = DdpOptions { find_unused_parameters: true, ..small_buckets() };
-        let ddp = Ddp::new(group, &vs, options)?;
-        let weights = vs.trainable_variables();
+        let (_, ddp, weights) = averaged(group, 1, options)?;
         assert_eq!(ddp.statistics()?.forward.as_nanos(), 0);
         ddp.sample_every(2)?;
         for step in 0..5 {

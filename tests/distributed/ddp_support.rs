@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 use tch::nn::{Init, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, checkpoint, grad};
 use tch_extension::distributed::{Ddp, DdpOptions, GroupOptions, ProcessGroup, ReduceOp, Store};
 use tch_extension::optim::{AdamW, OptimizerConfig};
 use tch_extension::{Error, Result};
@@ -93,6 +93,19 @@ pub fn network(seed: i64) -> VarStore {
     vs
 }
 
+/// A network on the group's device, whose weights depend on the seed, with its Ddp and its weights.
+pub fn averaged(
+    group: &ProcessGroup,
+    seed: i64,
+    options: DdpOptions,
+) -> Result<(VarStore, Ddp, Vec<Tensor>)> {
+    let mut vs = network(seed);
+    vs.set_device(group.device());
+    let ddp = Ddp::new(group, &vs, options)?;
+    let weights = vs.trainable_variables();
+    Ok((vs, ddp, weights))
+}
+
 /// The output of a network, without the layers in `left_out`.
 pub fn output(weights: &[Tensor], x: &Tensor, left_out: &[usize]) -> Tensor {
     let mut h = x.shallow_clone();
@@ -106,6 +119,17 @@ pub fn output(weights: &[Tensor], x: &Tensor, left_out: &[usize]) -> Tensor {
 
 pub fn loss(weights: &[Tensor], x: &Tensor) -> Tensor {
     output(weights, x, &[]).square().mean(Kind::Float)
+}
+
+/// The output of a network that computes each layer again in the backward pass.
+pub fn checkpointed(weights: &[Tensor], x: &Tensor) -> Result<Tensor> {
+    let layer = |inputs: &[Option<Tensor>]| match inputs {
+        [Some(x), Some(weight), Some(bias)] => Ok(x.linear(weight, Some(bias)).tanh().into()),
+        _ => Err(Error::msg("three inputs")),
+    };
+    weights.chunks(2).try_fold(x.shallow_clone(), |h, pair| {
+        checkpoint(layer, &[Some(&h), Some(&pair[0]), Some(&pair[1])])?.single()
+    })
 }
 
 /// The gradients of this rank alone. An absent one is zero.
@@ -150,6 +174,23 @@ pub fn assert_gradients(
         assert!(is_alike(group, &gradient)?, "parameter {place} differs over ranks");
     }
     Ok(())
+}
+
+/// Forward and backward pass of a model, whose gradients must be the means of those that the ranks
+/// have without a Ddp.
+pub fn check_pass(
+    group: &ProcessGroup,
+    vs: &VarStore,
+    ddp: &Ddp,
+    tolerance: f64,
+    loss: impl Fn() -> Tensor,
+) -> Result<()> {
+    let weights = vs.trainable_variables();
+    let expected = means(group, &own_gradients(&weights, &loss())?)?;
+    drop_gradients(vs, false)?;
+    ddp.backward(&ddp.forward(|| Ok(loss()))?)?;
+    ddp.check()?;
+    assert_gradients(group, &weights, &expected, tolerance)
 }
 
 /// Removes the gradients, or sets them to zero.
@@ -200,9 +241,7 @@ pub fn small_buckets() -> DdpOptions {
 /// Some steps of a network whose weights differ at the start, in which each gradient is compared
 /// with the mean.
 pub fn check_steps(group: &ProcessGroup, options: DdpOptions, tolerance: f64) -> Result<Ddp> {
-    let vs = network(group.rank() as i64);
-    let ddp = Ddp::new(group, &vs, options)?;
-    let weights = vs.trainable_variables();
+    let (vs, ddp, weights) = averaged(group, group.rank() as i64, options)?;
     assert_eq!(worst(&weights, &network(0).trainable_variables()), 0.0, "rank 0's values");
     for step in 0..5 {
         let x = batch(group.rank(), step);

@@ -52,11 +52,9 @@ fn an_infinite_gradient_of_one_rank_skips_the_step_on_all() {
     for hook in [|| CommHook::None, || CommHook::Bf16, || CommHook::Fp16] {
         all_ranks(3, |group| {
             let options = || DdpOptions { hook: hook(), ..Default::default() };
-            let vs = network(1);
-            let ddp = Ddp::new(group, &vs, options())?;
+            let (vs, ddp, _) = averaged(group, 1, options())?;
             check_scaler(group, &vs, &ddp, ddp.guard(adamw(&vs)?)?)?;
-            let vs = network(1);
-            let ddp = Ddp::new(group, &vs, options())?;
+            let (vs, ddp, _) = averaged(group, 1, options())?;
             check_scaler(group, &vs, &ddp, ddp.guard(sgd(&vs))?)
         });
     }
@@ -65,10 +63,8 @@ fn an_infinite_gradient_of_one_rank_skips_the_step_on_all() {
 #[test]
 fn gradients_too_large_for_half_are_found_infinite() {
     all_ranks(2, |group| {
-        let vs = network(1);
         let options = DdpOptions { hook: CommHook::Fp16, ..Default::default() };
-        let ddp = Ddp::new(group, &vs, options)?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 1, options)?;
         let mut optimizer = ddp.guard(adamw(&vs)?)?;
         let mut scaler =
             GradScaler::new(GradScalerOptions { init_scale: 1e9, ..Default::default() })?;
@@ -89,7 +85,6 @@ fn train_by_step(
     scaled: bool,
     view: bool,
 ) -> Result<(Vec<Tensor>, Vec<f64>, usize)> {
-    let vs = network(1);
     let (calls, ranks) = (Arc::new(AtomicUsize::new(0)), group.clone());
     let counted = Arc::clone(&calls);
     let hook = CommHook::closure(move |bucket| {
@@ -98,8 +93,7 @@ fn train_by_step(
         ranks.all_reduce_async(bucket.buffer(), ReduceOp::Sum).map(Some)
     });
     let options = DdpOptions { hook, gradient_as_bucket_view: view, ..Default::default() };
-    let ddp = Ddp::new(group, &vs, options)?;
-    let weights = vs.trainable_variables();
+    let (vs, ddp, weights) = averaged(group, 1, options)?;
     let optimizer = ddp.guard(adamw(&vs)?)?;
     let options = StepOptions { accumulate, ..Default::default() };
     let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
@@ -147,9 +141,7 @@ fn steps_accumulate_without_communication() {
 #[test]
 fn a_step_whose_closure_fails_on_one_rank_fails_on_all() {
     let errors = all_fail(2, |group| {
-        let vs = network(1);
-        let ddp = Ddp::new(group, &vs, DdpOptions::default())?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
         let optimizer = ddp.guard(adamw(&vs)?)?;
         let rank = group.rank();
         let mut calls = 0;
@@ -169,9 +161,7 @@ fn a_step_whose_closure_fails_on_one_rank_fails_on_all() {
 #[test]
 fn a_step_without_forward_is_an_error() {
     all_fail(2, |group| {
-        let vs = network(1);
-        let ddp = Ddp::new(group, &vs, DdpOptions::default())?;
-        let weights = vs.trainable_variables();
+        let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
         let optimizer = ddp.guard(adamw(&vs)?)?;
         let mut step = Step::new(StepOptions::default(), optimizer, |batch: &[Tensor]| {
             Ok(loss(&weights, &batch[0]))
@@ -193,14 +183,9 @@ fn recurrent_layers_of_libtorch() {
             tch::no_grad(|| weight.copy_(&values));
         }
         let ddp = Ddp::new(group, &vs, DdpOptions::default())?;
-        let weights = vs.trainable_variables();
         for step in 0..3 {
             let x = numbers(&[2, 5, 6], 10 * step + group.rank() as i64);
-            let run = || lstm.seq(&x).0.square().mean(Kind::Float);
-            let expected = means(group, &own_gradients(&weights, &run())?)?;
-            drop_gradients(&vs, false)?;
-            ddp.backward(&ddp.forward(|| Ok(run()))?)?;
-            assert_gradients(group, &weights, &expected, 1e-8)?;
+            check_pass(group, &vs, &ddp, 1e-8, || lstm.seq(&x).0.square().mean(Kind::Float))?;
         }
         Ok(())
     });

@@ -17,12 +17,29 @@ mod processes;
 #[path = "../support/python.rs"]
 mod python;
 mod refused;
+mod replay_faults;
 mod sampler;
 mod sharded;
 
+use std::io::Write;
 use std::time::Duration;
 use tch_extension::Result;
-use tch_extension::distributed::{GroupOptions, ProcessGroup, Store, run_ranks};
+use tch_extension::distributed::{GroupOptions, ProcessGroup, Store, nccl_missing, run_ranks};
+use tch_extension::testing::cuda_or_skip;
+
+/// Whether there are so many GPUs and NCCL. If not, it says that the test is skipped.
+fn gpus_or_skip(test: &str, gpus: usize) -> bool {
+    if cuda_or_skip(test).is_none() {
+        return false;
+    }
+    let missing = match nccl_missing() {
+        Some(missing) => missing,
+        None if tch_extension::cuda::device_count() < gpus => format!("fewer than {gpus} GPUs"),
+        None => return true,
+    };
+    let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {missing}\n").as_bytes());
+    false
+}
 
 /// [`run_ranks`] with groups that have another timeout, and compare operations or not.
 fn ranks_with<T: Send>(

@@ -135,8 +135,13 @@ pub type Case = (&'static str, fn() -> Result<()>);
 #[test]
 fn child() {
     let Ok(case) = std::env::var(CASE) else { return };
-    let cases =
-        [super::cuda::CASES, super::faults::CASES, super::group::CASES, super::sharded::CASES];
+    let cases = [
+        super::cuda::CASES,
+        super::faults::CASES,
+        super::group::CASES,
+        super::replay_faults::CASES,
+        super::sharded::CASES,
+    ];
     let run = cases.into_iter().flatten().find(|(name, _)| *name == case);
     let (_, run) = run.unwrap_or_else(|| panic!("no case {case}"));
     let code = match run() {

@@ -82,6 +82,13 @@ string thrown_by_backward(const at::Tensor& loss, bool in_mode) {
   });
 }
 
+string thrown_by_call(c10::string_view name, const at::Tensor& x) {
+  return thrown_by([&] {
+    torch::jit::Stack stack{x};
+    c10::Dispatcher::singleton().findSchemaOrThrow(string(name).c_str(), "").callBoxed(stack);
+  });
+}
+
 int64_t enter_dual_level() {
   return static_cast<int64_t>(torch::autograd::ForwardADLevel::get_next_idx());
 }
@@ -95,6 +102,7 @@ TORCH_LIBRARY(tch_thrown, m) {
   m.def("fail_as_usual", &fail_as_usual);
   m.def("cuda_only(Tensor x) -> Tensor");
   m.def("thrown_by_backward", &thrown_by_backward);
+  m.def("thrown_by_call", &thrown_by_call);
   m.def("living", &living);
   m.def("enter_dual_level", &enter_dual_level);
   m.def("exit_dual_level", &exit_dual_level);

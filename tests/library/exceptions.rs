@@ -3,10 +3,10 @@
 
 use super::*;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-use tch_extension::Error;
 use tch_extension::autograd::{
     Context, GradOptions, Tensors, apply_with, grad, register_hook, saved_tensors_hooks,
 };
+use tch_extension::{Error, library};
 
 fn thrown(name: &str) -> Operator {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
@@ -160,6 +160,37 @@ fn an_exception_passes_several_borders() {
         apply_with("inner", &[grads.get(0).ok()], failing, |_, _| Ok(().into()))
     });
     assert_eq!(caught(&forward), "Own 14");
+    assert_eq!(living(), 0);
+}
+
+#[test]
+fn an_exception_passes_the_kernel_of_an_operator() {
+    let _alone = alone();
+    let caught = |name: &str, kernel: library::Kernel| {
+        library::define("tch_kernels", &format!("{name}(Tensor x) -> Tensor")).expect(name);
+        library::implement("tch_kernels", name, "CompositeImplicitAutograd", kernel).expect(name);
+        let caught: Result<String> = thrown("thrown_by_call")
+            .call(args![format!("tch_kernels::{name}").as_str(), &doubles(&[1.0])]);
+        caught.expect("every exception is caught")
+    };
+    assert_eq!(caught("passes", |_| fail(40).map(|()| Vec::new())), "Own 40");
+    assert_eq!(caught("passes_tchs", |_| Ok(vec![Output::Tensor(bad_index()?)])), "IndexError");
+    assert_eq!(
+        caught("panics", |_| Ok(vec![Output::Tensor(doubles(&[1.0]).select(9, 0))])),
+        "IndexError"
+    );
+    // The inner operator is one that is defined in Rust, too.
+    let outer = |_: &[Output]| {
+        let y: Tensor = Operator::find("tch_kernels::passes")?.call(args![&doubles(&[1.0])])?;
+        Ok(vec![Output::Tensor(y)])
+    };
+    assert_eq!(caught("outer", outer), "Own 40");
+    // A name stands once, although the kernel puts it there, too.
+    let refuses = |_: &[Output]| Err(Error::argument("refuses", "x", "2 elements", "1", ""));
+    assert_eq!(
+        caught("refuses", refuses),
+        "runtime_error tch_kernels::refuses: x: expected 2 elements, got 1"
+    );
     assert_eq!(living(), 0);
 }
 

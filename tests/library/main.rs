@@ -10,8 +10,10 @@ use tch_extension::{Result, args};
 
 mod arguments;
 mod compiled;
+mod defined;
 mod exceptions;
 mod gradients;
+mod levels;
 mod loading;
 mod messages;
 mod mismatched;

@@ -85,7 +85,15 @@ pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<
 /// Runs a cargo build whose messages arrive as JSON on stdout; diagnostics still reach the
 /// terminal.
 pub fn messages(command: &mut Command) -> Result<Vec<Value>> {
-    command.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
+    output_messages(command.arg(AS_JSON))
+}
+
+/// The option with which cargo's messages arrive as JSON.
+pub const AS_JSON: &str = "--message-format=json-render-diagnostics";
+
+/// The same for a command that has [`AS_JSON`] among its arguments, because further ones follow it.
+pub fn output_messages(command: &mut Command) -> Result<Vec<Value>> {
+    command.stdout(Stdio::piped());
     let child = command.spawn().context("cannot run cargo; is it in PATH?")?;
     let output = child.wait_with_output()?;
     if !output.status.success() {

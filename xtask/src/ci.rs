@@ -1,9 +1,10 @@
 //! The checks that a change must pass, in order of cost. The first failure stops the run.
 
+use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
 use crate::setup::{self, Changes};
-use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheels};
+use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -14,6 +15,8 @@ struct Ci {
     repo: Repo,
     changes: Changes,
     has_vision: bool,
+    has_python: bool,
+    has_cuda: bool,
     has_transformers: bool,
 }
 
@@ -49,6 +52,7 @@ const STEPS: &[Step] = &[
     ("misuse", Ci::misuse),
     ("tests", Ci::tests),
     ("operators, each instruction set", Ci::operators_per_isa),
+    ("wheel", Ci::wheel),
     (GPT, Ci::gpt),
     ("stand-alone example", Ci::example),
     ("docs/write-an-operator.md", Ci::page),
@@ -76,9 +80,12 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         wheels::LIBTORCH_2_13.ensure(&repo)?;
     }
     let has_vision = setup::vision(&repo, &ready)?;
+    let has_python = setup::python(&repo, &ready)?;
     let has_transformers =
         steps.iter().any(|(name, _)| *name == GPT) && setup::transformers(&repo, &ready)?;
-    let ci = Ci { repo, changes: ready.changes, has_vision, has_transformers };
+    let has_cuda = matches!(ready.cuda, Cuda::On(_));
+    let changes = ready.changes;
+    let ci = Ci { repo, changes, has_vision, has_python, has_cuda, has_transformers };
     let mut times = Vec::new();
     for (name, step) in steps {
         say(format_args!("\n== {name} =="));
@@ -199,6 +206,10 @@ impl Ci {
             // skip a test.
             command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
         }
+        if self.has_python {
+            // In this run, a Python that cannot import torch is a failure, too.
+            command.env("TCH_EXTENSION_REQUIRE_PYTHON", "1");
+        }
         cargo::run(&mut command)
     }
 
@@ -240,6 +251,17 @@ impl Ci {
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
         command.env("OMP_WAIT_POLICY", "passive");
         cargo::run(&mut command)
+    }
+
+    /// Builds and tests the wheel of tch-extension-python, with CUDA if the tests before have it:
+    /// then everything is compiled already.
+    fn wheel(&self) -> Result<()> {
+        if !self.has_python {
+            say("skipped: a wheel is built with this repository's own libtorch");
+            return Ok(());
+        }
+        let workspace = Repo { root: self.repo.root.clone() };
+        wheel::build_and_test(&self.repo, workspace, self.changes.clone(), self.has_cuda)
     }
 
     fn gpt(&self) -> Result<()> {

@@ -4,7 +4,7 @@
 use crate::cuda::Cuda;
 use crate::repo::Repo;
 use crate::setup::{Changes, Ready};
-use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions};
+use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions, wheel};
 use anyhow::Result;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
@@ -38,6 +38,8 @@ cargo xtask COMMAND [ARGUMENTS]
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   bundle [--no-bench]
                      dist/: test, bench and example programs with a run.sh, for a machine without Rust
+  wheel [--tch 0.26] the Python package in tch-extension-python as a wheel in target/wheels, installed and tested in an empty
+                     environment. TCH_EXTENSION_CUDA=0 leaves CUDA out
   setup              only what the others do first: fetch libtorch and nvcc into .venv, unless they are there
   help               this text
 
@@ -69,6 +71,11 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         }),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
+        Some("wheel") => match args {
+            [] => wheel::run(&Repo::find()?, None),
+            [flag, version] if flag == "--tch" => wheel::run(&Repo::find()?, Some(version)),
+            _ => Err(Usage("`wheel` takes nothing, or `--tch 0.26`".to_string()).into()),
+        },
         Some("setup") => no_args("setup", args).and_then(|()| only_setup(&Repo::find()?)),
         None | Some("help" | "--help" | "-h") => {
             report::print(HELP);
@@ -124,6 +131,7 @@ fn test(args: &[String]) -> Result<ExitCode> {
     let mut ready = setup::run(&repo)?;
     ready.changes.extend(setup::one_test_at_a_time());
     setup::vision(&repo, &ready)?;
+    setup::python(&repo, &ready)?;
     let mut command = cargo::command(&repo, &ready.changes, &["test"]);
     command.args(cargo::ALL_BUT_GPT);
     command.args(args);
@@ -187,6 +195,7 @@ mod tests {
             ("doctor", &["x"][..]),
             ("bundle", &["--nobench"][..]),
             ("test", &["--tch"][..]),
+            ("wheel", &["--tch"][..]),
         ] {
             let error = run(Some(name), &strings(args)).err().unwrap();
             assert!(error.is::<Usage>(), "{error}");
@@ -196,7 +205,7 @@ mod tests {
 
     #[test]
     fn help_names_every_command() {
-        for name in ["demo", "test", "bench", "ci", "doctor", "bundle", "setup", "help"] {
+        for name in ["demo", "test", "bench", "ci", "doctor", "bundle", "wheel", "setup", "help"] {
             assert!(HELP.contains(&format!("\n  {name} ")), "{name}");
         }
     }

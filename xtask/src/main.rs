@@ -13,6 +13,7 @@ mod commands;
 mod compiler;
 mod cuda;
 mod doctor;
+mod glibc;
 mod headers;
 mod libtorch;
 mod misuse;
@@ -33,6 +34,7 @@ mod report;
 mod setup;
 mod versions;
 mod weak_symbols;
+mod wheel;
 mod wheels;
 
 use std::process::ExitCode;

@@ -60,6 +60,16 @@ pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
     Ok(true)
 }
 
+/// Installs what torch needs of Python, for tests that start Python, and returns whether it is
+/// there. Only this repository's own libtorch is known to be a torch of that Python.
+pub fn python(repo: &Repo, ready: &Ready) -> Result<bool> {
+    if ready.libtorch.rule != Rule::Own {
+        return Ok(false);
+    }
+    wheels::PYTHON.ensure(repo)?;
+    Ok(true)
+}
+
 /// Installs transformers, which a test of examples/gpt needs in addition, and returns whether it is
 /// there. It uses the torch of this repository's own libtorch.
 pub fn transformers(repo: &Repo, ready: &Ready) -> Result<bool> {

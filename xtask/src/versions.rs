@@ -24,14 +24,38 @@ const NOT_LINKED: [&str; 7] = [".git", ".venv", "target", "dist", "dist.tmp", "r
 
 /// Runs `cargo test` with the other version of tch.
 pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
+    check(version)?;
+    Err(cargo::become_command(command(repo, args)?))
+}
+
+fn check(version: &str) -> Result<()> {
     if version != "0.26" && version != OTHER {
         return Err(Usage(format!("--tch takes {KNOWN}, and got `{version}`")).into());
     }
-    Err(cargo::become_command(command(repo, args)?))
+    Ok(())
+}
+
+/// The workspace with the other version of tch, whose libtorch is installed first, and the
+/// environment of its cargo.
+pub fn workspace(repo: &Repo, version: &str) -> Result<(Repo, setup::Changes)> {
+    check(version)?;
+    prepare(repo)
 }
 
 /// A `cargo test` with the other version of tch, whose libtorch is installed first.
 pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
+    let (other, mut changes) = prepare(repo)?;
+    changes.extend(setup::one_test_at_a_time());
+    let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
+    let mut command = cargo::command(&other, &changes, &["test"]);
+    if !has_packages {
+        command.args(cargo::ALL_BUT_GPT);
+    }
+    command.args(args);
+    Ok(command)
+}
+
+fn prepare(repo: &Repo) -> Result<(Repo, setup::Changes)> {
     setup::check_platform()?;
     setup::check_glibc()?;
     let named = setup::named_compiler()?;
@@ -48,15 +72,8 @@ pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
             .map(|variable| (variable.to_string(), None))
             .into();
     changes.extend(named);
-    changes.extend(setup::one_test_at_a_time());
     lock(repo, &other, &changes)?;
-    let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
-    let mut command = cargo::command(&other, &changes, &["test"]);
-    if !has_packages {
-        command.args(cargo::ALL_BUT_GPT);
-    }
-    command.args(args);
-    Ok(command)
+    Ok((other, changes))
 }
 
 /// Makes links to everything that exists now and removes links whose target no longer exists.

@@ -100,6 +100,28 @@ pub const TRANSFORMERS: Set = Set {
     needs_gib: 0.5,
 };
 
+/// What `import torch` and torch.compile need, for tests that start Python.
+pub const PYTHON: Set = Set {
+    name: "what torch needs of Python",
+    pins: "xtask/python.txt",
+    folder: "python",
+    links: &[],
+    key_files: &["python/sympy/__init__.py", "python/numpy/__init__.py"],
+    size: "30 MB to download, 150 MB on disk",
+    needs_gib: 0.5,
+};
+
+/// The tools that pack and check the wheel of tch-extension-python.
+pub const WHEEL_TOOLS: Set = Set {
+    name: "auditwheel and wheel",
+    pins: "xtask/wheel.txt",
+    folder: "wheel-tools",
+    links: &[],
+    key_files: &["wheel-tools/auditwheel/__init__.py", "wheel-tools/wheel/__init__.py"],
+    size: "1 MB",
+    needs_gib: 0.1,
+};
+
 /// The file that marks a folder as complete when it holds the expected text. It is written last,
 /// before the folder gets its name.
 const STAMP: &str = ".stamp";

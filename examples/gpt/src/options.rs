@@ -149,6 +149,9 @@ pub struct TrainOptions {
     /// With several processes, round the gradients that they exchange to BFloat16
     #[arg(long)]
     pub half_gradients: bool,
+    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
+    #[arg(long)]
+    pub sharded: bool,
     /// With several processes, how long one waits for the others
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: i64,

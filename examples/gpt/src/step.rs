@@ -5,9 +5,8 @@ use crate::data::{Loader, mix};
 use crate::model::Gpt;
 use crate::ranks::{Division, Ranks};
 use crate::settings::Settings;
-use crate::trained::Trained;
+use crate::trained::{State, Trained};
 use anyhow::Result;
-use std::collections::BTreeMap;
 use std::rc::Rc;
 use tch::Tensor;
 #[cfg(feature = "distributed")]
@@ -93,14 +92,15 @@ impl Trainer {
         self.step.recapture();
     }
 
-    /// The optimizer's state.
-    pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
-        Ok(self.step.optimizer().state()?)
+    /// The optimizer's state, on the rank that `is_main`, where the model has all weights in `Float`
+    /// then. All ranks call it.
+    pub fn state(&self, model: &Gpt, is_main: bool) -> Result<Option<State>> {
+        Ok(self.step.optimizer().state(is_main, &model.masters())?)
     }
 
-    /// Takes over a state of [`Trainer::state`]. The weights come first.
-    pub fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
-        Ok(self.step.optimizer_mut().load_state(state)?)
+    /// Takes over a state of [`Trainer::state`], on all ranks. The weights come first.
+    pub fn load_state(&mut self, model: &Gpt, state: &State) -> Result<()> {
+        Ok(self.step.optimizer_mut().load_state(state, &model.masters())?)
     }
 
     /// What DDP has measured, if there are several ranks.

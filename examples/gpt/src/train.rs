@@ -16,6 +16,7 @@ use crate::settings::{DataId, Settings};
 use crate::step::{Trainer, TrainerOptions};
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
+use crate::trained::State;
 use anyhow::{Context, Result, anyhow, ensure};
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -221,11 +222,15 @@ impl<'a> Run<'a> {
         if let Some(kind) = settings.precision.half() {
             model.round(kind)?;
         }
+        if let (None, Some(init)) = (&checkpoint, init) {
+            // Before the ranks divide the weights among them.
+            begin_with(&init, &model, &settings)?;
+        }
         let model = Rc::new(model);
         let how = TrainerOptions {
             capture: !options.no_capture,
             half_gradients: options.half_gradients,
-            sharded: false,
+            sharded: options.sharded,
             bucket_mb: None,
         };
         let mut trainer = Trainer::new(model.clone(), &settings, ranks, division, &how)?;
@@ -234,8 +239,6 @@ impl<'a> Run<'a> {
             resume(checkpoint, &model, &mut trainer)?;
             step = checkpoint.state.step;
             say(&format!("continues after step {step}, from {}", checkpoint.path.display()))?;
-        } else if let Some(init) = init {
-            begin_with(&init, &model, &settings)?;
         }
         // The files are changed last, and then the other ranks may read them.
         let files = ranks.on_main(|| match main.as_mut() {
@@ -375,11 +378,12 @@ impl<'a> Run<'a> {
             let what = format!("the weights after step {} are not finite", self.step);
             return Err(self.diverged(&what));
         }
-        if let Some(log) = &self.log {
+        let state = self.trainer.state(&self.model, self.ranks.is_main())?;
+        if let (Some(log), Some(state)) = (&self.log, state) {
             // The losses first: a checkpoint promises those of all steps before it.
             log.sync()?;
             let folder = self.options.out.join(checkpoint::FOLDER);
-            let tensors = tensors(&self.model, &self.trainer)?;
+            let tensors = tensors(&self.model, state);
             checkpoint::save(&folder, self.step, &self.settings, &tensors)?;
             self.plot(&log.curves)?;
         }
@@ -445,17 +449,17 @@ fn peak(settings: &Settings, device: Device) -> Option<f64> {
 const OPTIMIZER: &str = "optimizer.";
 
 /// The tensors that a checkpoint has.
-fn tensors(model: &Gpt, trainer: &Trainer) -> Result<Vec<(String, Tensor)>> {
+fn tensors(model: &Gpt, state: State) -> Vec<(String, Tensor)> {
     let mut tensors = model_tensors(model);
-    let state = trainer.state()?.into_iter();
+    let state = state.into_iter();
     tensors.extend(state.map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
-    Ok(tensors)
+    tensors
 }
 
-/// Whether all weights are finite. The host waits once.
+/// Whether all weights that the model computes with are finite. The host waits once.
 fn are_finite(model: &Gpt) -> Result<bool> {
     let _no_grad = tch::no_grad_guard();
-    let weights = model.named_variables().into_iter();
+    let weights = model.variables.variables().into_iter();
     let each: Vec<Tensor> =
         weights.map(|(_, weight)| Ok(weight.f_isfinite()?.f_all()?)).collect::<Result<_>>()?;
     Ok(Tensor::f_stack(&each, 0)?.f_all()?.f_int64_value(&[])? != 0)
@@ -465,7 +469,7 @@ fn are_finite(model: &Gpt) -> Result<bool> {
 fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result<()> {
     checkpoint.copy_into(&model_tensors(model))?;
     model.round_again()?;
-    trainer.load_state(&checkpoint.with_prefix(OPTIMIZER))
+    trainer.load_state(model, &checkpoint.with_prefix(OPTIMIZER))
 }
 
 /// The mean loss over the held-out windows, of which each rank computes a part.

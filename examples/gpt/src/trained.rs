@@ -2,8 +2,6 @@
 
 use std::collections::BTreeMap;
 use tch::{Device, Tensor};
-#[cfg(feature = "distributed")]
-use tch_extension::Error;
 use tch_extension::Result;
 use tch_extension::amp::{Optimizer, ScaledGradients};
 #[cfg(feature = "distributed")]
@@ -20,6 +18,15 @@ pub enum Trained {
     /// Of several, each with a part of the state.
     #[cfg(feature = "distributed")]
     Sharded(Box<ShardedOptimizer>),
+}
+
+/// The state of an optimizer, by name.
+pub type State = BTreeMap<String, Tensor>;
+
+/// The name of the master weights of a parameter in a state.
+#[cfg(feature = "distributed")]
+fn master_of(name: &str) -> String {
+    format!("master.{name}")
 }
 
 /// Calls a method of whichever it is.
@@ -46,24 +53,46 @@ impl Trained {
         }
     }
 
-    /// The whole state.
-    pub fn state(&self) -> Result<BTreeMap<String, Tensor>> {
+    /// The whole state, on the rank that `is_main`. All ranks call it. `masters` are the model's own
+    /// weights in `Float`, which get the values that the ranks have of them, and are no part of the
+    /// state.
+    #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
+    pub fn state(&self, is_main: bool, masters: &[(&str, &Tensor)]) -> Result<Option<State>> {
         match self {
-            Trained::Alone(optimizer) => optimizer.f_state_dict(),
+            Trained::Alone(optimizer) => optimizer.f_state_dict().map(Some),
             #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_ref().f_state_dict(),
+            Trained::Ddp(optimizer) => {
+                is_main.then(|| optimizer.get_ref().f_state_dict()).transpose()
+            }
             #[cfg(feature = "distributed")]
-            Trained::Sharded(_) => Err(Error::msg("only `bench` has parts of a state")),
+            Trained::Sharded(optimizer) => {
+                let Some(mut state) = optimizer.gather_state_dict()? else { return Ok(None) };
+                let _no_grad = tch::no_grad_guard();
+                for (name, master) in masters {
+                    if let Some(values) = state.remove(&master_of(name)) {
+                        master.shallow_clone().f_copy_(&values)?;
+                    }
+                }
+                Ok(Some(state))
+            }
         }
     }
 
-    pub fn load_state(&mut self, state: &BTreeMap<String, Tensor>) -> Result<()> {
+    /// Takes over a state of [`Trained::state`], also of another number of ranks. All ranks call it
+    /// with the same state, after the weights and `masters` have their values.
+    #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
+    pub fn load_state(&mut self, state: &State, masters: &[(&str, &Tensor)]) -> Result<()> {
         match self {
             Trained::Alone(optimizer) => optimizer.f_load_state_dict(state),
             #[cfg(feature = "distributed")]
             Trained::Ddp(optimizer) => optimizer.get_mut().f_load_state_dict(state),
             #[cfg(feature = "distributed")]
-            Trained::Sharded(_) => Err(Error::msg("only `bench` has parts of a state")),
+            Trained::Sharded(optimizer) => {
+                let own = state.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+                let masters =
+                    masters.iter().map(|(name, master)| (master_of(name), master.shallow_clone()));
+                optimizer.load_state_dict(&own.chain(masters).collect())
+            }
         }
     }
 }

@@ -1,10 +1,10 @@
 //! On a GPU: a group of one, whose steps must be those of an ordinary optimizer, also in graphs.
 
 use super::*;
-use std::io::Write;
+use crate::gpus_or_skip;
 use std::time::Duration;
 use tch_extension::amp::{GradScaler, GradScalerOptions};
-use tch_extension::distributed::{Compression, nccl_missing};
+use tch_extension::distributed::Compression;
 use tch_extension::testing::cuda_or_skip;
 use tch_extension::train::{Step, StepOptions, StepOutput};
 
@@ -76,23 +76,12 @@ fn cuda_graphs_of_a_step() {
     }
 }
 
-/// Whether there are two GPUs and NCCL. If not, it says that the test is skipped.
-pub fn has_two_gpus(test: &str) -> bool {
-    if cuda_or_skip(test).is_none() {
-        return false;
-    }
-    let missing = (tch::Cuda::device_count() < 2).then(|| "one GPU only".to_string());
-    let Some(missing) = missing.or_else(nccl_missing) else { return true };
-    let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {missing}\n").as_bytes());
-    false
-}
-
 /// Ranks as threads, each with a GPU of its own, over NCCL.
 fn on_two_gpus<T: Send>(
     test: &str,
     run: impl Fn(ProcessGroup, Device) -> Result<T> + Sync,
 ) -> Option<Vec<T>> {
-    if !has_two_gpus(test) {
+    if !gpus_or_skip(test, 2) {
         return None;
     }
     let timeout = Duration::from_secs(30);

@@ -1,6 +1,7 @@
 //! Ranks as processes: some are killed, and some have GPUs.
 
 use super::*;
+use crate::gpus_or_skip;
 use crate::processes::{Case, End, Ranks};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -134,7 +135,7 @@ fn graphs() -> Result<()> {
 
 #[test]
 fn cuda_graphs_on_two_gpus() {
-    if !cuda::has_two_gpus("cuda_graphs_on_two_gpus") {
+    if !gpus_or_skip("cuda_graphs_on_two_gpus", 2) {
         return;
     }
     // Each process has a GPU of its own.

@@ -142,11 +142,7 @@ fn weights_that_are_not_finite_are_not_saved() {
 #[test]
 fn bench_trains_the_given_batches_from_the_given_weights() {
     let place = Place::new();
-    let (texts, data) = (text(&place.path("text.txt")), text(&place.path("data")));
-    succeeded(&place.run(&["prepare", "--text", &texts, "--out", &data]));
-    let inputs = text(&place.path("inputs"));
-    let size = ["--size", "mini", "--steps", "6"];
-    succeeded(&place.run(&[&["bench", "--inputs", &inputs, "--write", &data][..], &size].concat()));
+    let inputs = place.bench_inputs();
     let files = ["batches.safetensors", "settings.json", "weights.safetensors"];
     assert_eq!(names(&place.path("inputs")), files);
     let bench = ["bench", "--inputs", &inputs, "--device", "cpu"];

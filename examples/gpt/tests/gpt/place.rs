@@ -72,6 +72,16 @@ impl Place {
         child.wait_with_output().unwrap()
     }
 
+    /// The folder with what `bench` trains on: 6 steps of size mini.
+    pub fn bench_inputs(&self) -> String {
+        let (texts, data) = (text(&self.path("text.txt")), text(&self.path("data")));
+        succeeded(&self.run(&["prepare", "--text", &texts, "--out", &data]));
+        let inputs = text(&self.path("inputs"));
+        let write = ["bench", "--inputs", &inputs, "--write", &data, "--size", "mini"];
+        succeeded(&self.run(&[&write[..], &["--steps", "6"]].concat()));
+        inputs
+    }
+
     /// The training losses of a run.
     pub fn losses(&self, out: &str) -> Vec<f64> {
         let text = fs::read_to_string(self.path(out).join("losses.jsonl")).unwrap();

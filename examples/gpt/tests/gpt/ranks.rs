@@ -4,7 +4,7 @@
 use crate::place::*;
 use std::fs;
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -123,6 +123,79 @@ fn a_run_goes_on_with_another_number_of_processes() {
     assert_alike(&place.losses("out"), &place.losses("whole"));
 }
 
+/// With the optimizer's state on all processes together: the same curve, and a checkpoint that any
+/// number of them continues, each with a part of the state or with all of it.
+#[test]
+fn a_sharded_run_goes_on_with_another_number_of_processes() {
+    let test = "a_sharded_run_goes_on_with_another_number_of_processes";
+    let place = Place::new();
+    let folder = |name: &str| text(&place.path(name));
+    for precision in ["f32", "bf16"] {
+        let train = |processes: &str, out: &str, options: &[&str]| -> Option<Output> {
+            let common = ["--precision", precision, "--save-every", "10", "--out", &folder(out)];
+            run(&place, test, processes, &[&common[..], options].concat())
+        };
+        let whole = format!("whole-{precision}");
+        let Some(output) = train("1", &whole, &["--steps", "30"]) else { return };
+        succeeded(&output);
+        let sharded = format!("sharded-{precision}");
+        succeeded(&train("2", &sharded, &["--steps", "30", "--sharded"]).unwrap());
+        assert_alike(&place.losses(&sharded), &place.losses(&whole));
+        assert_eq!(names(&place.path(&sharded)), names(&place.path(&whole)));
+        let tensors = |out: &str, step: i64| {
+            let file = format!("checkpoints/step-{step:010}.safetensors");
+            tch::Tensor::read_safetensors(place.path(out).join(file)).unwrap()
+        };
+        let shapes = |out: &str| {
+            let of = |(name, tensor): (String, tch::Tensor)| (name, tensor.size(), tensor.kind());
+            let mut all: Vec<_> = tensors(out, 30).into_iter().map(of).collect();
+            all.sort_by(|a, b| a.0.cmp(&b.0));
+            format!("{all:?}")
+        };
+        assert_eq!(shapes(&sharded), shapes(&whole), "the files have the same tensors");
+        // From the checkpoint of step 20 on, which is as if the one of step 30 did not exist yet.
+        for (processes, options) in [("2", &["--sharded"][..]), ("4", &["--sharded"]), ("1", &[])] {
+            let part = format!("part-{precision}-{processes}");
+            copy_run(&place.path(&sharded), &place.path(&part));
+            fs::remove_file(place.path(&part).join("checkpoints/step-0000000030.safetensors"))
+                .unwrap();
+            let options = [&["--steps", "30", "--resume"][..], options].concat();
+            succeeded(&train(processes, &part, &options).unwrap());
+            assert_alike(&place.losses(&part), &place.losses(&whole));
+            if processes == "2" {
+                assert_eq!(curve(&place, &part), curve(&place, &sharded));
+                let sorted = |out: &str| {
+                    let mut all = tensors(out, 30);
+                    all.sort_by(|a, b| a.0.cmp(&b.0));
+                    all
+                };
+                assert!(sorted(&part) == sorted(&sharded), "the last checkpoints differ");
+            }
+        }
+        // Other weights to begin with, which the ranks must have before they divide them.
+        let options = ["--steps", "10", "--init", &folder(&whole)];
+        let begin = |processes: &str, out: &str, more: &[&str]| {
+            let options = [&options[..], more].concat();
+            succeeded(&train(processes, out, &options).unwrap());
+        };
+        let (one, two) = (format!("one-{precision}"), format!("two-{precision}"));
+        begin("1", &one, &[]);
+        begin("2", &two, &["--sharded"]);
+        assert_alike(&place.losses(&two), &place.losses(&one));
+    }
+}
+
+fn copy_run(from: &Path, to: &Path) {
+    fs::create_dir_all(to).unwrap();
+    for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
+        let target = to.join(entry.file_name());
+        match entry.path().is_dir() {
+            true => copy_run(&entry.path(), &target),
+            false => drop(fs::copy(entry.path(), target).unwrap()),
+        }
+    }
+}
+
 /// Kills one rank again and again, with SIGKILL: during the start, and at some point of a step or of a
 /// checkpoint after each of several checkpoints.
 #[test]
@@ -208,11 +281,7 @@ fn what_rank_0_refuses_is_said_once() {
 fn bench_trains_other_batches_on_each_process() {
     let test = "bench_trains_other_batches_on_each_process";
     let place = Place::new();
-    let (texts, data) = (text(&place.path("text.txt")), text(&place.path("data")));
-    succeeded(&place.run(&["prepare", "--text", &texts, "--out", &data]));
-    let inputs = text(&place.path("inputs"));
-    let size = ["--size", "mini", "--steps", "6"];
-    succeeded(&place.run(&[&["bench", "--inputs", &inputs, "--write", &data][..], &size].concat()));
+    let inputs = place.bench_inputs();
     let bench = |processes, options: &[&str]| -> Option<serde_json::Value> {
         let mut command = tch_run(test)?;
         command.args(["-n", processes, "--no-prefix", "--"]).arg(program().get_program());

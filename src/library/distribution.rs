@@ -1,8 +1,8 @@
-//! The Python package that a file belongs to.
+//! The Python distribution that a file belongs to: what pip installed.
 
 use std::path::{Path, PathBuf};
 
-pub(super) struct Package {
+pub(super) struct Distribution {
     pub name: String,
     pub version: String,
     /// The version of torch that it requires, such as `torch==2.9.1`.
@@ -11,7 +11,7 @@ pub(super) struct Package {
 
 /// The package whose list of files contains this file. pip writes that list next to the package's
 /// folder.
-pub(super) fn of(file: &Path) -> Option<Package> {
+pub(super) fn of(file: &Path) -> Option<Distribution> {
     // Libraries are in the package's folder, or one or two levels deeper.
     const DEPTH: usize = 4;
     file.ancestors().skip(1).take(DEPTH).find_map(|folder| {
@@ -28,7 +28,7 @@ fn lists(info: &Path, own: &str) -> bool {
     record.lines().any(|line| line.strip_prefix(own).is_some_and(|rest| rest.starts_with(',')))
 }
 
-fn read(info: PathBuf) -> Option<Package> {
+fn read(info: PathBuf) -> Option<Distribution> {
     let text = std::fs::read_to_string(info.join("METADATA")).ok()?;
     // The description follows after an empty line.
     let fields = || {
@@ -38,7 +38,7 @@ fn read(info: PathBuf) -> Option<Package> {
         |name: &str| fields().find(|(found, _)| *found == name).map(|(_, value)| value.to_string());
     let torch =
         fields().filter(|(name, _)| *name == "Requires-Dist").find_map(|(_, value)| torch(value));
-    Some(Package { name: field("Name")?, version: field("Version")?, torch })
+    Some(Distribution { name: field("Name")?, version: field("Version")?, torch })
 }
 
 /// Converts `torch (==2.9.1) ; extra == 'x'` to `torch==2.9.1`.

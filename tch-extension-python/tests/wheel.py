@@ -1,0 +1,363 @@
+"""Tests the installed wheel: `cargo xtask wheel` runs this in an environment that has the wheel and torch, and nothing else.
+
+The operators have tests of their own. These are about what a user of the wheel sees: the package, its functions and its modules,
+which must compute what torch.nn's compute.
+"""
+
+import base64
+import copy
+import hashlib
+import importlib.metadata
+import inspect
+import pickle
+import sys
+import traceback
+import unittest.mock
+import warnings
+
+import torch
+from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
+
+import tch_extension
+from tch_extension import _build, _library
+
+EXACT = dict(rtol=1e-9, atol=1e-11)  # in float64
+CHECKS = []
+
+
+def check(function):
+    CHECKS.append(function)
+    return function
+
+
+# --- the package ----------------------------------------------------------------------------------
+
+
+@check
+def the_metadata_are_those_of_this_torch():
+    found = importlib.metadata.distribution("tch-extension")
+    assert found.version == tch_extension.__version__ == _build.VERSION, found.version
+    assert found.metadata["License-Expression"] == "MIT OR Apache-2.0"
+    assert found.requires == [f"torch=={_build.TORCH}.*"], found.requires
+    assert torch.__version__.startswith(_build.TORCH + "."), torch.__version__
+
+
+@check
+def each_file_is_the_one_that_was_packed():
+    seen = 0
+    for file in importlib.metadata.files("tch-extension"):
+        if file.hash is not None:
+            digest = hashlib.new(file.hash.mode, file.locate().read_bytes()).digest()
+            assert base64.urlsafe_b64encode(digest).rstrip(b"=").decode() == file.hash.value, file
+            seen += file.suffix in (".so", ".py", ".typed")
+    assert seen >= 7, f"only {seen} files have a hash"
+
+
+@check
+def another_torch_is_refused_before_the_library_is_loaded():
+    def message(version, cuda):
+        with unittest.mock.patch.object(torch, "__version__", version):
+            with unittest.mock.patch.object(torch.version, "cuda", cuda):
+                return _library.mismatch("1.2.3+torch2.11.cu130", "2.11", "13.0")
+
+    assert message("2.11.0+cu130", "13.0") is None
+    assert message("2.11.1", "13.2") is None
+    assert "this is torch 2.13.0+cu130" in message("2.13.0+cu130", "13.0")
+    assert "has no CUDA" in message("2.11.0+cpu", None)
+    assert "has CUDA 12.8" in message("2.11.0+cu128", "12.8")
+    try:
+        _library.load("1.2.3", "9.9", None)
+    except ImportError as error:
+        assert "torch 9.9" in str(error), error
+    else:
+        raise AssertionError("a torch of another version was accepted")
+
+
+@check
+def functions_and_operators_have_the_same_arguments():
+    names = [name for name in tch_extension.__all__ if name not in ("__version__", "nn")]
+    assert len(names) >= 15, names
+    for name in names:
+        function = inspect.signature(getattr(tch_extension, name))
+        schema = getattr(torch.ops.tch_extension, name).default._schema
+        expected = [
+            (arg.name, arg.default_value if arg.has_default_value() else inspect.Parameter.empty)
+            for arg in schema.arguments
+        ]
+        found = [(arg.name, arg.default) for arg in function.parameters.values()]
+        assert found == expected, f"{name}: {found} for {schema}"
+        assert getattr(tch_extension, name).__doc__, f"{name} has no documentation"
+
+
+@check
+def operators_pass_opcheck():
+    def of(*shape):
+        return torch.randn(*shape, requires_grad=True)
+
+    operators = torch.ops.tch_extension
+    target = torch.tensor([0, 4, 2])
+    torch.library.opcheck(operators.layer_norm, (of(3, 5), [5], of(5), of(5)))
+    torch.library.opcheck(operators.linear_cross_entropy, (of(3, 4), of(5, 4), target, of(5)))
+    torch.library.opcheck(
+        operators.lstm, (of(2, 3, 4), of(3, 5), of(3, 5), of(20, 4), of(20, 5), of(20), of(20))
+    )
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def leaves(value):
+    """All tensors in what a module takes or gives."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if value is None or isinstance(value, (bool, int)):
+        return []
+    return [tensor for part in value for tensor in leaves(part)]
+
+
+def with_gradients(module, arguments):
+    """The outputs, and the gradients of parameters and arguments."""
+    arguments = [
+        value.detach().clone().requires_grad_()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for value in arguments
+    ]
+    results = module(*arguments)
+    outputs = [output for output in leaves(results) if output.is_floating_point()]
+    torch.manual_seed(7)
+    sum((output * torch.randn_like(output)).sum() for output in outputs).backward()
+    inputs = list(module.parameters()) + [value for value in arguments if getattr(value, "requires_grad", False)]
+    return results, [value.grad for value in inputs]
+
+
+def compare(name, ours, theirs):
+    ours, theirs = leaves(ours), leaves(theirs)
+    assert len(ours) == len(theirs), f"{name}: {len(ours)} tensors, and torch.nn has {len(theirs)}"
+    for place, (found, expected) in enumerate(zip(ours, theirs)):
+        assert found.dtype == expected.dtype, f"{name}, tensor {place}: {found.dtype}, {expected.dtype}"
+        torch.testing.assert_close(found, expected, **EXACT, msg=lambda text: f"{name}, tensor {place}: {text}")
+
+
+def is_drop_in(name, ours, theirs, arguments):
+    """The same parameters in both directions, and the same outputs and gradients."""
+    assert list(ours.state_dict()) == list(theirs.state_dict()), name
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    found, gradients = with_gradients(ours, arguments)
+    expected, of_theirs = with_gradients(theirs, arguments)
+    assert type(found) is type(expected), f"{name}: {type(found)}"
+    compare(name, found, expected)
+    compare(f"{name}, gradients", gradients, of_theirs)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(ours)))
+    compare(f"{name}, copied", again(*arguments), expected)
+
+
+def recurrent(name):
+    return getattr(tch_extension.nn, name), getattr(torch.nn, name)
+
+
+def state_for(name, *shape):
+    h = torch.randn(*shape)
+    return (h, torch.randn(*shape)) if name == "LSTM" else h
+
+
+class WithState(torch.nn.Module):
+    """Takes h and c as arguments of their own, so that they get gradients."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x, *state):
+        return self.layers(x, tuple(state) if len(state) == 2 else state[0])
+
+
+@check
+def recurrent_layers_are_drop_ins():
+    for name in ("LSTM", "GRU"):
+        ours, theirs = recurrent(name)
+        for options in (
+            dict(),
+            dict(num_layers=2),
+            dict(bias=False),
+            dict(batch_first=True),
+            dict(bidirectional=True),
+            dict(num_layers=3, bidirectional=True, batch_first=True, bias=False),
+        ):
+            pair = ours(4, 6, **options), theirs(4, 6, **options)
+            label = f"{name} {options}"
+            x = torch.randn(5, 3, 4)
+            is_drop_in(label, *pair, [x])
+            is_drop_in(f"{label}, one sequence", *pair, [x[:, 0]])
+            layers = options.get("num_layers", 1) * (2 if options.get("bidirectional") else 1)
+            batch = 5 if options.get("batch_first") else 3
+            state = leaves(state_for(name, layers, batch, 6))
+            is_drop_in(f"{label}, with a state", *map(WithState, pair), [x, *state])
+            alone = [part[:, 0] for part in state]
+            is_drop_in(f"{label}, one sequence with a state", *map(WithState, pair), [x[:, 0], *alone])
+            assert pair[0].extra_repr() == pair[1].extra_repr()
+
+
+class Packed(torch.nn.Module):
+    """Packs sequences of different lengths, which get gradients, too."""
+
+    def __init__(self, layers, name, is_sorted):
+        super().__init__()
+        self.layers = layers
+        self.name = name
+        self.is_sorted = is_sorted
+
+    def forward(self, *sequences):
+        state = None
+        if not self.is_sorted:
+            torch.manual_seed(3)
+            state = state_for(self.name, 4, len(sequences), 6)
+        packed = pack_sequence(sequences, enforce_sorted=self.is_sorted)
+        output, state = self.layers(packed, state)
+        for field in ("batch_sizes", "sorted_indices", "unsorted_indices"):
+            found, expected = getattr(output, field), getattr(packed, field)
+            assert found is expected or found.equal(expected), field
+        return output.data, pad_packed_sequence(output)[0], state
+
+
+@check
+def sequences_of_different_lengths_are_those_of_torch():
+    for name in ("LSTM", "GRU"):
+        pair = [module(4, 6, num_layers=2, bidirectional=True) for module in recurrent(name)]
+        for lengths, is_sorted in (([7, 4, 4, 1], True), ([2, 5, 1, 5], False), ([3, 3], True)):
+            sequences = [torch.randn(length, 4) for length in lengths]
+            wrapped = [Packed(module, name, is_sorted) for module in pair]
+            is_drop_in(f"{name}, lengths {lengths}", *wrapped, sequences)
+
+
+@check
+def dropout_between_layers_is_torchs():
+    for name in ("LSTM", "GRU"):
+        for dropout in (0.4, 1.0):
+            ours, theirs = [module(4, 6, num_layers=3, dropout=dropout) for module in recurrent(name)]
+            theirs.load_state_dict(ours.state_dict())
+            x = torch.randn(5, 3, 4)
+            for training in (True, False):
+                results = []
+                for module in (ours, theirs):
+                    torch.manual_seed(11)
+                    results.append(module.train(training)(x))
+                compare(f"{name}, dropout {dropout}, training {training}", *results)
+
+
+@check
+def what_recurrent_layers_do_not_take_is_an_error():
+    def refused(kind, text, function):
+        try:
+            function()
+        except kind as error:
+            assert text in str(error), f"{text!r} is not in {error}"
+        else:
+            raise AssertionError(f"no {kind.__name__} with {text!r}")
+
+    lstm, gru = tch_extension.nn.LSTM(4, 6), tch_extension.nn.GRU(4, 6)
+    x = torch.randn(5, 3, 4)
+    refused(NotImplementedError, "proj_size", lambda: tch_extension.nn.LSTM(4, 6, proj_size=2))
+    refused(ValueError, "proj_size", lambda: tch_extension.nn.GRU(4, 6, proj_size=2))
+    refused(ValueError, "hidden_size", lambda: tch_extension.nn.GRU(4, 0))
+    refused(ValueError, "2 or 3 dimensions", lambda: lstm(x[None]))
+    refused(RuntimeError, "input_size", lambda: lstm(x[..., :3]))
+    refused(RuntimeError, "h must have the shape (1, 3, 6)", lambda: gru(x, torch.zeros(1, 2, 6)))
+    refused(RuntimeError, "c must have the shape (1, 3, 6)", lambda: lstm(x, (torch.zeros(1, 3, 6), torch.zeros(1, 3, 5))))
+    refused(RuntimeError, "h must have 2 dimensions", lambda: gru(x[:, 0], torch.zeros(1, 1, 6)))
+    refused(RuntimeError, "h must have the shape", lambda: gru(pack_sequence([x[:, 0]]), torch.zeros(1, 2, 6)))
+    loss = tch_extension.nn.LinearCrossEntropy(4, 9)
+    refused(RuntimeError, "target has the shape (5,)", lambda: loss(x, torch.zeros(5, dtype=torch.long)))
+
+
+@check
+def norms_are_drop_ins():
+    x = torch.randn(3, 5, 8)
+    for options in (dict(), dict(eps=1e-2), dict(bias=False), dict(elementwise_affine=False)):
+        for shape in (8, (5, 8)):
+            pair = tch_extension.nn.LayerNorm(shape, **options), torch.nn.LayerNorm(shape, **options)
+            is_drop_in(f"LayerNorm {shape} {options}", *pair, [x])
+    for options in (dict(), dict(eps=1e-2), dict(elementwise_affine=False)):
+        pair = tch_extension.nn.RMSNorm(8, **options), torch.nn.RMSNorm(8, **options)
+        is_drop_in(f"RMSNorm {options}", *pair, [x])
+
+
+class LinearThenCrossEntropy(torch.nn.Linear):
+    """What LinearCrossEntropy takes the place of."""
+
+    def __init__(self, *args, loss, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss = torch.nn.CrossEntropyLoss(**loss)
+
+    def forward(self, input, target):
+        return self.loss(super().forward(input).movedim(-1, 1), target)
+
+
+@check
+def the_loss_is_a_linear_layer_and_its_cross_entropy():
+    x, target = torch.randn(3, 5, 8), torch.randint(0, 11, (3, 5))
+    target[1, 2] = -100
+    for bias in (True, False):
+        for loss in (dict(), dict(reduction="sum", label_smoothing=0.1), dict(reduction="none", ignore_index=3)):
+            if loss:
+                target[1, 2] = loss.get("ignore_index", -100)
+            ours = tch_extension.nn.LinearCrossEntropy(8, 11, bias, **loss)
+            theirs = LinearThenCrossEntropy(8, 11, bias, loss=loss)
+            is_drop_in(f"LinearCrossEntropy, bias {bias}, {loss}", ours, theirs, [x, target])
+            plain = torch.nn.Linear(8, 11, bias)
+            plain.load_state_dict(ours.state_dict(), strict=True)
+            compare("logits", ours.logits(x), plain(x))
+    capped = tch_extension.nn.LinearCrossEntropy(8, 11, softcap=2.0, z_loss=0.25)
+    logits = 2.0 * torch.tanh((x @ capped.weight.T + capped.bias) / 2.0)
+    compare("softcap", capped.logits(x), logits)
+    target = torch.randint(0, 11, (3, 5))
+    rows = torch.nn.functional.cross_entropy(logits.movedim(-1, 1), target, reduction="none")
+    compare("z_loss", capped(x, target), (rows + 0.25 * logits.logsumexp(-1) ** 2).mean())
+
+
+class Model(torch.nn.Module):
+    def __init__(self, nn):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 8)
+        self.rnn = nn.LSTM(8, 6, num_layers=2, batch_first=True, bidirectional=True)
+        self.norm = nn.LayerNorm(12)
+        self.loss = nn.LinearCrossEntropy(12, 11)
+
+    def forward(self, tokens, targets):
+        hidden, _ = self.rnn(self.embedding(tokens))
+        return self.loss(self.norm(hidden), targets)
+
+
+@check
+def a_model_compiles_into_one_graph():
+    model = Model(tch_extension.nn)
+    tokens = torch.randint(0, 11, (4, 7))
+    arguments = [tokens, tokens.roll(-1, 1)]
+    expected, gradients = with_gradients(model, arguments)
+    model.zero_grad()
+    found, compiled = with_gradients(torch.compile(model, fullgraph=True), arguments)
+    compare("loss", found, expected)
+    compare("gradients", compiled, gradients)
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("error", UserWarning)
+    failed = []
+    words = sys.argv[1:]
+    for function in CHECKS:
+        if words and not any(word in function.__name__ for word in words):
+            continue
+        torch.manual_seed(0)
+        try:
+            function()
+        except Exception:
+            traceback.print_exc()
+            failed.append(function.__name__)
+        print(f"{function.__name__} ... {'FAILED' if function.__name__ in failed else 'ok'}", flush=True)
+    sys.exit(f"{len(failed)} failed: {', '.join(failed)}" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,568 @@
+//! `cargo xtask wheel`: tch-extension-python as a wheel that `pip install` takes, tested in an
+//! environment that has nothing but torch.
+//!
+//! The wheel has one library, for every Python, and contains nothing of torch: the library finds
+//! what `import torch` has loaded. The platform in the file's name is what auditwheel says.
+
+use crate::cuda::Cuda;
+use crate::libtorch::{Libtorch, Rule};
+use crate::repo::{Repo, files_below};
+use crate::report::{self, say};
+use crate::setup::{self, Changes};
+use crate::{cargo, compiler, glibc, pip, programs, versions, wheels};
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+const PACKAGE: &str = "tch-extension-python";
+/// What cargo calls its library.
+const CRATE: &str = "tch_extension_python";
+/// The library in the wheel.
+const LIBRARY: &str = "libtch_extension_python.so";
+/// The folder of the Python package, relative to the repository.
+const PYTHON: &str = "tch-extension-python/python";
+/// The programs that run after the wheel was installed: its test, and its benchmarks at tiny sizes.
+const TESTS: [(&str, &[&str]); 3] = [
+    ("tests/wheel.py", &[]),
+    ("benches/lstm.py", &["--device", "cpu", "--rounds", "1", "--dtype", "float32"]),
+    ("benches/gpt.py", &["--device", "cpu", "--rounds", "1", "--backend", "aot_eager"]),
+];
+/// Definitions of what old systems lack, which the library is linked with.
+const OLD_SYSTEMS: &str = "xtask/src/old_systems.cpp";
+/// The only function that the library exports.
+const EXPORTED: &str = "tch_extension_registration_error";
+
+/// The libraries that every torch has loaded or can load.
+const OF_TORCH: [&str; 9] = [
+    "libc10.so",
+    "libc10_cuda.so",
+    "libcublas.so.*",
+    "libcublasLt.so.*",
+    "libcudart.so.*",
+    "libgomp.so.1",
+    "libtorch.so",
+    "libtorch_cpu.so",
+    "libtorch_cuda.so",
+];
+
+/// The libraries that every Linux system with glibc has.
+const OF_THE_SYSTEM: [&str; 8] = [
+    "ld-linux-x86-64.so.2",
+    "libc.so.6",
+    "libdl.so.2",
+    "libgcc_s.so.1",
+    "libm.so.6",
+    "libpthread.so.0",
+    "librt.so.1",
+    "libstdc++.so.6",
+];
+
+/// The largest wheels, in bytes, without and with CUDA.
+const LARGEST: [u64; 2] = [5_000_000, 40_000_000];
+
+/// Where and with what a wheel is built.
+struct Build<'a> {
+    repo: &'a Repo,
+    /// The workspace in which cargo runs: the repository, or the one with another tch.
+    workspace: Repo,
+    changes: Changes,
+    torch: Torch,
+}
+
+/// The torch that a wheel is for.
+#[derive(Debug, PartialEq, Eq)]
+struct Torch {
+    /// Such as `2.11`.
+    version: String,
+    /// The version of CUDA if the wheel has kernels for it, such as `13.0`.
+    cuda: Option<String>,
+    /// The folder with the packages `torch` and `nvidia`.
+    site: PathBuf,
+}
+
+/// Builds a wheel and tests it.
+pub fn run(repo: &Repo, other_tch: Option<&str>) -> Result<ExitCode> {
+    let ready = setup::run(repo)?;
+    if !setup::python(repo, &ready)? {
+        bail!(
+            "a wheel is built with this repository's own libtorch, whose Python tests it; unset LIBTORCH and \
+             LIBTORCH_USE_PYTORCH"
+        );
+    }
+    let has_cuda = matches!(ready.cuda, Cuda::On(_));
+    let (workspace, changes) = match other_tch {
+        None => (Repo { root: repo.root.clone() }, ready.changes),
+        Some(version) => versions::workspace(repo, version)?,
+    };
+    build_and_test(repo, workspace, changes, has_cuda)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Builds a wheel in a workspace, which may be the repository itself, and tests it.
+pub fn build_and_test(
+    repo: &Repo,
+    workspace: Repo,
+    changes: Changes,
+    has_cuda: bool,
+) -> Result<()> {
+    let libtorch = Libtorch::locate(Rule::Own, &|_| None, &workspace)?;
+    let torch = Torch::of(&libtorch, has_cuda)?;
+    let build = Build { repo, workspace, changes, torch };
+    let wheel = build.wheel()?;
+    build.test(&wheel)?;
+    let size = std::fs::metadata(&wheel)?.len();
+    report::print(&format!("{} ({:.1} MB)\n", wheel.display(), size as f64 / 1e6));
+    Ok(())
+}
+
+impl Torch {
+    fn of(libtorch: &Libtorch, has_cuda: bool) -> Result<Torch> {
+        let root = libtorch.lib.parent().and_then(|root| root.canonicalize().ok());
+        let root = root.with_context(|| format!("{} is no torch", libtorch.lib.display()))?;
+        let file = root.join("version.py");
+        let text = std::fs::read_to_string(&file)
+            .with_context(|| format!("cannot read {}", file.display()))?;
+        let site = root.parent().context("a torch without a folder")?.to_path_buf();
+        Torch::parse(&text, has_cuda, site).with_context(|| format!("in {}", file.display()))
+    }
+
+    /// Reads the lines `__version__ = '2.11.0+cu130'` and `cuda: Optional[str] = '13.0'`.
+    fn parse(text: &str, has_cuda: bool, site: PathBuf) -> Result<Torch> {
+        let value = |name: &str| {
+            let line = text.lines().find(|line| line.starts_with(name))?;
+            Some(line.split_once('=')?.1.trim().trim_matches('\'').to_string())
+        };
+        let version = value("__version__").context("no version")?;
+        let parts: Vec<&str> = version.split(['.', '+']).collect();
+        let [major, minor, ..] = parts[..] else { bail!("`{version}` is no version") };
+        let cuda = value("cuda").filter(|cuda| has_cuda && cuda != "None");
+        Ok(Torch { version: format!("{major}.{minor}"), cuda, site })
+    }
+
+    /// The part of the wheel's version that says which torch it is for: `torch2.11.cu130`.
+    fn label(&self) -> String {
+        let cuda = self.cuda.as_ref().map(|cuda| format!("cu{}", cuda.replace('.', "")));
+        format!("torch{}.{}", self.version, cuda.as_deref().unwrap_or("cpu"))
+    }
+}
+
+impl Build<'_> {
+    /// Builds, packs and checks the wheel, and returns where it is.
+    fn wheel(&self) -> Result<PathBuf> {
+        wheels::WHEEL_TOOLS.ensure(self.repo)?;
+        let library = self.library()?;
+        check_library(&library)?;
+        let scratch = tempfile::tempdir().context("cannot make a folder for the wheel")?;
+        let content = scratch.path().join("content");
+        self.stage(&library, &content)?;
+        let packed = self.pack(&content, scratch.path())?;
+        let folder = self.repo.root.join("target/wheels");
+        let wheel = self.retag(&packed, &scratch.path().join("tagged"), &folder)?;
+        let (size, largest) =
+            (std::fs::metadata(&wheel)?.len(), LARGEST[usize::from(self.torch.cuda.is_some())]);
+        if size > largest {
+            bail!("{} has {size} bytes, and should have {largest} at most", wheel.display());
+        }
+        Ok(wheel)
+    }
+
+    /// Builds the library. Its objects are those of all other builds; only the link differs.
+    fn library(&self) -> Result<PathBuf> {
+        let cxx = compiler::find(std::env::var("CXX").ok().as_deref())?.command;
+        let folder = self.workspace.root.join("target/wheel");
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("cannot make {}", folder.display()))?;
+        glibc::write_stubs(&cxx, &folder)?;
+        let object = folder.join("old_systems.o");
+        compile_old_systems(&cxx, &self.repo.root.join(OLD_SYSTEMS), &object)?;
+        let (folder, object) = (folder.display(), object.display());
+        let link = [
+            "strip=symbols".to_string(),
+            format!("link-arg=-L{folder}"),
+            format!("link-arg={object}"),
+            // What the stubs lack must be a message of the linker's, and not one when it is loaded.
+            "link-arg=-Wl,-z,defs".to_string(),
+            // Functions in C of other crates stay inside.
+            format!("link-arg=-Wl,--exclude-libs={}", self.other_crates()?.join(":")),
+        ];
+        let mut command = self.cargo("rustc");
+        command.args(["--crate-type", "cdylib", cargo::AS_JSON, "--"]);
+        command.args(link.iter().flat_map(|option| ["-C", option]));
+        let messages = cargo::output_messages(&mut command)?;
+        messages.iter().find_map(cdylib).context("cargo built no library")
+    }
+
+    fn cargo(&self, subcommand: &str) -> Command {
+        cargo::command(&self.workspace, &self.changes, &[subcommand, "-p", PACKAGE, "--lib"])
+    }
+
+    /// The files of all crates that the library consists of, except for our own.
+    fn other_crates(&self) -> Result<Vec<String>> {
+        let messages = cargo::messages(&mut self.cargo("build"))?;
+        let files = messages.iter().filter_map(|message| message["filenames"].as_array()).flatten();
+        let names = files.filter_map(|file| Path::new(file.as_str()?).file_name()?.to_str());
+        let is_other =
+            |name: &&str| name.ends_with(".rlib") && !name.starts_with("libtch_extension");
+        Ok(names.filter(is_other).map(str::to_string).collect())
+    }
+
+    /// Lays out what the wheel contains.
+    fn stage(&self, library: &Path, content: &Path) -> Result<()> {
+        let python = self.repo.root.join(PYTHON);
+        for file in files_below(&python, "") {
+            if file.components().all(|part| part.as_os_str() != "__pycache__") {
+                copy(&python.join(&file), &content.join(&file))?;
+            }
+        }
+        let package = content.join("tch_extension");
+        copy(library, &package.join(LIBRARY))?;
+        write(&package.join("_build.py"), &self.facts())?;
+        let info = content.join(format!("tch_extension-{}.dist-info", self.version()));
+        write(&info.join("METADATA"), &self.metadata()?)?;
+        write(
+            &info.join("WHEEL"),
+            "Wheel-Version: 1.0\nGenerator: tch-extension\nRoot-Is-Purelib: false\nTag: py3-none-linux_x86_64\n",
+        )?;
+        for license in ["LICENSE-APACHE", "LICENSE-MIT"] {
+            copy(&self.repo.root.join(license), &info.join("licenses").join(license))?;
+        }
+        Ok(())
+    }
+
+    fn version(&self) -> String {
+        // xtask has the workspace's version, as all packages.
+        format!("{}+{}", env!("CARGO_PKG_VERSION"), self.torch.label())
+    }
+
+    fn facts(&self) -> String {
+        let cuda = self.torch.cuda.as_ref().map_or("None".to_string(), |cuda| format!("{cuda:?}"));
+        format!(
+            "\"\"\"What this package was built for.\"\"\"\n\nVERSION = {:?}\nTORCH = {:?}\nCUDA = {cuda}\n",
+            self.version(),
+            self.torch.version
+        )
+    }
+
+    fn metadata(&self) -> Result<String> {
+        let readme = self.repo.root.join(PACKAGE).join("README.md");
+        let readme = std::fs::read_to_string(&readme)
+            .with_context(|| format!("cannot read {}", readme.display()))?;
+        Ok(format!(
+            "Metadata-Version: 2.4\n\
+             Name: tch-extension\n\
+             Version: {}\n\
+             Summary: Fused operators and layers for PyTorch, written in Rust, C++ and CUDA\n\
+             Project-URL: Source, {}\n\
+             License-Expression: {}\n\
+             License-File: LICENSE-APACHE\n\
+             License-File: LICENSE-MIT\n\
+             Classifier: Operating System :: POSIX :: Linux\n\
+             Classifier: Programming Language :: Rust\n\
+             Classifier: Typing :: Typed\n\
+             Requires-Python: >=3.10\n\
+             Requires-Dist: torch=={}.*\n\
+             Description-Content-Type: text/markdown\n\n{readme}",
+            self.version(),
+            env!("CARGO_PKG_REPOSITORY"),
+            env!("CARGO_PKG_LICENSE"),
+            self.torch.version,
+        ))
+    }
+
+    /// Makes a wheel of the folder, with the file RECORD.
+    fn pack(&self, content: &Path, folder: &Path) -> Result<PathBuf> {
+        let arguments = ["pack", &content.to_string_lossy(), "-d", &folder.to_string_lossy()];
+        self.tool("wheel", &arguments)?;
+        only_wheel(folder)
+    }
+
+    /// Gives the wheel the platform that auditwheel finds, and moves it to the folder of wheels.
+    fn retag(&self, packed: &Path, scratch: &Path, folder: &Path) -> Result<PathBuf> {
+        std::fs::create_dir_all(folder)
+            .with_context(|| format!("cannot make {}", folder.display()))?;
+        let (packed, out) = (packed.to_string_lossy(), scratch.to_string_lossy());
+        // Nothing in the library has to be patched.
+        let mut arguments = vec!["repair", "--patcher", "none", "--plat", "auto", "-w", &out];
+        arguments.extend(OF_TORCH.iter().flat_map(|library| ["--exclude", library]));
+        arguments.push(&packed);
+        self.tool("auditwheel", &arguments)?;
+        let tagged = only_wheel(scratch)?;
+        let place = folder.join(tagged.file_name().context("a wheel without a name")?);
+        std::fs::copy(&tagged, &place)
+            .with_context(|| format!("cannot write {}", place.display()))?;
+        let (major, minor) = (glibc::OLDEST[0], glibc::OLDEST[1]);
+        if !place.to_string_lossy().contains(&format!("manylinux_{major}_{minor}_x86_64")) {
+            let path = place.to_string_lossy();
+            let why = self.tool("auditwheel", &["show", &path])?;
+            say(format_args!(
+                "note: this wheel needs a newer system than glibc {major}.{minor}:\n{why}"
+            ));
+        }
+        Ok(place)
+    }
+
+    /// Runs one of the tools for wheels.
+    fn tool(&self, name: &str, arguments: &[&str]) -> Result<String> {
+        let mut command = programs::command("python3", &["-m", name]);
+        command.args(arguments).env("PYTHONPATH", self.repo.venv().join("wheel-tools"));
+        let output = command.output().context("cannot run python3")?;
+        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        if !output.status.success() {
+            bail!("{name} {} failed:\n{}", arguments[0], text.trim());
+        }
+        Ok(text.trim().to_string())
+    }
+
+    /// Installs the wheel into an environment that has only torch, and runs the test there.
+    fn test(&self, wheel: &Path) -> Result<()> {
+        let scratch = tempfile::tempdir().context("cannot make a folder for the test")?;
+        let environment = scratch.path().join("environment");
+        let python = environment.join("bin/python");
+        let made = programs::command("python3", &["-m", "venv", "--without-pip"])
+            .arg(&environment)
+            .status()
+            .context("cannot run python3")?;
+        if !made.success() {
+            bail!(
+                "`python3 -m venv` failed; Debian and Ubuntu have it in the package python3-venv"
+            );
+        }
+        let site = programs::first_line(
+            &python,
+            &["-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        );
+        let site = PathBuf::from(site.context("the new environment's python does not run")?);
+        // torch has gigabytes, so it is not copied: Python also looks for packages where this says.
+        let places = [self.repo.venv().join("python"), self.torch.site.clone()];
+        let places: Vec<String> =
+            places.iter().map(|place| place.to_string_lossy().into_owned()).collect();
+        write(&site.join("torch.pth"), &(places.join("\n") + "\n"))?;
+        let pip = pip::Pip::find_or_make(&self.repo.venv().join("pip"))?;
+        let installed = programs::command(&pip.python, &["-m", "pip", "install", "--quiet"])
+            .args(["--no-deps", "--no-index", "--no-compile", "--target"])
+            .args([&site, wheel])
+            .env("PIP_USER", "0")
+            .env("PIP_REQUIRE_VIRTUALENV", "0")
+            .env("PIP_DISABLE_PIP_VERSION_CHECK", "1")
+            .status()?;
+        if !installed.success() {
+            bail!("pip cannot install {}", wheel.display());
+        }
+        for (script, arguments) in TESTS {
+            let mut command = programs::command(&python, &["-W", "ignore"]);
+            command
+                .arg(self.repo.root.join(PACKAGE).join(script))
+                .args(arguments)
+                // Not inside the repository, where Python would find its sources.
+                .current_dir(scratch.path())
+                .env("OUT", scratch.path())
+                .env("PYTHONNOUSERSITE", "1")
+                .env("PYTHONDONTWRITEBYTECODE", "1")
+                .env("TORCHINDUCTOR_CACHE_DIR", scratch.path().join("inductor"))
+                .env_remove("PYTHONPATH")
+                .env_remove("LD_LIBRARY_PATH");
+            let status = command.status().context("cannot run the test")?;
+            if !status.success() {
+                bail!("{PACKAGE}/{script} failed ({status})");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The library in one of cargo's messages.
+fn cdylib(message: &Value) -> Option<PathBuf> {
+    if message["target"]["name"] != CRATE {
+        return None;
+    }
+    let files = message["filenames"].as_array()?.iter().filter_map(Value::as_str);
+    files.map(PathBuf::from).find(|file| file.extension().is_some_and(|end| end == "so"))
+}
+
+fn compile_old_systems(cxx: &str, source: &Path, object: &Path) -> Result<()> {
+    let mut words = cxx.split_whitespace();
+    let program = words.next().context("CXX is empty")?;
+    let output = Command::new(program)
+        .args(words)
+        .args(["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-c"])
+        .arg(source)
+        .arg("-o")
+        .arg(object)
+        .output()
+        .with_context(|| format!("cannot run {program}"))?;
+    if !output.status.success() {
+        bail!("{OLD_SYSTEMS}:\n{}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(())
+}
+
+/// Refuses a library that needs what no torch has, says where libraries are, or exports more than
+/// its one function.
+fn check_library(library: &Path) -> Result<()> {
+    let path = library.to_string_lossy();
+    let read = |program: &str, arguments: &[&str]| {
+        let arguments: Vec<&str> = arguments.iter().copied().chain([&*path]).collect();
+        programs::stdout(program, &arguments)
+            .with_context(|| format!("{program}, which comes with binutils, cannot read {path}"))
+    };
+    let dynamic = read("readelf", &["--dynamic", "--wide"])?;
+    if let Some(problem) = problem_of_needs(&dynamic) {
+        bail!("{path}: {problem}");
+    }
+    let exported = read("nm", &["--dynamic", "--defined-only", "--format=posix"])?;
+    let names: Vec<&str> =
+        exported.lines().filter_map(|line| line.split_whitespace().next()).collect();
+    if names != [EXPORTED] {
+        bail!(
+            "{path} must export {EXPORTED} and nothing else, and it exports {}",
+            names.join(", ")
+        );
+    }
+    Ok(())
+}
+
+/// What is wrong in readelf's listing of what a library needs.
+fn problem_of_needs(dynamic: &str) -> Option<String> {
+    let is_known = |library: &str| {
+        OF_THE_SYSTEM.contains(&library)
+            || OF_TORCH.iter().any(|known| match known.strip_suffix('*') {
+                Some(begin) => library.starts_with(begin),
+                None => library == *known,
+            })
+    };
+    let value = |line: &str| Some(line.split_once('[')?.1.split_once(']')?.0.to_string());
+    dynamic.lines().find_map(|line| match line {
+        line if line.contains("(RPATH)") || line.contains("(RUNPATH)") => {
+            Some(format!("it has the path {}", value(line)?))
+        }
+        line if line.contains("(NEEDED)") => {
+            let library = value(line)?;
+            (!is_known(&library)).then(|| format!("it needs {library}, which torch does not bring"))
+        }
+        _ => None,
+    })
+}
+
+fn only_wheel(folder: &Path) -> Result<PathBuf> {
+    let entries = std::fs::read_dir(folder)
+        .with_context(|| format!("cannot read {}", folder.display()))?
+        .flatten();
+    let mut wheels = entries
+        .map(|entry| entry.path())
+        .filter(|path| path.extension().is_some_and(|end| end == "whl"));
+    match (wheels.next(), wheels.next()) {
+        (Some(wheel), None) => Ok(wheel),
+        _ => bail!("there is not exactly one wheel in {}", folder.display()),
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    let cannot = || format!("cannot write {}", path.display());
+    std::fs::create_dir_all(path.parent().context("a file without a folder")?)
+        .with_context(cannot)?;
+    std::fs::write(path, text).with_context(cannot)
+}
+
+fn copy(from: &Path, to: &Path) -> Result<()> {
+    std::fs::create_dir_all(to.parent().context("a file without a folder")?)
+        .and_then(|()| std::fs::copy(from, to))
+        .map(|_| ())
+        .with_context(|| format!("cannot copy {} to {}", from.display(), to.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_says_which_torch_it_is_for() {
+        let text = "from typing import Optional\n\n__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\n";
+        let label =
+            |text: &str, has_cuda| Torch::parse(text, has_cuda, PathBuf::new()).unwrap().label();
+        assert_eq!(label(text, true), "torch2.11.cu130");
+        assert_eq!(label(text, false), "torch2.11.cpu");
+        let no_cuda = text.replace("'13.0'", "None");
+        assert_eq!(label(&no_cuda, true), "torch2.11.cpu");
+        assert!(Torch::parse("", true, PathBuf::new()).is_err());
+    }
+
+    #[test]
+    fn what_old_systems_lack_works() {
+        let scratch = tempfile::tempdir().unwrap();
+        let object = scratch.path().join("old_systems.o");
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
+        compile_old_systems("c++", &root.join(OLD_SYSTEMS), &object).unwrap();
+        let (source, program) = (scratch.path().join("use.cpp"), scratch.path().join("use"));
+        std::fs::write(&source, USE_OF_OLD_SYSTEMS).unwrap();
+        let built = Command::new("c++")
+            .args(["-std=c++17", "-O1", "-o"])
+            .arg(&program)
+            .args([&source, &object])
+            .status();
+        assert!(built.unwrap().success());
+        let symbols = programs::stdout("nm", &["-D", &program.to_string_lossy()]).unwrap();
+        for new in [
+            "_M_addref",
+            "_M_release",
+            "_ZSt28__throw_bad_array",
+            " stat64",
+            "basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev",
+        ] {
+            assert!(!symbols.contains(new), "{new} is taken from the system: {symbols}");
+        }
+        assert!(Command::new(&program).status().unwrap().success());
+    }
+
+    /// Counts how often an exception lives, so that a wrong reference count shows.
+    const USE_OF_OLD_SYSTEMS: &str = r#"
+        #include <exception>
+        #include <memory>
+        #include <new>
+        #include <sstream>
+        #include <sys/stat.h>
+        #include <vector>
+        static int alive = 0;
+        struct Counted {
+            Counted() { ++alive; }
+            Counted(const Counted&) { ++alive; }
+            ~Counted() { --alive; }
+        };
+        int main(int argc, char** argv) {
+            std::exception_ptr first;
+            try { throw Counted(); } catch (...) { first = std::current_exception(); }
+            for (int round = 0; round < 3; ++round) {
+                std::vector<std::exception_ptr> copies(100, first);
+                copies[7] = nullptr;
+                if (alive != 1) return 1;
+            }
+            if (alive != 1) return 2;
+            try { std::rethrow_exception(first); } catch (const Counted&) {} catch (...) { return 3; }
+            first = nullptr;
+            if (alive != 0) return 4;
+            std::ostringstream text;
+            text << "a" << 1;
+            if (text.str() != "a1") return 5;
+            try {
+                std::size_t size = -argc;
+                static_cast<void>(std::allocator<long>().allocate(size / 2));
+                return 6;
+            } catch (const std::bad_array_new_length&) {}
+            struct stat64 found;
+            return stat64(argv[0], &found) == 0 && found.st_size > 0 ? 0 : 7;
+        }
+    "#;
+
+    #[test]
+    fn what_torch_does_not_bring_is_refused() {
+        let needs = |library: &str| {
+            problem_of_needs(&format!(" 0x0001 (NEEDED)  Shared library: [{library}]\n"))
+        };
+        for library in ["libtorch_cpu.so", "libcudart.so.13", "libm.so.6"] {
+            assert_eq!(needs(library), None);
+        }
+        assert!(needs("libpython3.11.so.1.0").unwrap().contains("libpython3.11.so.1.0"));
+        let path = problem_of_needs(" 0x001d (RUNPATH)  Library runpath: [/home/me]\n");
+        assert!(path.unwrap().contains("/home/me"));
+    }
+}
