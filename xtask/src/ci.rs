@@ -257,7 +257,9 @@ impl Ci {
     /// then everything is compiled already.
     fn wheel(&self) -> Result<()> {
         if !self.has_python {
-            say("skipped: a wheel is built with this repository's own libtorch");
+            say(
+                "skipped: a wheel is built with this repository's own libtorch and its version of Python",
+            );
             return Ok(());
         }
         let workspace = Repo { root: self.repo.root.clone() };
