@@ -337,7 +337,7 @@ fn c_files(root: &Path) -> Vec<PathBuf> {
     let is_c = |file: &PathBuf| {
         file.extension().is_some_and(|end| ["h", "cpp", "cu", "cuh"].iter().any(|c| end == *c))
     };
-    let folders = ["csrc", "tests", "examples", "benches"].into_iter();
+    let folders = ["csrc", "tests", "examples", "benches", "xtask"].into_iter();
     folders.flat_map(|folder| files_below(root, folder)).filter(is_c).collect()
 }
 
