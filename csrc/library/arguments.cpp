@@ -64,16 +64,14 @@ TCH_EXTENSION_API void tch_extension_give_tensors(KernelFrame* frame, at::Tensor
 }
 
 // Gives result `index`, and converts it to its type in the schema.
-TCH_EXTENSION_API Message tch_extension_give(KernelFrame* frame, size_t index,
-                                             const Value* value) {
+TCH_EXTENSION_API Message tch_extension_give(KernelFrame* frame, size_t index, const Value* value) {
   return guard([&] {
     const auto& wanted = frame->op.schema().returns().at(index);
     try {
       frame->stack.push_back(to_ivalue(*value, wanted.type(), wanted.real_type(), 0));
     } catch (const WrongValue& wrong) {
-      throw std::runtime_error("its kernel returned " + std::string(wrong.what()) +
-                               " for result " + std::to_string(index) + ", which is " +
-                               wanted.real_type()->str());
+      throw std::runtime_error("its kernel returned " + std::string(wrong.what()) + " for result " +
+                               std::to_string(index) + ", which is " + wanted.real_type()->str());
     }
   });
 }

@@ -25,8 +25,8 @@ struct KernelFrame {
   }
 };
 
-// Not 0: the kernel failed, and the frame has the text. `kernel` points to something static, because
-// the dispatcher destroys kernels when the process ends, after Rust's own end.
+// Not 0: the kernel failed, and the frame has the text. `kernel` points to something static,
+// because the dispatcher destroys kernels when the process ends, after Rust's own end.
 using KernelEntry = int32_t (*)(const void* kernel, KernelFrame* frame);
 
 }  // namespace tch_extension

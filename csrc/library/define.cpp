@@ -93,8 +93,8 @@ class ChangesKernel final : public c10::OperatorKernel {
 
 // Python keeps handles of operators, and they do not survive the end of their registration. So a
 // registration never ends.
-torch::Library& keep(torch::Library::Kind kind, const char* ns,
-                     std::optional<c10::DispatchKey> key, const char* file, uint32_t line) {
+torch::Library& keep(torch::Library::Kind kind, const char* ns, std::optional<c10::DispatchKey> key,
+                     const char* file, uint32_t line) {
   return *new torch::Library(kind, ns, key, file, line);
 }
 
@@ -108,19 +108,20 @@ std::optional<c10::OperatorHandle> find(const char* name, const char* overload) 
 
 using namespace tch_extension;
 
-// An error if this library was compiled for another version of libtorch than the one that is loaded.
+// An error if this library was compiled for another version of libtorch than the one that is
+// loaded. A version that differs in the last number only has the same interface.
 TCH_EXTENSION_API Message tch_extension_check_version() {
   return guard([] {
     const uint64_t loaded = aoti_torch_abi_version();
-    const auto part = [&](int shift) { return std::to_string((loaded >> shift) & 0xFF); };
-    const std::string is = part(56) + "." + part(48) + "." + part(40);
-    const std::string wanted = std::to_string(TORCH_VERSION_MAJOR) + "." +
-                               std::to_string(TORCH_VERSION_MINOR) + "." +
-                               std::to_string(TORCH_VERSION_PATCH);
-    if (is != wanted)
-      throw std::runtime_error("it was compiled for libtorch " + wanted + ", and libtorch " + is +
-                               " is loaded; install torch " + wanted +
-                               ", or the version of this library for torch " + is);
+    const auto text = [](uint64_t version) {
+      const auto part = [&](int shift) { return std::to_string((version >> shift) & 0xFF); };
+      return part(56) + "." + part(48) + "." + part(40);
+    };
+    if (loaded >> 48 == TORCH_ABI_VERSION >> 48) return;
+    throw std::runtime_error("this library was compiled for libtorch " + text(TORCH_ABI_VERSION) +
+                             ", and libtorch " + text(loaded) + " is loaded; install torch " +
+                             text(TORCH_ABI_VERSION) + ", or this library for torch " +
+                             text(loaded));
   });
 }
 

@@ -296,7 +296,8 @@ TCH_EXTENSION_API Message tch_extension_operator_arguments(const Operator* op, c
   return guard([&] { *text = strdup(arguments_text(op->handle.schema()).c_str()); });
 }
 
-// The default value of each argument; kDefault if there is none. The caller frees them like results.
+// The default value of each argument; kDefault if there is none. The caller frees them like
+// results.
 TCH_EXTENSION_API Message tch_extension_operator_defaults(const Operator* op, Results** result) {
   return guard([&] {
     auto defaults = std::make_unique<Results>();

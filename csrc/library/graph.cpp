@@ -16,7 +16,8 @@ using c10::IValue;
 
 void call_below_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                          torch::jit::Stack& stack) {
-  // The keys include ADInplaceOrView, whose kernel counts the changes of what the operator writes to.
+  // The keys include ADInplaceOrView, whose kernel counts the changes of what the operator writes
+  // to.
   const at::AutoDispatchBelowADInplaceOrView below;
   op.redispatchBoxed(keys & c10::after_autograd_keyset, &stack);
 }
@@ -32,8 +33,8 @@ namespace {
 template <typename Visit>
 void for_each_place(torch::jit::Stack& stack, const Visit& visit) {
   for (IValue& value : stack) {
-    if (value.isTensorList() || (value.isList() && !value.isIntList() && !value.isDoubleList() &&
-                                 !value.isBoolList())) {
+    if (value.isTensorList() ||
+        (value.isList() && !value.isIntList() && !value.isDoubleList() && !value.isBoolList())) {
       auto list = value.toList();
       for (size_t i = 0; i < list.size(); ++i) {
         IValue item = list.get(i);
@@ -88,10 +89,9 @@ TCH_EXTENSION_API void tch_extension_replace_tensors(GraphResults* results,
   });
 }
 
-// Ends the call with these results, and frees them.
+// Ends the call, whose arguments were dropped, with these results, and frees them.
 TCH_EXTENSION_API void tch_extension_give_results(KernelFrame* frame, GraphResults* results) {
   const std::unique_ptr<GraphResults> owned(results);
-  torch::jit::drop(frame->stack, frame->op.schema().arguments().size());
   for (IValue& value : owned->stack) frame->stack.push_back(std::move(value));
 }
 

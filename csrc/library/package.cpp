@@ -13,10 +13,13 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/inductor/aoti_runner/model_container_runner.h>
+#include <torch/csrc/inductor/aoti_torch/proxy_executor.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -36,8 +39,11 @@ namespace {
 using torch::inductor::AOTIModelContainerRunner;
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// The members of the runner that tell what its model is like. They are protected.
+// Members of the runner, which are protected.
 struct Members : AOTIModelContainerRunner {
+  static AOTIProxyExecutorHandle& executor(AOTIModelContainerRunner& runner) {
+    return runner.*&Members::proxy_executor_handle_;
+  }
   static AOTInductorModelContainerHandle container(const AOTIModelContainerRunner& runner) {
     return runner.*&Members::container_handle_;
   }
@@ -46,6 +52,48 @@ struct Members : AOTIModelContainerRunner {
     return reinterpret_cast<Function*>((runner.*&Members::model_so_)->sym(name));
   }
 };
+
+// Calls the operators that are not compiled into the model, and keeps their errors. Code that torch
+// 2.11 generated takes no notice of an error: it goes on with an output that is no tensor, or with
+// a tensor that the operator should have changed, and later versions lose its text.
+class NotingExecutor : public torch::aot_inductor::ProxyExecutor {
+ public:
+  explicit NotingExecutor(ProxyExecutor& own) : own_(own) {}
+
+  void call_function(int node, int num_ints, int64_t* ints, int num_tensors,
+                     AtenTensorHandle* tensors) override {
+    if (error_ != nullptr) throw std::runtime_error("an operator before this one has failed");
+    try {
+      own_.call_function(node, num_ints, ints, num_tensors, tensors);
+    } catch (...) {
+      error_ = std::current_exception();
+      throw;
+    }
+  }
+
+  // Runs `body`, which runs a model in this thread. Throws the error of an operator, if there is
+  // one, even if `body` takes no notice.
+  template <typename Body>
+  static auto checked(Body body) {
+    error_ = nullptr;
+    std::exception_ptr other;
+    std::optional<decltype(body())> result;
+    try {
+      result.emplace(body());
+    } catch (...) {
+      other = std::current_exception();
+    }
+    if (const auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+    if (other != nullptr) std::rethrow_exception(other);
+    return std::move(*result);
+  }
+
+ private:
+  ProxyExecutor& own_;
+  static thread_local std::exception_ptr error_;
+};
+
+thread_local std::exception_ptr NotingExecutor::error_;
 
 // Lets so many threads in at a time, or a single one that wants to be alone.
 //
@@ -141,20 +189,11 @@ class Package {
       : device_(place(type, index)), turnstile_(runners) {
     const Surroundings surroundings(device_);
     runner_ = runner_of(type)(library, runners, device_.str(), folder, single_threaded);
+    note_errors_of_operators(library);
     if (weights != nullptr) runner_->update_constant_buffer_from_blob(weights);
     count(&inputs_, "AOTInductorModelContainerGetNumInputs");
     count(&outputs_, "AOTInductorModelContainerGetNumOutputs");
-    size_t constants = 0;
-    count(&constants, "AOTInductorModelContainerGetNumConstants");
-    auto* const from_folded =
-        Members::function<decltype(AOTInductorModelContainerGetConstantFromFolded)>(
-            *runner_, "AOTInductorModelContainerGetConstantFromFolded");
-    for (size_t index = 0; index < constants; ++index) {
-      bool is_folded = false;
-      if (from_folded(Members::container(*runner_), index, &is_folded) != 0)
-        throw std::runtime_error("its constants cannot be read");
-      has_folded_ |= is_folded;
-    }
+    check_constants();
     fold();
     note_memory();
   }
@@ -179,7 +218,7 @@ class Package {
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const Inside inside(turnstile_);
     const Surroundings surroundings(device_);
-    auto outputs = runner_->run(inputs);
+    auto outputs = NotingExecutor::checked([&] { return runner_->run(inputs); });
     for (auto& output : outputs) {
       // A model may return a view of a constant. Its memory is freed or overwritten sooner.
       if (output.defined() && output.has_storage() &&
@@ -251,6 +290,46 @@ class Package {
     return sorted;
   }
 
+  // The runner calls operators if there is a file that lists them; see the constructor of
+  // AOTIModelContainerRunner. Otherwise its pointer may be uninitialised.
+  void note_errors_of_operators(const std::string& library) {
+    const std::string list = library.substr(0, library.rfind('.')) + ".json";
+    if (access(list.c_str(), F_OK) != 0) return;
+    auto& handle = Members::executor(*runner_);
+    auto* own = reinterpret_cast<torch::aot_inductor::ProxyExecutor*>(handle);
+    if (own == nullptr) return;
+    executor_ = std::make_unique<NotingExecutor>(*own);
+    torch::aot_inductor::ProxyExecutor* noting = executor_.get();
+    handle = reinterpret_cast<AOTIProxyExecutorHandle>(noting);
+  }
+
+  // A model may have been compiled without the values of its constants. Its code would read through
+  // null pointers.
+  void check_constants() {
+    size_t number = 0;
+    count(&number, "AOTInductorModelContainerGetNumConstants");
+    auto* const from_folded =
+        Members::function<decltype(AOTInductorModelContainerGetConstantFromFolded)>(
+            *runner_, "AOTInductorModelContainerGetConstantFromFolded");
+    auto* const name_of =
+        Members::function<decltype(AOTInductorModelContainerGetConstantOriginalFQN)>(
+            *runner_, "AOTInductorModelContainerGetConstantOriginalFQN");
+    const auto container = Members::container(*runner_);
+    const auto all = constants();
+    for (size_t index = 0; index < number; ++index) {
+      bool is_folded = false;
+      const char* name = "";
+      if (from_folded(container, index, &is_folded) != 0 || name_of(container, index, &name) != 0)
+        throw std::runtime_error("its constants cannot be read");
+      has_folded_ |= is_folded;
+      if (is_folded) continue;
+      const auto found = all.find(name);
+      if (found == all.end() || !found->second.defined())
+        throw std::runtime_error(std::string("it has no value of the constant ") + name +
+                                 ": compile it with aot_inductor.package_constants_in_so");
+    }
+  }
+
   void count(size_t* number, const char* name) {
     auto* const ask =
         Members::function<decltype(AOTInductorModelContainerGetNumInputs)>(*runner_, name);
@@ -262,7 +341,10 @@ class Package {
   // would leave the next run waiting for a model that never comes back.
   void fold() {
     if (!has_folded_) return;
-    runner_->run_const_fold(/*use_inactive=*/false);
+    NotingExecutor::checked([&] {
+      runner_->run_const_fold(/*use_inactive=*/false);
+      return true;
+    });
     wait_for_device();
   }
 
@@ -281,6 +363,7 @@ class Package {
 
   const c10::Device device_;
   Turnstile turnstile_;
+  std::unique_ptr<NotingExecutor> executor_;
   std::unique_ptr<AOTIModelContainerRunner> runner_;
   size_t inputs_ = 0, outputs_ = 0;
   bool has_folded_ = false;

@@ -4,9 +4,8 @@
 use super::exceptions::failure;
 use super::library::{Arguments, CResults};
 use super::sym_int::SymInt;
-use super::value::{RawValue, Tag, Value, device_of, kind_of_number, read, slice};
+use super::value::{Output, RawValue, Tag, Value, device_of, kind_of_number, read, slice};
 use super::{exceptions, take_message};
-use crate::library::Output;
 use crate::{Error, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -207,7 +206,7 @@ unsafe extern "C" fn run_typed(kernel: *const c_void, frame: *mut Frame) -> c_in
     // SAFETY: the caller guarantees the type (see `# Safety`).
     let kernel = unsafe { std::mem::transmute::<*const c_void, TypedKernel>(kernel) };
     // SAFETY: as above.
-    unsafe { run(frame, |call| kernel(call)) }
+    unsafe { run(frame, kernel) }
 }
 
 /// # Safety
@@ -227,7 +226,9 @@ unsafe extern "C" fn run_untyped(kernel: *const c_void, frame: *mut Frame) -> c_
 /// `frame` must belong to the C++ frame that calls.
 unsafe fn run(frame: *mut Frame, body: impl FnOnce(&mut Call<'_>) -> Result<()>) -> c_int {
     let error = failure("its kernel", || {
-        let mut call = Call { frame, _borrowed: PhantomData };
+        // SAFETY: the frame is alive (see `# Safety`).
+        let len = unsafe { tch_extension_arguments_len(frame) };
+        let mut call = Call { frame, len, _borrowed: PhantomData };
         body(&mut call)
     });
     let Some(error) = error else { return 0 };
@@ -239,6 +240,8 @@ unsafe fn run(frame: *mut Frame, body: impl FnOnce(&mut Call<'_>) -> Result<()>)
 /// A call of an operator: its arguments, and the place for its results.
 pub struct Call<'f> {
     frame: *mut Frame,
+    /// The number of arguments that lie there; 0 once the results take their place.
+    len: usize,
     _borrowed: PhantomData<&'f mut Frame>,
 }
 
@@ -280,32 +283,31 @@ impl std::ops::Deref for BorrowedList<'_> {
 }
 
 impl Call<'_> {
-    fn frame(&self) -> *mut Frame {
-        self.frame
-    }
-
     #[inline]
     pub(crate) fn argument(&self, index: usize) -> Argument<'_> {
         let mut raw = RawValue::none();
-        // SAFETY: the frame is alive, and the operator's schema has this argument: the kernel was
-        // made for it.
-        unsafe { tch_extension_argument(self.frame, index, &mut raw) };
+        if index < self.len {
+            // SAFETY: the frame is alive, and the argument is there.
+            unsafe { tch_extension_argument(self.frame, index, &mut raw) };
+        }
         Argument { raw, call: self, index }
     }
 
     fn name(&self, index: usize) -> String {
-        // SAFETY: as above; the text lives as long as the operator.
+        if index >= self.len {
+            return format!("argument {index}");
+        }
+        // SAFETY: the frame is alive, and the argument is there. The text lives as long as the
+        // operator.
         let name = unsafe { CStr::from_ptr(tch_extension_argument_name(self.frame, index)) };
         name.to_string_lossy().into_owned()
     }
 
     /// All arguments, by their types in the schema.
     fn all(&self) -> Result<Vec<Output>> {
-        // SAFETY: the frame is alive.
-        let len = unsafe { tch_extension_arguments_len(self.frame()) };
-        let mut values = vec![RawValue::none(); len];
-        // SAFETY: there is room for each argument.
-        checked(unsafe { tch_extension_all_arguments(self.frame(), values.as_mut_ptr()) })?;
+        let mut values = vec![RawValue::none(); self.len];
+        // SAFETY: the frame is alive, and there is room for each argument.
+        checked(unsafe { tch_extension_all_arguments(self.frame, values.as_mut_ptr()) })?;
         // SAFETY: the data that the values point to lives as long as the frame.
         values.iter().map(|value| unsafe { read(value) }).collect()
     }
@@ -329,8 +331,11 @@ impl Call<'_> {
     /// Ends the use of the arguments. The results take their place.
     #[inline]
     pub(crate) fn drop_arguments(&mut self) {
-        // SAFETY: the frame is alive, and whatever borrows from the arguments borrows from `self`.
-        unsafe { tch_extension_drop_arguments(self.frame) }
+        if std::mem::take(&mut self.len) > 0 {
+            // SAFETY: the frame is alive, and whatever borrows from the arguments borrows from
+            // `self`.
+            unsafe { tch_extension_drop_arguments(self.frame) }
+        }
     }
 
     #[inline]
@@ -522,8 +527,9 @@ unsafe fn owned(handle: *mut C_tensor) -> Option<Tensor> {
 impl Call<'_> {
     /// Calls the operator below autograd with the same arguments.
     pub(crate) fn call_below(&self) -> Result<GraphResults> {
+        self.check_alive()?;
         let mut results = std::ptr::null_mut();
-        // SAFETY: the frame is alive. We own the results.
+        // SAFETY: the frame is alive, with its arguments. We own the results.
         let message = unsafe { tch_extension_call_below(self.frame, &mut results) };
         match (take_message(message), NonNull::new(results)) {
             (None, Some(results)) => Ok(GraphResults(results)),
@@ -531,8 +537,18 @@ impl Call<'_> {
         }
     }
 
+    /// An error once the results have taken the place of the arguments.
+    fn check_alive(&self) -> Result<()> {
+        // SAFETY: the frame is alive.
+        if self.len == unsafe { tch_extension_arguments_len(self.frame) } {
+            return Ok(());
+        }
+        Err(Error::msg("internal error: the call has its results already"))
+    }
+
     /// Ends the call with these results.
     pub(crate) fn give_results(&mut self, results: GraphResults) {
+        self.drop_arguments();
         let results = ManuallyDrop::new(results);
         // SAFETY: the frame is alive, and C++ takes ownership.
         unsafe { tch_extension_give_results(self.frame, results.0.as_ptr()) }
@@ -540,8 +556,9 @@ impl Call<'_> {
 
     /// Keeps the arguments that are no tensors.
     pub(crate) fn keep(&self) -> Result<Arguments> {
+        self.check_alive()?;
         let mut kept = std::ptr::null_mut();
-        // SAFETY: the frame is alive. We own the result.
+        // SAFETY: the frame is alive, with its arguments. We own the result.
         let message = unsafe { tch_extension_keep_frame(self.frame, &mut kept) };
         match (take_message(message), NonNull::new(kept)) {
             // SAFETY: C++ made it for us.
@@ -573,6 +590,19 @@ pub(crate) fn is_traced(tensors: &[&Tensor]) -> bool {
 /// Makes an error of libtorch's one of ours, which stands for the same exception.
 pub(crate) fn named(name: &str, error: &Error) -> Error {
     Error::Torch(exceptions::named(name, &error.to_string()))
+}
+
+/// Calls an `extern "C" fn()` when the program or library is loaded that contains this use.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! tch_extension_when_loaded {
+    ($function:path) => {
+        // SAFETY: the loader calls each function pointer of this section, with arguments that a
+        // function without parameters ignores, after it has initialised what the library depends on.
+        #[used]
+        #[unsafe(link_section = ".init_array")]
+        static WHEN_LOADED: extern "C" fn() = $function;
+    };
 }
 
 /// Why registrations failed: one line for each.

@@ -24,7 +24,7 @@ pub(crate) mod sharded;
 pub(crate) mod sym_int;
 pub(crate) mod tensor;
 pub(crate) mod testing;
-pub(crate) mod value;
+mod value;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};

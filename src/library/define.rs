@@ -36,9 +36,8 @@ pub type Kernel = fn(&[Output]) -> Result<Vec<Output>>;
 /// ```
 ///
 /// # Errors
-/// When the schema is malformed or the operator is defined already, which may be by another library;
-/// the message then says by which. Also when libtorch understands the schema in another way than it
-/// is written.
+/// When the schema is malformed, or when the operator is defined already, perhaps by another library;
+/// the message then says where.
 #[track_caller]
 pub fn define(namespace: &str, schema: &str) -> Result<()> {
     let location = Location::caller();
@@ -49,6 +48,16 @@ pub fn define(namespace: &str, schema: &str) -> Result<()> {
 pub(super) fn define_at(namespace: &str, schema: &str, place: ffi::Place<'_>) -> Result<()> {
     let name = schema.split('(').next().unwrap_or_default().trim();
     let qualified = format!("{namespace}::{name}");
+    if schema.contains('\0') {
+        return Err(Error::msg(format!("{namespace}::{name:?}: its schema contains a zero byte")));
+    }
+    // libtorch accepts any text, and nobody could write the operator's name.
+    let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+    if namespace.is_empty() || !namespace.chars().all(is_word) {
+        return Err(Error::msg(format!(
+            "{qualified}: the namespace: expected letters, digits and _, got {namespace:?}"
+        )));
+    }
     ffi::define(namespace, schema, place).map_err(|error| ffi::named(&qualified, &error))
 }
 

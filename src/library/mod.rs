@@ -1,5 +1,5 @@
 //! Calls any operator that is registered with libtorch's dispatcher, as `torch.ops` and
-//! `torch.ops.load_library` do in Python.
+//! `torch.ops.load_library` do in Python, and registers operators that are written in Rust.
 //!
 //! [`Library::load`] loads a shared library that registers operators (`TORCH_LIBRARY`), whoever
 //! wrote it. [`Operator::find`] finds one of its operators, or one of libtorch's own operators that
@@ -23,6 +23,10 @@
 //! assert_eq!(y, Tensor::full([2, 4], 2.0, (Kind::Float, Device::Cpu)));
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
+//!
+//! The other way round, [`operators!`](crate::operators) defines operators in Rust, for Python,
+//! `torch.compile`, TorchScript, C++ and whoever else knows libtorch's dispatcher. [`define`] and
+//! [`implement`] do the same without the macro.
 //!
 //! A call runs with the grad mode and the autocast settings of its thread. [`Operator::call`]
 //! describes what happens if an operator has no gradient.

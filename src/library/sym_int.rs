@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 /// # Panics
 /// When the tensor has no sizes, which is so for some sparse and nested tensors.
 pub fn sizes(tensor: &Tensor) -> Vec<SymInt> {
-    ffi::sizes(tensor).unwrap_or_else(|error| panic!("{error}"))
+    ffi::sizes(tensor).unwrap_or_else(|error| panic!("sizes: {error}"))
 }
 
 /// An uninitialised, contiguous tensor of these sizes, on the device of `like`: what a fake kernel
@@ -79,7 +79,7 @@ fn combine(operation: u8, a: &SymInt, b: &SymInt) -> SymInt {
         };
         return known.into();
     }
-    a.combine(operation, b).unwrap_or_else(|error| panic!("{error}"))
+    a.combine(operation, b).unwrap_or_else(|error| panic!("SymInt: {error}"))
 }
 
 impl From<i64> for SymInt {
@@ -119,6 +119,13 @@ operations! {
     Rem rem b'%';
 }
 
+fn is_less(a: &SymInt, b: &SymInt) -> bool {
+    match (a.number(), b.number()) {
+        (Some(a), Some(b)) => a < b,
+        _ => a.is_less(b).unwrap_or_else(|error| panic!("SymInt: {error}")),
+    }
+}
+
 /// A comparison of symbols makes what is traced valid only where the answer is the same.
 ///
 /// It panics when the answer depends on the values of a tensor.
@@ -126,7 +133,7 @@ impl PartialEq for SymInt {
     fn eq(&self, other: &SymInt) -> bool {
         match (self.number(), other.number()) {
             (Some(a), Some(b)) => a == b,
-            _ => self.equals(other).unwrap_or_else(|error| panic!("{error}")),
+            _ => self.equals(other).unwrap_or_else(|error| panic!("SymInt: {error}")),
         }
     }
 }
@@ -146,27 +153,24 @@ impl PartialOrd for SymInt {
         if self == other {
             return Some(Ordering::Equal);
         }
-        let less = self.is_less(other).unwrap_or_else(|error| panic!("{error}"));
-        Some(if less { Ordering::Less } else { Ordering::Greater })
+        Some(if is_less(self, other) { Ordering::Less } else { Ordering::Greater })
     }
 
+    // Each asks one question, so that what is traced gets one guard.
     fn lt(&self, other: &SymInt) -> bool {
-        match (self.number(), other.number()) {
-            (Some(a), Some(b)) => a < b,
-            _ => self.is_less(other).unwrap_or_else(|error| panic!("{error}")),
-        }
+        is_less(self, other)
     }
 
     fn gt(&self, other: &SymInt) -> bool {
-        other < self
+        is_less(other, self)
     }
 
     fn le(&self, other: &SymInt) -> bool {
-        !(other < self)
+        !is_less(other, self)
     }
 
     fn ge(&self, other: &SymInt) -> bool {
-        !(self < other)
+        !is_less(self, other)
     }
 }
 

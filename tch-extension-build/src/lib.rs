@@ -38,7 +38,7 @@
 //! sources that changed or whose headers did. The library reaches the final program through any
 //! number of crates, and as a whole if it registers operators with `TORCH_LIBRARY`. Call
 //! [`link_args`] in each package that makes a program or has tests: without it, they need
-//! `LD_LIBRARY_PATH`.
+//! `LD_LIBRARY_PATH`. A library that Python loads calls [`python_link_args`] instead.
 //!
 //! If CUDA is compiled in, the cfg `tch_extension_cuda` is set for the crate and the macro
 //! `TCH_EXTENSION_CUDA` for its C++ code:

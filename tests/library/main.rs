@@ -10,6 +10,7 @@ use tch_extension::{Result, args};
 
 mod arguments;
 mod compiled;
+mod defined;
 mod exceptions;
 mod gradients;
 mod levels;

@@ -45,14 +45,20 @@ fn a_copy_of_a_constant_is_not_the_constant() {
 #[test]
 fn constants_that_depend_on_others_follow_them() {
     let Some(folder) = packages("constants_that_depend_on_others_follow_them") else { return };
-    let package = load(folder, "fixed.pt2");
-    assert_eq!(package.constants().collect::<Vec<_>>(), ["weight"]);
-    let x = eighths(&[2, 4]);
-    for factor in [2.0, -1.0, 4.0] {
-        let weight = eighths(&[4, 4]) * factor;
-        package.update_constants(&[("weight", &weight)]).unwrap();
-        let outputs = package.run(&[&x]).unwrap();
-        assert_equal(&outputs, &[x.matmul(&(&weight + weight.tr()))]);
+    // In the second package the constant is in a file of its own.
+    for name in ["fixed.pt2", "weights.pt2"] {
+        let package = load(folder, name);
+        assert_eq!(package.constants().collect::<Vec<_>>(), ["weight"]);
+        assert!(package.constant("weight").unwrap().equal(&eighths(&[4, 4])));
+        let x = eighths(&[2, 4]);
+        for factor in [1.0, 2.0, -1.0, 4.0] {
+            let weight = eighths(&[4, 4]) * factor;
+            if factor != 1.0 {
+                package.update_constants(&[("weight", &weight)]).unwrap();
+            }
+            let outputs = package.run(&[&x]).unwrap();
+            assert_equal(&outputs, &[x.matmul(&(&weight + weight.tr()))]);
+        }
     }
 }
 

@@ -59,7 +59,9 @@ fn a_package_for_something_else_is_an_error() {
     for (name, expected) in [
         ("elsewhere", "it was compiled for the device \"xpu\", which is not supported"),
         ("nowhere", "it does not say which device it was compiled for"),
+        ("other_libtorch", "it was compiled by another torch than this libtorch 2."),
         ("other_libtorch", "undefined symbol: aoti_torch_empty_stridxx"),
+        ("no_weights", "it has no value of the constant weight: compile it with aot_inductor."),
         ("no_library", "it has no compiled library"),
         ("no_library_at_all", "file too short"),
     ] {

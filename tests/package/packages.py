@@ -73,8 +73,12 @@ class Fixed(torch.nn.Module):
 
 
 class Custom(torch.nn.Module):
+    """Calls two operators that are written in Rust; one of them returns nothing."""
+
     def forward(self, x, y):
-        return torch.ops.tch_package_test.muladd(x, y, 2.0) + 1
+        z = x + 1
+        torch.ops.tch_package_test.limit_(z, 100.0)
+        return torch.ops.tch_package_test.muladd(z, y, 2.0) + 1
 
 
 class Scripted(torch.nn.Module):
@@ -86,6 +90,9 @@ def muladd(a, b, c):
     return a * b + c
 
 
+torch.library.define("tch_package_test::limit_", "(Tensor(a!) x, float most) -> ()")
+torch.library.impl("tch_package_test::limit_", "CompositeExplicitAutograd", lambda x, most: None)
+torch.library.register_fake("tch_package_test::limit_", lambda x, most: None)
 torch.library.define("tch_package_test::muladd", "(Tensor a, Tensor b, float c) -> Tensor")
 torch.library.impl("tch_package_test::muladd", "CompositeExplicitAutograd", muladd)
 torch.library.register_fake("tch_package_test::muladd", lambda a, b, c: torch.empty_like(a))
@@ -144,7 +151,14 @@ with torch.no_grad():
     package("model", Model(), example, shapes, always_keep_tensor_constants=True)
     folding = {"aot_inductor.use_runtime_constant_folding": True}
     package("fixed", Fixed(), (eighths(2, 4),), None, metadata=False, **folding)
-    package("custom", Custom(), (eighths(2, 3), eighths(2, 3)), None, metadata=False)
+    # The same model, with its constants in a file of their own.
+    blob = {
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.package_constants_on_disk_format": "binary_blob",
+    }
+    package("weights", Fixed(), (eighths(2, 4),), None, metadata=False, **blob)
+    rows = torch.export.Dim("rows")
+    package("custom", Custom(), (eighths(2, 3), eighths(2, 3)), ({0: rows}, {0: rows}))
 
 rewrite("model", "bare", with_metadata(tch_extension__inputs=None))
 rewrite("fixed", "elsewhere", with_metadata(AOTI_DEVICE_KEY="xpu"))
@@ -153,6 +167,7 @@ rewrite("fixed", "cuda", with_metadata(AOTI_DEVICE_KEY="cuda"))
 rewrite("fixed", "other_libtorch", other_libtorch)
 rewrite("fixed", "no_library", lambda file, data: None if file.endswith(".so") else data)
 rewrite("fixed", "no_library_at_all", lambda file, data: b"text" if file.endswith(".so") else data)
+rewrite("weights", "no_weights", lambda file, data: None if file.endswith(".blob") else data)
 rewrite("fixed", "no_source", lambda file, data: None if file.endswith(".cpp") else data)
 torch.jit.script(Scripted()).save(str(folder / "script.pt"))
 print("written")

@@ -13,9 +13,12 @@ fn root() -> PathBuf {
 /// python3, which also finds the packages that set-up fetched.
 fn python3(root: &Path) -> Command {
     let mut command = Command::new("python3");
-    let packages = root.join(".venv/site");
-    if packages.exists() {
-        command.env("PYTHONPATH", packages);
+    let folders = [".venv/python", ".venv/site"].map(|folder| root.join(folder));
+    let present = folders.into_iter().filter(|folder| folder.exists());
+    if let Ok(path) = std::env::join_paths(present)
+        && !path.is_empty()
+    {
+        command.env("PYTHONPATH", path);
     }
     command
 }

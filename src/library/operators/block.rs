@@ -129,8 +129,7 @@ impl Block {
         for operator in &self.operators {
             let name = format!("{}::{}", self.namespace, operator.name);
             if Operator::find(&name, "")?.is_some() {
-                // libtorch's own refusal says who defined it.
-                define_at(self.namespace, &operator.schema(), place)?;
+                return Err(self.defined_already(&name, operator, place));
             }
         }
         for operator in &self.operators {
@@ -138,6 +137,20 @@ impl Block {
             operator.check(self.namespace)?;
         }
         self.operators.iter().try_for_each(|operator| operator.implement(self.namespace, place))
+    }
+}
+
+impl Block {
+    fn defined_already(&self, name: &str, operator: &Definition, place: Place<'_>) -> Error {
+        // libtorch's own refusal says who defined it.
+        let refusal = define_at(self.namespace, &operator.schema(), place).err();
+        let refusal = refusal.map_or(String::new(), |error| error.to_string());
+        let before =
+            refusal.rsplit_once("Original registration: ").map(|(_, before)| before.trim());
+        Error::msg(format!(
+            "{name} is defined already, {}; is this library loaded twice?",
+            before.unwrap_or("registered elsewhere")
+        ))
     }
 }
 

@@ -38,10 +38,116 @@ pub mod expansion {
     }
 }
 
-/// Defines operators.
+/// Defines operators and registers them with libtorch's dispatcher: `TORCH_LIBRARY` for Rust.
+///
+/// Python then finds them in `torch.ops`, [`Operator::find`](crate::library::Operator::find) finds
+/// them in Rust, and `torch.compile`, `torch.export`, AOTInductor, TorchScript and C++ see them with
+/// their gradients. They are registered when the program, or the library that Python loads, starts.
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_extension::library::{Operator, new_empty, sizes};
+/// use tch_extension::{Result, args};
+///
+/// tch_extension::operators! {
+///     namespace macro_example;
+///
+///     /// a * b + c, with a gradient. In Python: torch.ops.macro_example.muladd(a, b).
+///     fn muladd(a: &Tensor, b: &Tensor, c: f64 = 1.0) -> Tensor {
+///         cpu = muladd,
+///         fake = |a, _b, _c| new_empty(a, &sizes(a)),
+///         backward = |ctx, grads| {
+///             let (grad, a, b) = (grads.get(0)?, ctx.saved(0)?, ctx.saved(1)?);
+///             Ok([grad * b, grad * a].into())
+///         },
+///         save = [a, b],
+///         double_backward = true,
+///     }
+///
+///     /// It consists of other operators, and needs nothing else.
+///     fn square(x: &Tensor) -> Tensor {
+///         composite = |x| Ok(x * x),
+///     }
+/// }
+///
+/// fn muladd(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
+///     Ok(a * b + c)
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let (a, b) = (Tensor::from(2.0).set_requires_grad(true), Tensor::from(5.0));
+/// let y: Tensor = Operator::find("macro_example::muladd")?.call(args![&a, &b])?;
+/// y.backward();
+/// assert_eq!((f64::try_from(y)?, f64::try_from(a.grad())?), (11.0, 5.0));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Types
+/// The schema is made from the signature, and compared with what libtorch reads in it. The types of
+/// all kernels are checked by the compiler.
+///
+/// | in the signature | in the schema | written in Python as |
+/// |---|---|---|
+/// | `&Tensor`, `&[Tensor]`, `&[Option<Tensor>]` | `Tensor`, `Tensor[]`, `Tensor?[]` | a tensor, a list of them |
+/// | `&mut Tensor` | `Tensor(a!)` | a tensor that the operator changes |
+/// | `i64`, `&[i64]`, `Vec<i64>` | `int`, `int[]` | ints |
+/// | [`SymInt`](crate::library::SymInt), `&[SymInt]` | `SymInt`, `SymInt[]` | ints that are sizes |
+/// | `f64`, `&[f64]`, `bool`, `&[bool]`, `&str` | `float`, `float[]`, `bool`, `bool[]`, `str` | |
+/// | `Kind`, `Device` | `ScalarType`, `Device` | a `torch.dtype`, a `torch.device` |
+/// | `Option<T>` of these | `T?` | `None` is possible |
+///
+/// A default value is an expression of the type: `eps: f64 = 1e-5`, `bias: Option<&Tensor> = None`,
+/// `dims: &[i64] = &[0, 1]`, `how: &str = "mean"`. Results are `Tensor`, `Option<Tensor>`,
+/// `Vec<Tensor>`, `i64`, `SymInt`, `f64`, `bool`, or a tuple of up to 8 of them; without `->` there is
+/// none.
+///
+/// While a program is traced for any size, its sizes are symbols. If `n: i64` gets one, what is
+/// traced works for that size only. With `n: SymInt` it works for all: the kernels `cpu` and `cuda`
+/// still get an `i64`, because they run on numbers, and the others get a
+/// [`SymInt`](crate::library::SymInt).
+///
+/// # Kernels
+/// Each is a function or a closure without captured values, with the signature's types, that returns
+/// a [`Result`](crate::Result). An `Err` or a panic is a `RuntimeError` in Python. Several keys can
+/// have one kernel: `cpu, cuda = f`.
+///
+/// | | runs for |
+/// |---|---|
+/// | `cpu`, `cuda` | tensors on that device. `cuda` can be there without a GPU or CUDA |
+/// | `fake` | fake tensors, with sizes and no values, while a program is traced: [`sizes`](crate::library::sizes) and [`empty`](crate::library::empty) keep it general. `torch.compile` and `torch.export` need it |
+/// | `composite` | everything, in place of all others: an operator that consists of others |
+/// | `key("AutocastCPU")` | any other key of the dispatcher |
+///
+/// # Gradients
+/// - `backward` is a function of a [`CallContext`](crate::library::CallContext) and the gradients of
+///   the results. It returns a gradient for each argument that is a tensor, in their order; an absent
+///   one counts, and those of a list count one by one. [`saved`](crate::autograd::Context::saved)
+///   finds what `save` names: arguments, `result`, or `result.1` of several, and without `save` all
+///   arguments and then all results. Other arguments are found by name with
+///   [`argument`](crate::library::CallContext::argument). With `double_backward = true`, it can be
+///   differentiated itself
+///   ([`Function::DOUBLE_BACKWARD`](crate::autograd::Function::DOUBLE_BACKWARD)). For an operator that
+///   changes arguments in place, the first gradients are those of these arguments.
+/// - `autograd` is a kernel for the key `Autograd`, for what `backward` cannot say. It runs first, and
+///   calls its operator again with [`below_autograd`](crate::library::below_autograd), usually inside
+///   a [`Function`](crate::autograd::Function).
+/// - `composite` operators have the gradient of what they call.
+/// - Without any of them, a backward pass through the operator is an error that names it.
+///
+/// While a program is traced, backward passes are traced, too. So `backward` may call operators of tch
+/// and registered ones, and it must not read memory. If it needs a kernel of its own, make it an
+/// operator, such as `muladd_backward`, with a `fake` of its own.
+///
+/// # Registration
+/// The macro can be used several times in a crate, with the same namespace or others. An operator that
+/// is defined already, or a libtorch of another version, makes one line on stderr and an error in
+/// [`registration_error`](crate::library::registration_error); the program goes on. Registration never
+/// ends, so a library must never be unloaded: `tch_extension_build::python_link_args` in build.rs
+/// sees to it.
 #[macro_export]
 macro_rules! operators {
-    (namespace $namespace:ident; $($(#[$meta:meta])* fn $name:ident($($arguments:tt)*) $(-> $result:ty)? { $($kernels:tt)* })*) => {
+    (namespace $namespace:ident; $($(#[doc = $doc:expr])* fn $name:ident($($arguments:tt)*) $(-> $result:ty)? { $($kernels:tt)* })*) => {
         const _: () = {
             fn block() -> $crate::library::expansion::Block {
                 $crate::library::expansion::Block {
@@ -54,9 +160,7 @@ macro_rules! operators {
             extern "C" fn initialize() {
                 $crate::library::expansion::register(block);
             }
-            #[used]
-            #[unsafe(link_section = ".init_array")]
-            static INITIALIZE: extern "C" fn() = initialize;
+            $crate::tch_extension_when_loaded!(initialize);
         };
     };
 

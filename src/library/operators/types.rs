@@ -3,7 +3,7 @@
 
 use crate::Result;
 use crate::ffi::define::{self as ffi, Borrowed, BorrowedList, Call};
-use crate::ffi::value::Value;
+use crate::ffi::library::Value;
 use crate::library::{Output, SymInt};
 use tch::{Device, Kind, Tensor};
 
@@ -93,7 +93,7 @@ macro_rules! read_values {
             }
 
             #[inline]
-            fn give<'a>(held: &'a mut $type) -> $type {
+            fn give(held: &mut $type) -> $type {
                 held.clone()
             }
         }
@@ -120,7 +120,7 @@ macro_rules! read_lists {
                 argument.list(|item| item.$method())
             }
 
-            fn give<'a>(held: &'a mut Vec<$item>) -> &'a [$item] {
+            fn give(held: &mut Vec<$item>) -> &[$item] {
                 held
             }
         }
@@ -200,7 +200,7 @@ impl Read for &[Option<Tensor>] {
         })
     }
 
-    fn give<'a>(held: &'a mut Vec<Option<Tensor>>) -> &'a [Option<Tensor>] {
+    fn give(held: &mut Vec<Option<Tensor>>) -> &[Option<Tensor>] {
         held
     }
 }

@@ -9,9 +9,10 @@ use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 use zip::ZipArchive;
 
-/// The unpacked files of a model. The folder is removed when this is dropped.
+/// The unpacked files of a model.
 pub(super) struct Unpacked {
-    folder: TempDir,
+    /// Removed when it is dropped.
+    pub folder: TempDir,
     /// The compiled model.
     pub library: PathBuf,
     /// Constants that are not in the library.
@@ -20,12 +21,6 @@ pub(super) struct Unpacked {
     pub metadata: BTreeMap<String, String>,
     /// The generated C++; empty if there is none.
     pub source: String,
-}
-
-impl Unpacked {
-    pub fn folder(&self) -> &Path {
-        self.folder.path()
-    }
 }
 
 /// Unpacks the files of a model, and checks their checksums.

@@ -226,11 +226,134 @@ impl<'a> Symbol<'a> {
         let rest = line.strip_prefix("int64_t ").or_else(|| line.strip_prefix("auto "))?;
         let (name, size) = rest.strip_suffix(';')?.split_once(" = ")?;
         let (input, dim) = size.split_once("_size[")?;
-        Some(Symbol { name, input, dim: dim.strip_suffix(']')?.parse().ok()? })
+        Some(Symbol { name, input, dim: dimension(dim.strip_suffix(']')?)? })
     }
 }
 
 /// The dimension in `arg0_1_size[1]`.
 fn element(text: &str, name: &str, what: &str) -> Option<usize> {
-    text.strip_prefix(name)?.strip_prefix(what)?.strip_prefix('[')?.strip_suffix(']')?.parse().ok()
+    let rest = text.strip_prefix(name)?.strip_prefix(what)?;
+    dimension(rest.strip_prefix('[')?.strip_suffix(']')?)
+}
+
+/// No tensor has more than 64 dimensions.
+fn dimension(text: &str) -> Option<usize> {
+    text.parse().ok().filter(|dim| *dim < 64)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lines that count, as torch 2.11 and 2.13 write them, of inputs with these sizes and
+    /// strides. `2..64` is a range.
+    fn source(inputs: &[(&str, &[&str], &[&str])], symbols: &[&str]) -> String {
+        let mut text = String::new();
+        for (index, (dtype, sizes, strides)) in inputs.iter().enumerate() {
+            text += &format!(
+                "    ConstantHandle arg{index}_1 = ConstantHandle(input_handles[{index}]);
+    int32_t arg{index}_1_dtype;
+    int32_t arg{index}_1_expected_dtype = aoti_torch_dtype_{dtype}();
+    if (arg{index}_1_expected_dtype != arg{index}_1_dtype) {{
+    auto arg{index}_1_size = arg{index}_1.sizes();\n"
+            );
+            for (dim, size) in sizes.iter().enumerate() {
+                let place = format!("arg{index}_1_size[{dim}]");
+                let Some((least, most)) = size.split_once("..") else {
+                    text += &format!("    if ({size} != {place}) {{\n");
+                    continue;
+                };
+                text += &format!("    if ({place} < {least}) {{\n");
+                if !most.is_empty() {
+                    text += &format!("    if ({place} > {most}) {{\n");
+                }
+            }
+            for (dim, stride) in strides.iter().enumerate().filter(|(_, stride)| **stride != "?") {
+                text += &format!("    if ({stride} != arg{index}_1_stride[{dim}]) {{\n");
+            }
+            text += &format!("    int32_t arg{index}_1_expected_device_type = 0;\n");
+        }
+        symbols.iter().for_each(|symbol| text += &format!("    int64_t {symbol};\n"));
+        text
+    }
+
+    fn inputs(inputs: &[(&str, &[&str], &[&str])], symbols: &[&str]) -> Result<Inputs, String> {
+        Generated::read(&source(inputs, symbols)).expect("checks").inputs()
+    }
+
+    #[test]
+    fn fixed_sizes_and_a_single_bounded_symbol_are_known() {
+        let found = inputs(&[("float32", &["2", "4"], &["4", "1"]), ("bool", &[], &[])], &[]);
+        let device = r#""device": "cpu""#;
+        let expected = format!(
+            r#"{{"inputs": [{{"kind": "float32", "sizes": [2, 4], "strides": [4, 1], {device}}},
+                {{"kind": "bool", "sizes": [], "strides": [], {device}}}]}}"#
+        );
+        assert_eq!(found, Inputs::read(&expected, DeviceType::Cuda));
+        for (range, json) in [("1..", "[1, null]"), ("0..64", "[0, 64]"), ("2..64", "[2, 64]")] {
+            let found = inputs(
+                &[("float32", &[range, "4"], &["4", "1"]), ("int64", &[range], &["1"])],
+                &["s17 = arg0_1_size[0]", "u0 = buf1_size[0]"],
+            );
+            let expected = format!(
+                r#"{{"inputs": [{{"kind": "float32", "sizes": ["s17", 4], "strides": [4, 1], {device}}},
+                    {{"kind": "int64", "sizes": ["s17"], "strides": [1], {device}}}],
+                    "ranges": {{"s17": {json}}}}}"#
+            );
+            assert_eq!(found, Inputs::read(&expected, DeviceType::Cuda), "{range}");
+        }
+    }
+
+    #[test]
+    fn what_the_source_leaves_open_is_said() {
+        type Case<'a> = (&'a [(&'a str, &'a [&'a str], &'a [&'a str])], &'a [&'a str], &'a str);
+        let symbol: &[&str] = &["s0 = arg0_1_size[0]"];
+        let cases: [Case<'_>; 5] = [
+            // Twice the size has the same range.
+            (
+                &[("int8", &["0.."], &["1"]), ("int8", &["0.."], &["1"])],
+                symbol,
+                "dimension 0 of input 1",
+            ),
+            // Another range: not the same size.
+            (
+                &[("int8", &["1.."], &["1"]), ("int8", &["2.."], &["1"])],
+                symbol,
+                "dimension 0 of input 1",
+            ),
+            // Either of two symbols.
+            (
+                &[("int8", &["1..", "1.."], &["8", "1"]), ("int8", &["1.."], &["1"])],
+                &["s0 = arg0_1_size[0]", "s1 = arg0_1_size[1]"],
+                "which other size is that of dimension 0 of input 1",
+            ),
+            // A stride that depends on a size.
+            (
+                &[("int8", &["1..", "2.."], &["?", "1"])],
+                &["s0 = arg0_1_size[0]", "s1 = arg0_1_size[1]"],
+                "the stride of dimension 0 of input 0, which depends on sizes",
+            ),
+            // A dimension of which nothing is said.
+            (&[("int8", &[], &["?", "1"])], &[], "dimension 0 of input 0"),
+        ];
+        for (described, symbols, expected) in cases {
+            let open = inputs(described, symbols).expect_err("something is open");
+            assert!(open.contains(expected), "{open}");
+        }
+    }
+
+    #[test]
+    fn another_source_is_not_understood() {
+        let good = source(&[("float32", &["2"], &["1"])], &[]);
+        assert!(Generated::read(&good).is_some());
+        for bad in [
+            String::new(),
+            "int main() {}".to_string(),
+            good.replace("aoti_torch_dtype_float32", "aoti_torch_dtype_float4"),
+            good.replace("expected_device_type = 0", "expected_device_type = 7"),
+            good.replace("input_handles[0]", "input_handles[1]"),
+        ] {
+            assert_eq!(Generated::read(&bad), None, "{bad}");
+        }
+    }
 }

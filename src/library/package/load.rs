@@ -4,6 +4,7 @@ use super::archive::{self, Unpacked};
 use super::generated::Generated;
 use super::inputs::{DeviceType, Inputs};
 use super::{Package, PackageOptions};
+use crate::ffi::loader::libtorch_version;
 use crate::ffi::package as ffi;
 use std::collections::BTreeMap;
 use std::ffi::CString;
@@ -41,7 +42,7 @@ pub(super) fn load(path: &Path, options: &PackageOptions) -> Loaded<Package> {
     let weights = unpacked.weights.as_deref().map(text).transpose()?;
     let compiled = ffi::Compiled {
         library: &text(&unpacked.library)?,
-        folder: &text(unpacked.folder())?,
+        folder: &text(unpacked.folder.path())?,
         weights: weights.as_deref(),
         device_type: match device_type {
             DeviceType::Cpu => c"cpu",
@@ -51,7 +52,7 @@ pub(super) fn load(path: &Path, options: &PackageOptions) -> Loaded<Package> {
         runners: options.runners,
         single_threaded: options.single_threaded,
     };
-    let model = ffi::Package::load(&compiled).map_err(|error| error.to_string())?;
+    let model = ffi::Package::load(&compiled).map_err(|error| explained(&error.to_string()))?;
     if model.inputs != inputs.inputs.len() {
         return Err(format!(
             "the model has {} inputs, but {} are described",
@@ -69,8 +70,19 @@ pub(super) fn load(path: &Path, options: &PackageOptions) -> Loaded<Package> {
         DeviceType::Cuda => Device::Cuda(usize::try_from(model.index).unwrap_or_default()),
     };
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let metadata = unpacked.metadata.clone();
-    Ok(Package { model, name, device, inputs, constants, metadata, _folder: unpacked })
+    let Unpacked { folder, metadata, .. } = unpacked;
+    Ok(Package { model, name, device, inputs, constants, metadata, _folder: folder })
+}
+
+/// Adds what a reason of the dynamic loader's means.
+fn explained(reason: &str) -> String {
+    if !reason.contains("undefined symbol") {
+        return reason.to_string();
+    }
+    format!(
+        "it was compiled by another torch than this libtorch {}, or needs a library that is not loaded ({reason})",
+        libtorch_version()
+    )
 }
 
 /// The index of the device; -1 for the current one.

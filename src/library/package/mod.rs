@@ -8,11 +8,11 @@ mod load;
 
 use crate::ffi::package as ffi;
 use crate::{Error, Result};
-use archive::Unpacked;
 use inputs::Inputs;
 use std::collections::BTreeMap;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
 
 /// A model that was compiled ahead of time: a `.pt2` file that Python's
 /// `torch._inductor.aoti_compile_and_package` wrote. It runs without Python.
@@ -110,7 +110,7 @@ pub struct Package {
     inputs: Inputs,
     constants: BTreeMap<String, (Vec<i64>, Option<Kind>)>,
     metadata: BTreeMap<String, String>,
-    _folder: Unpacked,
+    _folder: TempDir,
 }
 
 /// The options of [`Package::load_with`].
@@ -198,8 +198,10 @@ impl Package {
     /// [`call_spec`](Package::call_spec) says. They are constants: no gradient flows through.
     ///
     /// # Errors
-    /// When an input is not what the model was compiled for; then nothing has run. When the model
-    /// itself fails: libtorch 2.11 then prints the reason to the standard error stream.
+    /// When an input is not what the model was compiled for; then nothing has run. When an operator
+    /// that the model calls fails, also where the compiled code takes no notice of it. When the
+    /// compiled code itself fails: libtorch 2.11 then prints the reason to the standard error stream
+    /// only.
     pub fn run(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         self.inputs.check(&self.name, self.device, inputs)?;
         let outputs = self.model.run(inputs).map_err(|error| self.failed(&error))?;

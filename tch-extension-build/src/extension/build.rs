@@ -282,13 +282,22 @@ pub fn python_link_args() {
         ("benches", "benches"),
         ("examples", "examples"),
     ];
-    let present = kinds.iter().filter(|(_, place)| Path::new(&folder).join(place).exists());
+    let present = kinds.iter().filter(|(_, place)| has_rust(&Path::new(&folder).join(place)));
     let mut keys: Vec<String> = present.map(|(kind, _)| format!("rustc-link-arg-{kind}")).collect();
     keys.dedup();
     print_search_paths(&keys);
     for argument in ["-z,nodelete", "--strip-all"] {
         println!("cargo::rustc-link-arg-cdylib=-Wl,{argument}");
     }
+}
+
+/// Whether this is a file, or a folder with sources of Rust, in which cargo finds a target.
+fn has_rust(place: &Path) -> bool {
+    let is_rust = |path: &Path| {
+        path.extension().is_some_and(|end| end == "rs") || path.join("main.rs").exists()
+    };
+    let entries = std::fs::read_dir(place).into_iter().flatten().flatten();
+    place.is_file() || entries.into_iter().any(|entry| is_rust(&entry.path()))
 }
 
 /// Prints where libtorch and CUDA are, once for each key of cargo's.

@@ -109,6 +109,16 @@ tch_extension::operators! {
         },
     }
 
+    fn traced(x: &Tensor) -> bool {
+        composite = |x| Ok(library::is_traced(&[x])),
+    }
+
+    /// Its fake is wrong on purpose.
+    fn wrong_fake(x: &Tensor) -> Tensor {
+        cpu = |x| Ok(x * 2),
+        fake = |x| new_empty(x, &[sizes(x)[0].clone() + 1]),
+    }
+
     fn fails(how: i64) -> Tensor {
         composite = |how| match how {
             0 => Err(Error::msg("it is meant to fail")),
