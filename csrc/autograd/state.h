@@ -27,7 +27,7 @@ struct BackwardResults {
           ": compiled autograd cannot trace it, because it is written in Rust; run this backward "
           "pass "
           "without compiled autograd (torch._dynamo.config.compiled_autograd = False)",
-      /*backtrace=*/"");
+      /*backtrace=*/nullptr);
 }
 
 // Owns a Rust value and drops it exactly once.
