@@ -174,7 +174,7 @@ pub fn view_mut<T: Element + Copy, const N: usize>(
     }
     // Check the tensor before the view is made, so that a refusal does not bump the version
     // counter.
-    if overlaps(&tensor.size(), &tensor.stride()) {
+    if !tensor.is_contiguous() && overlaps(&tensor.size(), &tensor.stride()) {
         let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
         return Err(check.refuse(
             "elements that do not overlap in memory",
@@ -192,11 +192,11 @@ fn pinned<T: Element + Copy, const N: usize>(
     writer: bool,
 ) -> Result<Strided<T, N>> {
     let kind = kind_of::<T>();
-    let names = std::array::from_fn::<_, N, _>(|dim| format!("d{dim}")).join(", ");
-    let check = Check::new(op, ARGUMENT, tensor)
-        .defined()?
-        .kind_in(&[kind])?
-        .dim(N, &format!("[{names}]"))?;
+    let check = Check::new(op, ARGUMENT, tensor).defined()?.kind_in(&[kind])?;
+    if tensor.dim() != N {
+        let names = std::array::from_fn::<_, N, _>(|dim| format!("d{dim}")).join(", ");
+        check.dim(N, &format!("[{names}]"))?;
+    }
     Strided::new(tensor, kind, writer)?.map_err(|refusal| refused(check, refusal))
 }
 

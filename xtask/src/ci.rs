@@ -55,7 +55,8 @@ const STEPS: &[Step] = &[
     ("wheel", Ci::wheel),
     (GPT, Ci::gpt),
     ("stand-alone example", Ci::example),
-    ("docs/write-an-operator.md", Ci::page),
+    (outside::OPERATOR.file, Ci::page),
+    (outside::PYTHON.file, Ci::python_page),
     (OTHER_LIBTORCH, Ci::other_libtorch),
 ];
 
@@ -293,7 +294,17 @@ impl Ci {
     }
 
     fn page(&self) -> Result<()> {
-        outside::follow_page(&self.repo, &self.changes)
+        outside::follow_page(&self.repo, &self.changes, &outside::OPERATOR)
+    }
+
+    fn python_page(&self) -> Result<()> {
+        if !self.has_python {
+            say(
+                "skipped: the libtorch in use does not belong to a torch that was set up for Python",
+            );
+            return Ok(());
+        }
+        outside::follow_page(&self.repo, &self.changes, &outside::PYTHON)
     }
 
     fn documentation(&self) -> Result<()> {

@@ -1,5 +1,5 @@
 //! Builds the crates outside the workspace as a user would: the one in `examples/extension`, and
-//! the one that `docs/write-an-operator.md` builds step by step.
+//! those that two pages of `docs` build step by step.
 
 use crate::cargo;
 use crate::page::{self, Step};
@@ -9,11 +9,27 @@ use crate::setup::Changes;
 use anyhow::{Context, Result, bail};
 use std::fs::File;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The page that builds a crate.
-const PAGE: &str = "docs/write-an-operator.md";
+/// A page that builds a crate.
+pub struct Page {
+    /// The page's file, relative to the repository.
+    pub file: &'static str,
+    /// Beginnings of commands, each of which the page must contain. Otherwise a page whose blocks
+    /// lost their marks would pass.
+    commands: &'static [&'static str],
+}
+
+/// The page about an operator with kernels.
+pub const OPERATOR: Page =
+    Page { file: "docs/write-an-operator.md", commands: &["cargo test", "cargo bench"] };
+
+/// The page about operators for Python.
+pub const PYTHON: Page = Page {
+    file: "docs/python.md",
+    commands: &["python3 -m pip wheel", "python3 -m pip install", "python3 check.py", "cargo test"],
+};
 
 /// The folder of the stand-alone example, relative to the repository.
 pub const EXAMPLE: &str = "examples/extension";
@@ -31,43 +47,88 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
 }
 
 /// Does what the page tells its reader to do.
-pub fn follow_page(repo: &Repo, changes: &Changes) -> Result<()> {
+pub fn follow_page(repo: &Repo, changes: &Changes, page: &Page) -> Result<()> {
     let folder = tempfile::tempdir().context("cannot make a folder for the page's crate")?;
-    follow(repo, changes, folder.path())
+    Follower { repo, changes, page, folder: folder.path(), commands: Vec::new() }.follow()
 }
 
-fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
-    let page = std::fs::read_to_string(repo.root.join(PAGE))
-        .with_context(|| format!("cannot read {PAGE}"))?;
-    let mut place = folder.to_path_buf();
-    let (mut tested, mut timed) = (false, false);
-    for step in page::steps(&page) {
-        match step {
-            Step::File { path, text } => write(repo, &place.join(path), &text)?,
-            Step::Append { path, text } => append(&place.join(path), &text)?,
-            Step::Commands(lines) => {
-                for line in lines.lines() {
-                    say(format_args!("$ {line}"));
-                    match line.split(' ').collect::<Vec<_>>()[..] {
-                        ["cd", folder] => place = place.join(folder),
-                        ["cargo", ref args @ ..] => {
-                            tested |= args == ["test"];
-                            timed |= args.first() == Some(&"bench");
-                            cargo::run(&mut cargo_in(repo, changes, &place, args))?;
-                            lock_as_here(repo, &place)?;
-                        }
-                        _ => bail!("{PAGE} has a command that is neither cargo nor cd: {line}"),
+struct Follower<'a> {
+    repo: &'a Repo,
+    changes: &'a Changes,
+    page: &'a Page,
+    folder: &'a Path,
+    /// The commands that were run.
+    commands: Vec<String>,
+}
+
+impl Follower<'_> {
+    fn follow(mut self) -> Result<()> {
+        let file = self.page.file;
+        let text = std::fs::read_to_string(self.repo.root.join(file))
+            .with_context(|| format!("cannot read {file}"))?;
+        let mut place = self.folder.to_path_buf();
+        for step in page::steps(&text) {
+            match step {
+                Step::File { path, text } => write(self.repo, &place.join(path), &text)?,
+                Step::Append { path, text } => append(&place.join(path), &text)?,
+                Step::Commands(lines) => {
+                    for line in lines.lines() {
+                        self.run(line, &mut place)?;
                     }
                 }
             }
         }
+        let is_missing =
+            |start: &&&str| !self.commands.iter().any(|command| command.starts_with(**start));
+        match self.page.commands.iter().find(is_missing) {
+            None => Ok(()),
+            Some(start) => {
+                bail!("{file} never says `{start}` in a block of sh, so something was not checked")
+            }
+        }
     }
-    if !tested || !timed {
-        bail!(
-            "{PAGE} never says `cargo test` or `cargo bench` in a block of sh, so something was not checked"
-        );
+
+    fn run(&mut self, line: &str, place: &mut PathBuf) -> Result<()> {
+        say(format_args!("$ {line}"));
+        match line.split(' ').collect::<Vec<_>>()[..] {
+            ["cd", folder] => *place = place.join(folder),
+            ["cargo", ref args @ ..] => {
+                cargo::run(&mut cargo_in(self.repo, self.changes, place, args))?;
+                lock_as_here(self.repo, place)?;
+            }
+            ["python3", ref args @ ..] => self.python3(place, args)?,
+            _ => {
+                let file = self.page.file;
+                bail!("{file} has a command that is neither cargo, python3 nor cd: {line}")
+            }
+        }
+        self.commands.push(line.to_string());
+        Ok(())
     }
-    Ok(())
+
+    /// Runs python3 with the torch of set-up. What pip installs is put into a folder of the page's.
+    fn python3(&self, place: &Path, args: &[&str]) -> Result<()> {
+        let installed = self.folder.join("installed");
+        let own = ["python", "site"].map(|name| self.repo.venv().join(name));
+        let path = std::env::join_paths(std::iter::once(&installed).chain(&own))?;
+        let mut command = Command::new("python3");
+        // A build with pip runs cargo, which needs what `cargo_in` sets.
+        for (name, value) in cargo_in(self.repo, self.changes, place, &[]).get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command.args(args).current_dir(place).env("PYTHONPATH", path);
+        command.env("PIP_TARGET", &installed).env("PIP_DISABLE_PIP_VERSION_CHECK", "1");
+        let caches = self.folder.join("inductor");
+        command.env("TORCHINDUCTOR_CACHE_DIR", caches).env("PYTHONWARNINGS", "ignore");
+        let status = command.status().context("cannot run python3")?;
+        if !status.success() {
+            bail!("`python3 {}` failed ({status})", args.join(" "));
+        }
+        Ok(())
+    }
 }
 
 /// Writes a block of the page unchanged, except for the path of the clone.

@@ -1,0 +1,142 @@
+//! Runs `check.py`, which checks the operators from Python. A test skips where python3 has no torch of
+//! the version that the library was built with, unless `TCH_EXTENSION_REQUIRE_PYTHON` is set.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The crate's folder, also where the test runs on another machine.
+fn folder() -> PathBuf {
+    std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+}
+
+/// A library that cargo built together with this test, and put next to it.
+fn library(name: &str) -> Option<PathBuf> {
+    let program = std::env::current_exe().expect("this program's path");
+    let file = program.parent()?.join(name);
+    file.exists().then_some(file)
+}
+
+/// What `pip install` would make: the Python package with the library in it.
+fn install(library: &Path, place: &Path) -> std::io::Result<()> {
+    let package = place.join("python_ops");
+    std::fs::create_dir(&package)?;
+    for entry in std::fs::read_dir(folder().join("python/python_ops"))? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            std::fs::copy(entry.path(), package.join(entry.file_name()))?;
+        }
+    }
+    std::fs::copy(library, package.join("libpython_ops.so")).map(drop)
+}
+
+/// python3 with torch and these packages, and nothing that it leaves behind in this repository.
+fn python3(packages: &[PathBuf], scratch: &Path) -> Command {
+    // Not `..`, which would leave a folder of links to this repository, where another torch is.
+    let venv = folder().ancestors().nth(2).expect("the repository").join(".venv");
+    let own = ["python", "site"].map(|name| venv.join(name));
+    let inherited = std::env::var_os("PYTHONPATH");
+    let inherited = inherited.iter().flat_map(std::env::split_paths);
+    let path = std::env::join_paths(packages.iter().cloned().chain(own).chain(inherited));
+    let mut command = Command::new("python3");
+    command
+        .args(["-W", "ignore"])
+        .env("PYTHONPATH", path.expect("no colon in a path"))
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .env("TORCHINDUCTOR_CACHE_DIR", scratch.join("inductor"))
+        // Here libtorch is the one that torch brings.
+        .env_remove("LD_LIBRARY_PATH");
+    command
+}
+
+/// Why this machine cannot run the checks.
+fn unable(scratch: &Path) -> Option<String> {
+    // What torch.compile needs is asked for, too.
+    let script = "import torch, sympy, numpy; print(torch.__version__)";
+    let output = match python3(&[], scratch).args(["-c", script]).output() {
+        Ok(output) => output,
+        Err(error) => return Some(format!("no python3: {error}")),
+    };
+    let version = String::from_utf8_lossy(&output.stdout);
+    if !version.starts_with("2.11.") {
+        let said = String::from_utf8_lossy(&output.stderr);
+        let said = said.lines().last().unwrap_or_default();
+        return Some(format!("no python3 with torch 2.11: {}{said}", version.trim()));
+    }
+    None
+}
+
+/// Prints a line also where libtest would hide it.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
+/// Runs one part of the checks in a Python of its own.
+fn run(part: &str) {
+    let scratch = tempfile::tempdir().expect("a folder");
+    let libraries = ["libpython_ops.so", "libpython_faults.so"].map(library);
+    let [Some(operators), Some(faults)] = libraries else {
+        panic!("the libraries are not next to this program: build it with cargo")
+    };
+    if let Some(why) = unable(scratch.path()) {
+        let required = std::env::var_os("TCH_EXTENSION_REQUIRE_PYTHON").is_some();
+        assert!(!required, "{why}");
+        return say(&format!("SKIPPED {part}: {why}"));
+    }
+    install(&operators, scratch.path()).expect("the package is written");
+    let output = python3(&[scratch.path().to_path_buf()], scratch.path())
+        .arg(folder().join("check.py"))
+        .arg(part)
+        .env("PYTHON_FAULTS", faults)
+        .current_dir(scratch.path())
+        .output()
+        .expect("python3 was there a moment ago");
+    let lines = String::from_utf8_lossy(&output.stdout);
+    println!("{lines}{}", String::from_utf8_lossy(&output.stderr));
+    lines.lines().filter(|line| line.contains("SKIPPED")).for_each(say);
+    assert!(output.status.success(), "check.py {part}: {}", output.status);
+}
+
+#[test]
+fn operators() {
+    run("operators");
+}
+
+#[test]
+fn autograd() {
+    run("autograd");
+}
+
+#[test]
+fn compiled() {
+    run("compiled");
+}
+
+#[test]
+fn exported() {
+    run("exported");
+}
+
+#[test]
+fn process() {
+    run("process");
+}
+
+#[test]
+fn cuda() {
+    run("cuda");
+}
+
+#[test]
+fn every_part_is_a_test() {
+    let files = std::fs::read_dir(folder().join("checks")).expect("the checks");
+    let this = std::fs::read_to_string(folder().join("tests/python.rs")).expect("this file");
+    for file in files {
+        let path = file.expect("a file").path();
+        let part = path.file_stem().expect("a name").to_string_lossy().into_owned();
+        let is_part = path.extension().is_some_and(|end| end == "py")
+            && !["harness", "samples"].contains(&&*part);
+        assert!(!is_part || this.contains(&format!("run({part:?})")), "no test runs {part}");
+    }
+}
