@@ -22,12 +22,12 @@ struct BackwardResults {
 
 // Throws what compiled autograd gets from a node or a hook of this library.
 [[noreturn]] inline void refuse_compiled_autograd(const std::string& name) {
-  C10_THROW_ERROR(
-      NotImplementedError,
+  throw c10::NotImplementedError(
       name +
-          ": compiled autograd cannot trace it, because it is written in Rust; run this "
-          "backward pass without compiled autograd "
-          "(torch._dynamo.config.compiled_autograd = False)");
+          ": compiled autograd cannot trace it, because it is written in Rust; run this backward "
+          "pass "
+          "without compiled autograd (torch._dynamo.config.compiled_autograd = False)",
+      /*backtrace=*/nullptr);
 }
 
 // Owns a Rust value and drops it exactly once.

@@ -64,8 +64,9 @@ struct Row {
   using V = Vec<C>;
 
   Row(const LossRows& p, int64_t row) : params(p), classes(p.classes), row(row) {
-    logits = static_cast<const T*>(p.logits) + row * classes;
-    gradients = p.gradients == nullptr ? nullptr : static_cast<T*>(p.gradients) + row * classes;
+    logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+    gradients =
+        p.gradients == nullptr ? nullptr : static_cast<T*>(p.gradients) + row * p.row_stride;
     weight = static_cast<const C*>(p.weight);
     target = p.targets[row];
     smoothing = static_cast<C>(p.label_smoothing) / static_cast<C>(classes);

@@ -164,8 +164,8 @@ constexpr int64_t kWorthACopy = 4096;
 template <typename T>
 void start_rows(const LossRows& params, unsigned int blocks, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  const bool is_whole = params.classes % kLanes == 0 && is_aligned_to_16(params.logits) &&
-                        is_aligned_to_16(params.gradients);
+  const bool is_whole = params.classes % kLanes == 0 && params.row_stride % kLanes == 0 &&
+                        is_aligned_to_16(params.logits) && is_aligned_to_16(params.gradients);
   const int64_t vectors = params.classes / kLanes;
   if (params.classes * static_cast<int64_t>(sizeof(T)) > kWorthACopy &&
       start_rows_in_shared_memory(params, stream)) {

@@ -4,13 +4,16 @@
 
 #include <cstdint>
 
-// Rows of logits, and what is computed of each. All arrays are row-major and contiguous. The
-// compute kind is `Double` for logits of `Double`, and otherwise `Float`.
+// Rows of logits, and what is computed of each. All arrays are row-major and, except for gaps
+// between rows of logits, contiguous. The compute kind is `Double` for logits of `Double`, and
+// otherwise `Float`.
 struct LossRows {
   // M, the number of rows.
   int64_t rows;
   // V, the number of classes.
   int64_t classes;
+  // From a row of logits or gradients to the next one: V or more.
+  int64_t row_stride;
   // Rows with this target have no loss.
   int64_t ignore_index;
   // From a row's factor to the next one's: 1, or 0 if all rows have one.

@@ -96,8 +96,9 @@ struct Row {
     // As in libtorch, a target that is no class stops the program.
     assert((is_ignored || (target >= 0 && target < p.classes)) &&
            "cross_entropy: a target is no class");
-    logits = static_cast<const T*>(p.logits) + row * p.classes;
-    gradients = p.gradients == nullptr ? nullptr : static_cast<T*>(p.gradients) + row * p.classes;
+    logits = static_cast<const T*>(p.logits) + row * p.row_stride;
+    gradients =
+        p.gradients == nullptr ? nullptr : static_cast<T*>(p.gradients) + row * p.row_stride;
     smoothing = static_cast<C>(p.label_smoothing) / static_cast<C>(p.classes);
     softcap = static_cast<C>(p.softcap);
     if (!is_ignored) {

@@ -50,6 +50,7 @@ def measure(name, sizes, device, dtype, options):
     ours = getattr(tch_extension.nn, name)(hidden, hidden, device=device, dtype=dtype)
     theirs = getattr(torch.nn, name)(hidden, hidden, device=device, dtype=dtype)
     theirs.load_state_dict(ours.state_dict())
+    theirs.flatten_parameters()
     x = torch.randn(steps, batch, hidden, device=device, dtype=dtype)
     compare(name, sizes, ours, theirs, x, dtype)
     of_ours, of_theirs = passes(ours, x), passes(theirs, x)

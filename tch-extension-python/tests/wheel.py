@@ -9,6 +9,7 @@ import copy
 import hashlib
 import importlib.metadata
 import inspect
+import io
 import pickle
 import sys
 import traceback
@@ -153,7 +154,7 @@ def is_drop_in(name, ours, theirs, arguments):
     compare(f"{name}, copied", again(*arguments), expected)
 
 
-def recurrent(name):
+def ours_and_torchs(name):
     return getattr(tch_extension.nn, name), getattr(torch.nn, name)
 
 
@@ -176,7 +177,7 @@ class WithState(torch.nn.Module):
 @check
 def recurrent_layers_are_drop_ins():
     for name in ("LSTM", "GRU"):
-        ours, theirs = recurrent(name)
+        ours, theirs = ours_and_torchs(name)
         for options in (
             dict(),
             dict(num_layers=2),
@@ -224,7 +225,7 @@ class Packed(torch.nn.Module):
 @check
 def sequences_of_different_lengths_are_those_of_torch():
     for name in ("LSTM", "GRU"):
-        pair = [module(4, 6, num_layers=2, bidirectional=True) for module in recurrent(name)]
+        pair = [module(4, 6, num_layers=2, bidirectional=True) for module in ours_and_torchs(name)]
         for lengths, is_sorted in (([7, 4, 4, 1], True), ([2, 5, 1, 5], False), ([3, 3], True)):
             sequences = [torch.randn(length, 4) for length in lengths]
             wrapped = [Packed(module, name, is_sorted) for module in pair]
@@ -235,7 +236,7 @@ def sequences_of_different_lengths_are_those_of_torch():
 def dropout_between_layers_is_torchs():
     for name in ("LSTM", "GRU"):
         for dropout in (0.4, 1.0):
-            ours, theirs = [module(4, 6, num_layers=3, dropout=dropout) for module in recurrent(name)]
+            ours, theirs = [module(4, 6, num_layers=3, dropout=dropout) for module in ours_and_torchs(name)]
             theirs.load_state_dict(ours.state_dict())
             x = torch.randn(5, 3, 4)
             for training in (True, False):
@@ -339,6 +340,41 @@ def a_model_compiles_into_one_graph():
     found, compiled = with_gradients(torch.compile(model, fullgraph=True), arguments)
     compare("loss", found, expected)
     compare("gradients", compiled, gradients)
+
+
+@check
+def a_traced_module_is_saved_and_loaded():
+    module = tch_extension.nn.LSTM(4, 6, num_layers=2, bidirectional=True)
+    traced = torch.jit.trace(module, (torch.randn(5, 3, 4),))
+    file = io.BytesIO()
+    torch.jit.save(traced, file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    # Another number of steps and another batch than those that were traced.
+    x = torch.randn(7, 2, 4)
+    compare("traced", loaded(x), module(x))
+
+
+@check
+def autocast_gives_torchs_kinds():
+    x = torch.randn(5, 3, 4, dtype=torch.float32)
+    for name, arguments in (("LSTM", (4, 6)), ("LayerNorm", (4,)), ("RMSNorm", (4,))):
+        ours, theirs = [module(*arguments, dtype=torch.float32) for module in ours_and_torchs(name)]
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = [[tensor.dtype for tensor in leaves(module(x))] for module in (ours, theirs)]
+        assert found == expected, f"{name}: {found}, {expected}"
+
+
+@check
+def forward_mode_is_refused_by_name():
+    module = tch_extension.nn.GRU(4, 6)
+    x = torch.randn(5, 3, 4)
+    try:
+        torch.func.jvp(lambda x: module(x)[0], (x,), (x,))
+    except RuntimeError as error:
+        assert "gru" in str(error) and "forward-mode" in str(error), error
+    else:
+        raise AssertionError("a forward-mode derivative, which would be silently zero")
 
 
 def main():

@@ -60,6 +60,8 @@ fn cuda_runs_are_on_the_current_stream() {
     let package = Package::load_with(folder.join("model.pt2"), options).unwrap();
     let inputs = inputs(64);
     let expected = expected(&inputs, &eighths(&[3, 4]), &eighths(&[3]));
+    // The first run loads the kernels, for which it waits.
+    run(&package, &on(device, &inputs)).unwrap();
     let stream = Stream::new(device).unwrap();
     let outputs = {
         let _guard = StreamGuard::new(&stream).unwrap();

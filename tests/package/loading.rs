@@ -115,20 +115,22 @@ fn kib_of_memory() -> i64 {
 /// Other tests would disturb it, so it runs in a process of its own.
 #[test]
 fn a_hundred_loads_leave_nothing_behind() {
-    let Some(folder) = packages("a_hundred_loads_leave_nothing_behind") else { return };
-    const OWN_PROCESS: &str = "TCH_EXTENSION_TEST_LOADS";
-    if std::env::var_os(OWN_PROCESS).is_none() {
+    const FOLDER: &str = "TCH_EXTENSION_TEST_PACKAGES";
+    let Some(folder) = std::env::var_os(FOLDER) else {
+        let Some(folder) = packages("a_hundred_loads_leave_nothing_behind") else { return };
         let temporary = tempfile::tempdir().expect("a folder");
         let output = std::process::Command::new(std::env::current_exe().expect("this program"))
             .args(["--exact", "loading::a_hundred_loads_leave_nothing_behind", "--nocapture"])
-            .env(OWN_PROCESS, folder)
+            .env(FOLDER, folder)
             .env("TMPDIR", temporary.path())
             .output()
             .expect("this program");
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{text}");
+        eprintln!("{}", text.lines().last().unwrap_or_default());
         return;
-    }
+    };
+    let folder = Path::new(&folder);
     let inputs = inputs(64);
     let round = || {
         let package = load(folder, "model.pt2");

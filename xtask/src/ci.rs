@@ -258,7 +258,9 @@ impl Ci {
     /// then everything is compiled already.
     fn wheel(&self) -> Result<()> {
         if !self.has_python {
-            say("skipped: a wheel is built with this repository's own libtorch");
+            say(
+                "skipped: a wheel is built with this repository's own libtorch and its version of Python",
+            );
             return Ok(());
         }
         let workspace = Repo { root: self.repo.root.clone() };
@@ -346,7 +348,7 @@ fn c_files(root: &Path) -> Vec<PathBuf> {
     let is_c = |file: &PathBuf| {
         file.extension().is_some_and(|end| ["h", "cpp", "cu", "cuh"].iter().any(|c| end == *c))
     };
-    let folders = ["csrc", "tests", "examples", "benches"].into_iter();
+    let folders = ["csrc", "tests", "examples", "benches", "xtask"].into_iter();
     folders.flat_map(|folder| files_below(root, folder)).filter(is_c).collect()
 }
 

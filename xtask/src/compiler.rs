@@ -85,7 +85,7 @@ fn broken(command: &str, stderr: &[u8]) -> anyhow::Error {
 
 /// Splits the program from its arguments: CXX may hold arguments, or a wrapper such as ccache
 /// before the compiler.
-fn split(command: &str) -> (&str, Vec<&str>) {
+pub fn split(command: &str) -> (&str, Vec<&str>) {
     let mut words = command.split_whitespace();
     (words.next().unwrap_or(command), words.collect())
 }

@@ -5,6 +5,7 @@
 //! names of glibc's, and all their functions and variables, each in the newest version that the
 //! older glibc has, too. When the program runs, the real libraries take their place.
 
+use crate::compiler::split;
 use crate::programs;
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
@@ -62,7 +63,10 @@ pub fn write_stubs(compiler: &str, folder: &Path) -> Result<()> {
 }
 
 fn place_of(compiler: &str, file: &str) -> Result<PathBuf> {
-    let path = programs::first_line(compiler, &[&format!("-print-file-name={file}")]);
+    let (program, mut words) = split(compiler);
+    let question = format!("-print-file-name={file}");
+    words.push(&question);
+    let path = programs::first_line(program, &words);
     let path = path.map(PathBuf::from).filter(|path| path.is_absolute());
     path.with_context(|| format!("{compiler} does not know where {file} is"))
 }
@@ -149,8 +153,10 @@ fn compile(compiler: &str, folder: &Path, library: &str, symbols: &[Symbol]) -> 
     let (source, versions) = (folder.join("stub.s"), folder.join("stub.map"));
     write(&source, &assembly(symbols)?)?;
     write(&versions, &version_script(symbols)?)?;
-    let mut command = Command::new(compiler);
+    let (program, words) = split(compiler);
+    let mut command = Command::new(program);
     command
+        .args(words)
         .args(["-shared", "-nostdlib"])
         .arg(format!("-Wl,-soname,{library}"))
         .arg(format!("-Wl,--version-script={}", versions.display()))

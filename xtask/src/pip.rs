@@ -13,9 +13,9 @@ use std::process::{ChildStderr, Command, Stdio};
 /// The first version of pip that accepts `--platform` more than once.
 const OLDEST: (u32, u32) = (20, 3);
 
-/// The platform of the wheels, independent of the Python that runs pip. No Python code in them is
-/// ever run, so their Python version need not be the user's.
-const PYTHON_VERSION: &str = "3.11";
+/// The platform of the wheels, independent of the Python that runs pip. Only tests run Python code in
+/// them, so their Python version need not be the user's.
+pub const PYTHON_VERSION: &str = "3.11";
 const NEWEST_GLIBC: u32 = 28;
 const OLDEST_GLIBC: u32 = 5;
 

@@ -3,6 +3,7 @@
 use crate::compiler::{self, Compiler};
 use crate::cuda::{Cuda, Search};
 use crate::libtorch::{self, Libtorch, Rule};
+use crate::pip;
 use crate::programs;
 use crate::repo::{Repo, is_ours};
 use crate::report::{say, trouble};
@@ -60,14 +61,28 @@ pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
     Ok(true)
 }
 
-/// Installs what torch needs of Python, for tests that start Python, and returns whether it is
-/// there. Only this repository's own libtorch is known to be a torch of that Python.
+/// Installs what torch needs of Python, for tests that start Python, and returns whether they can.
+/// Only this repository's own libtorch is known to be a torch, of one version of Python.
 pub fn python(repo: &Repo, ready: &Ready) -> Result<bool> {
     if ready.libtorch.rule != Rule::Own {
         return Ok(false);
     }
+    let found = pip::python()?;
+    if !is_python(&found, pip::PYTHON_VERSION) {
+        say(format_args!(
+            "note: tests that start Python are skipped: the torch in .venv is for Python {}, and `python3` is {found}",
+            pip::PYTHON_VERSION
+        ));
+        return Ok(false);
+    }
     wheels::PYTHON.ensure(repo)?;
     Ok(true)
+}
+
+/// Whether a text such as `Python 3.11.7` is of this version.
+fn is_python(text: &str, version: &str) -> bool {
+    let found = text.strip_prefix("Python ").and_then(|text| text.strip_prefix(version));
+    found.is_some_and(|rest| rest.starts_with('.'))
 }
 
 /// Installs transformers, which a test of examples/gpt needs in addition, and returns whether it is
@@ -237,6 +252,12 @@ mod tests {
     fn the_demo_waits_as_its_user_chose() {
         assert_eq!(waits(true), []);
         assert_eq!(waits(false), vec![("GOMP_SPINCOUNT".to_string(), Some("20000".into()))]);
+    }
+
+    #[test]
+    fn tells_the_python_of_the_wheels_from_others() {
+        assert!(is_python("Python 3.11.7", "3.11"));
+        assert!(!is_python("Python 3.12.3", "3.11") && !is_python("Python 3.1.1", "3.11"));
     }
 
     #[test]

@@ -12,6 +12,7 @@ use crate::setup::{self, Changes};
 use crate::{cargo, compiler, glibc, pip, programs, versions, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
@@ -86,8 +87,9 @@ pub fn run(repo: &Repo, other_tch: Option<&str>) -> Result<ExitCode> {
     let ready = setup::run(repo)?;
     if !setup::python(repo, &ready)? {
         bail!(
-            "a wheel is built with this repository's own libtorch, whose Python tests it; unset LIBTORCH and \
-             LIBTORCH_USE_PYTORCH"
+            "a wheel is built with this repository's own libtorch, and tested with its Python; unset LIBTORCH and \
+             LIBTORCH_USE_PYTORCH, and put a `python3` of version {} first in PATH",
+            pip::PYTHON_VERSION
         );
     }
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
@@ -227,7 +229,34 @@ impl Build<'_> {
         for license in ["LICENSE-APACHE", "LICENSE-MIT"] {
             copy(&self.repo.root.join(license), &info.join("licenses").join(license))?;
         }
+        for folder in self.folders_of_crates()? {
+            let name = folder.file_name().context("a crate without a folder")?;
+            for file in licenses_in(&folder) {
+                copy(&folder.join(&file), &info.join("licenses/crates").join(name).join(file))?;
+            }
+        }
         Ok(())
+    }
+
+    /// The folders, such as `adler2-2.0.0`, of the crates whose code is in the library.
+    fn folders_of_crates(&self) -> Result<Vec<PathBuf>> {
+        let query = ["tree", "-p", PACKAGE, "--edges", "normal", "--prefix", "none"];
+        let mut command = cargo::command(&self.workspace, &self.changes, &query);
+        let output = command.output().context("cannot run cargo; is it in PATH?")?;
+        if !output.status.success() {
+            bail!("cargo tree failed: {}", programs::last_line(&output.stderr));
+        }
+        let linked = linked_crates(&String::from_utf8_lossy(&output.stdout));
+        let messages = cargo::messages(&mut self.cargo("build"))?;
+        let manifests = messages.iter().filter_map(|message| message["manifest_path"].as_str());
+        let folders = manifests.filter_map(|path| Some(Path::new(path).parent()?.to_path_buf()));
+        let is_linked = |folder: &PathBuf| {
+            folder.file_name().is_some_and(|name| linked.contains(&*name.to_string_lossy()))
+        };
+        let mut found: Vec<PathBuf> = folders.filter(is_linked).collect();
+        found.sort();
+        found.dedup();
+        Ok(found)
     }
 
     fn version(&self) -> String {
@@ -371,6 +400,27 @@ impl Build<'_> {
     }
 }
 
+/// The names and versions in the output of `cargo tree`, such as `adler2-2.0.0`.
+fn linked_crates(tree: &str) -> BTreeSet<String> {
+    let crates = tree.lines().filter(|line| !line.contains("(proc-macro)"));
+    let names = crates.filter_map(|line| {
+        let mut words = line.split(' ');
+        Some(format!("{}-{}", words.next()?, words.next()?.strip_prefix('v')?))
+    });
+    names.collect()
+}
+
+/// The files of a crate that say what its users must be told, also those of C libraries in it.
+fn licenses_in(folder: &Path) -> Vec<PathBuf> {
+    let is_license = |file: &PathBuf| {
+        let depth = file.components().count();
+        let name = file.file_name().unwrap_or_default().to_string_lossy().to_uppercase();
+        let words = ["LICENSE", "LICENCE", "COPYING", "COPYRIGHT", "NOTICE"];
+        depth <= 2 && words.iter().any(|word| name.starts_with(word))
+    };
+    files_below(folder, "").into_iter().filter(is_license).collect()
+}
+
 /// The library in one of cargo's messages.
 fn cdylib(message: &Value) -> Option<PathBuf> {
     if message["target"]["name"] != CRATE {
@@ -381,8 +431,7 @@ fn cdylib(message: &Value) -> Option<PathBuf> {
 }
 
 fn compile_old_systems(cxx: &str, source: &Path, object: &Path) -> Result<()> {
-    let mut words = cxx.split_whitespace();
-    let program = words.next().context("CXX is empty")?;
+    let (program, words) = compiler::split(cxx);
     let output = Command::new(program)
         .args(words)
         .args(["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-c"])
@@ -552,6 +601,19 @@ mod tests {
             return stat64(argv[0], &found) == 0 && found.st_size > 0 ? 0 : 7;
         }
     "#;
+
+    #[test]
+    fn the_crates_in_the_library_have_their_licenses() {
+        let tree = "tch-extension-python v0.1.0 (/repo/tch-extension-python)\ntch v0.24.0\nthiserror-impl v2.0.1 (proc-macro)\nhalf v2.7.1 (*)\n";
+        let found: Vec<String> = linked_crates(tree).into_iter().collect();
+        assert_eq!(found, ["half-2.7.1", "tch-0.24.0", "tch-extension-python-0.1.0"]);
+        let scratch = tempfile::tempdir().unwrap();
+        for file in ["LICENSE-MIT", "zlib/COPYING", "src/lib.rs", "a/b/LICENSE"] {
+            write(&scratch.path().join(file), "").unwrap();
+        }
+        let found = licenses_in(scratch.path());
+        assert_eq!(found, [PathBuf::from("LICENSE-MIT"), PathBuf::from("zlib/COPYING")]);
+    }
 
     #[test]
     fn what_torch_does_not_bring_is_refused() {

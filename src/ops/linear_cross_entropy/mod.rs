@@ -3,13 +3,13 @@
 use super::loss::check::{check_options, check_targets};
 use super::loss::kernels::{
     Gradients, Operands, Wanted, compute_kind, is_in_range_without_scale, mean_factor, rows, scale,
-    scaled, times_gradient, total,
+    scaled, size_of, times_gradient, total,
 };
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
-use tch::{Kind, Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 
 mod chunks;
 pub(super) mod parts;
@@ -376,7 +376,7 @@ impl LinearCrossEntropy {
         let of_weight = wanted[place::WEIGHT];
         let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
         let chunks = Chunks::new(&sizes, self.options.memory, self.options.accumulate_in_float);
-        let logits = Tensor::f_empty([chunks.rows.min(all), classes], (kind, device))?;
+        let logits = empty_logits(chunks.rows.min(all), classes, (kind, device))?;
         let mut gradients = Accumulated::new(layer, wanted, &chunks)?;
         for first in (0..all).step_by(usize::try_from(chunks.rows).unwrap_or(usize::MAX)) {
             let len = chunks.rows.min(all - first);
@@ -419,6 +419,20 @@ impl LinearCrossEntropy {
         let (bias, targets) = (inputs.optional(place::BIAS), inputs.get(place::TARGETS)?);
         Ok(linear_cross_entropy_reference(input, weight, bias, targets, &self.options)?.into())
     }
+}
+
+/// Logits that are not written yet, `[rows, classes]`. On CUDA each row begins at 16 bytes: with an
+/// odd number of classes the three products would otherwise take four times as long.
+fn empty_logits(rows: i64, classes: i64, like: (Kind, Device)) -> Result<Tensor> {
+    let lanes = 16 / size_of(like.0);
+    let padded = (classes + lanes - 1) / lanes * lanes;
+    if !like.1.is_cuda() || padded == classes {
+        return Ok(Tensor::f_empty([rows, classes], like)?);
+    }
+    let all = Tensor::f_empty([rows, padded], like)?;
+    // The kernels read whole vectors.
+    let _ = all.f_narrow(1, classes, padded - classes)?.f_zero_()?;
+    Ok(all.f_narrow(1, 0, classes)?)
 }
 
 /// The gradients so far.

@@ -4,16 +4,18 @@ use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-/// Rows of logits, and what is computed of each. All arrays are row-major and contiguous. The
-/// compute kind is `Double` for logits of `Double`, and otherwise `Float`.
+/// Rows of logits, and what is computed of each. All arrays are row-major and, except for gaps
+/// between rows of logits, contiguous. The compute kind is `Double` for logits of `Double`, and otherwise `Float`.
 #[repr(C)]
 pub(crate) struct Rows {
     /// M, the number of rows.
     rows: i64,
     /// V, the number of classes.
     classes: i64,
+    /// From a row of logits or gradients to the next one: V or more.
+    row_stride: i64,
     /// Rows with this target have no loss.
     ignore_index: i64,
     /// From a row's factor to the next one's: 1, or 0 if all rows have one.
@@ -129,7 +131,7 @@ pub(crate) fn size_of(kind: Kind) -> i64 {
 
 /// What the losses of rows depend on.
 pub(crate) struct Operands<'a> {
-    /// `[M, V]`, contiguous.
+    /// `[M, V]`, row-major. There may be a gap after each row if the gradients take the logits' place.
     pub logits: &'a Tensor,
     /// `[M]`, contiguous, of kind `Int64`; each is a class or `ignore_index`.
     pub targets: &'a Tensor,
@@ -178,9 +180,11 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     if factor_count != 1 && factor_count != rows {
         return Err(Error::msg("internal error: one factor, or one for each row"));
     }
+    let row_stride = row_stride(operands.logits)?;
     let params = Rows {
         rows,
         classes,
+        row_stride,
         ignore_index: operands.ignore_index,
         factor_stride: i64::from(factor_count == rows && rows != 1),
         label_smoothing: operands.label_smoothing,
@@ -188,7 +192,7 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         z_loss: operands.z_loss,
         kind: kind_code(kind)?,
         reserved: 0,
-        logits: checked("logits", operands.logits, &[rows, classes], like)?,
+        logits: checked_rows("logits", operands.logits, row_stride, like)?,
         targets: checked("targets", operands.targets, &[rows], (Kind::Int64, device))?
             .cast_const()
             .cast(),
@@ -196,12 +200,49 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         weight_sum: optional_ptr("weight_sum", weight_sum.as_ref(), &[1], compute)?,
         losses: optional_ptr("losses", wanted.losses.as_deref(), &[rows], compute)?,
         factors: optional_ptr("factors", factors, &[factor_count], compute)?,
-        gradients: optional_ptr("gradients", gradients, &[rows, classes], like)?,
+        gradients: match gradients {
+            Some(gradients) if gradients.size() == [rows, classes] => {
+                checked_rows("gradients", gradients, row_stride, like)?
+            }
+            Some(_) => return Err(Error::msg("internal error: gradients unlike the logits")),
+            None => std::ptr::null_mut(),
+        },
     };
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
     // are written are borrowed exclusively, so they overlap no other, except that the gradients may
     // be the logits, which the kernels read before they write there.
     unsafe { run_rows(device, &params) }
+}
+
+/// From a row of a row-major tensor `[M, V]` to the next one. A single row, and rows without a class,
+/// may have any stride.
+fn row_stride(tensor: &Tensor) -> Result<i64> {
+    let (rows, classes) = tensor.size2()?;
+    match tensor.stride()[..] {
+        [stride, 1] if stride >= classes && rows > 1 && classes > 1 => Ok(stride),
+        _ => Ok(classes),
+    }
+}
+
+/// The address of a tensor of kind and device `like`, whose rows are this far apart.
+fn checked_rows(
+    name: &str,
+    tensor: &Tensor,
+    row_stride: i64,
+    like: (Kind, Device),
+) -> Result<*mut c_void> {
+    let (rows, classes) = tensor.size2()?;
+    if row_stride == classes {
+        return checked(name, tensor, &[rows, classes], like);
+    }
+    // A view of one row is contiguous, and so is checked as any other tensor.
+    let row = tensor.f_narrow(0, 0, 1)?;
+    if tensor.stride() != [row_stride, 1] {
+        return Err(Error::msg(format!(
+            "internal error: the rows of a kernel's {name} should be {row_stride} apart, but are {tensor:?}"
+        )));
+    }
+    checked(name, &row, &[1, classes], like)
 }
 
 /// 1 / Σ w[t] over rows that are not ignored, `[1]` of this compute kind; of targets `[M]` and weights

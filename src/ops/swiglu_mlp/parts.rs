@@ -9,6 +9,8 @@ use crate::ops::way::forced;
 use crate::{Error, Result};
 use tch::Tensor;
 
+/// g and u.
+type Gates = (Tensor, Tensor);
 /// The arguments, in the order of the operator's.
 type Arguments<'a> = [Option<&'a Tensor>; place::LEN];
 
@@ -24,7 +26,7 @@ pub fn swiglu_mlp_forward(
     arguments: &Arguments<'_>,
     options: &SwigluMlpOptions,
     needs: Needs,
-) -> Result<(Tensor, Option<(Tensor, Tensor)>, Option<Tensor>)> {
+) -> Result<(Tensor, Option<Gates>, Option<Tensor>)> {
     let [Some(input), Some(w_gate), Some(w_up), Some(w_down)] = *arguments else {
         return Err(Error::msg("swiglu_mlp: all tensors are expected to be there"));
     };
