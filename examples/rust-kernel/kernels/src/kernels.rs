@@ -18,7 +18,8 @@ pub mod tile {
         let v: Tile<C, { [B] }> = convert_tile(x.load_like(y));
         let zero: Tile<C, { [B] }> = constant(C::ZERO, y.shape());
         let one: Tile<C, { [B] }> = exp(zero);
-        y.store(convert_tile(v / (one + exp(zero - v))));
+        let result: Tile<E, { [B] }> = convert_tile(v / (one + exp(zero - v)));
+        y.store(result);
     }
 
     /// dx = g * s * (1 + x * (1 - s)), where s = 1 / (1 + exp(-x))
@@ -33,7 +34,8 @@ pub mod tile {
         let zero: Tile<C, { [B] }> = constant(C::ZERO, dx.shape());
         let one: Tile<C, { [B] }> = exp(zero);
         let s = one / (one + exp(zero - v));
-        dx.store(convert_tile(g * s * (one + v * (one - s))));
+        let result: Tile<E, { [B] }> = convert_tile(g * s * (one + v * (one - s)));
+        dx.store(result);
     }
 
     /// z = max(x @ y + bias, 0), where NaN stays NaN
@@ -63,6 +65,7 @@ pub mod tile {
         let sum = sum + b.reshape(const_shape![1, BN]).broadcast(const_shape![BM, BN]);
         // A maximum would make a NaN 0. No comparison with a NaN is true.
         let negative: Tile<bool, { [BM, BN] }> = lt_tile(sum, zero);
-        z.store(convert_tile(select(negative, zero, sum)));
+        let result: Tile<E, { [BM, BN] }> = convert_tile(select(negative, zero, sum));
+        z.store(result);
     }
 }
