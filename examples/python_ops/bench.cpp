@@ -76,7 +76,7 @@ struct Swish : torch::autograd::Function<Swish> {
     const Tensor scaled =
         context->get_saved_variables()[0].mul(context->saved_data["beta"].toDouble());
     const Tensor sigmoid = scaled.sigmoid();
-    const Tensor inner = scaled.mul(sigmoid.rsub(1)).add(1);
+    const Tensor inner = scaled.mul(at::rsub(sigmoid, 1)).add(1);
     return {grads[0].mul(sigmoid.mul(inner)), Tensor()};
   }
 };

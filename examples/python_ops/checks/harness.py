@@ -27,7 +27,7 @@ def run(words):
     if not chosen:
         print(f"no check's name contains {words}; there are: {[it.__name__ for it in CHECKS]}")
         return 2
-    failures = 0
+    failures = skipped = 0
     for function in chosen:
         start = time.perf_counter()
         try:
@@ -36,13 +36,15 @@ def run(words):
             function()
             outcome = "ok"
         except Skipped as why:
+            skipped += 1
             outcome = f"SKIPPED: {why}"
         except Exception as error:
             failures += 1
             outcome = f"FAILED: {type(error).__name__}: {error}"
             traceback.print_exc(file=sys.stdout)
         print(f"{function.__name__} ({time.perf_counter() - start:.1f} s): {outcome}", flush=True)
-    print(f"{len(chosen) - failures} of {len(chosen)} checks passed")
+    passed = len(chosen) - failures - skipped
+    print(f"{passed} of {len(chosen)} checks passed, {skipped} skipped")
     return 1 if failures else 0
 
 

@@ -14,6 +14,7 @@ import torch
 from harness import check, equal, in_new_process, raises, same
 from samples import gradients, ops, tensor
 from torch.library import opcheck
+from torch.testing._internal.optests.generate_tests import OpCheckError
 
 # The second library in this process, also from Rust.
 FAULTS = os.environ["PYTHON_FAULTS"]
@@ -31,7 +32,7 @@ def registration_error(path):
 def a_wrong_fake_kernel_fails_opcheck():
     # It says that the result is as large as x. It has one row less.
     raises(
-        torch.testing._internal.optests.generate_tests.OpCheckError,
+        OpCheckError,
         ["test_faketensor", "wrong_fake"],
         lambda: opcheck(faults.wrong_fake.default, (tensor(3, 4),)),
     )
@@ -40,7 +41,7 @@ def a_wrong_fake_kernel_fails_opcheck():
 @check
 def a_kernel_that_writes_to_an_input_fails_opcheck():
     raises(
-        torch.testing._internal.optests.generate_tests.OpCheckError,
+        OpCheckError,
         ["test_schema", "mutat"],
         lambda: opcheck(faults.writes_to_input.default, (tensor(3, 4),)),
     )
