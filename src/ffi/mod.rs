@@ -10,6 +10,8 @@ pub(crate) mod distributed;
 pub(crate) mod facts;
 #[cfg(any(feature = "distributed", feature = "train"))]
 pub(crate) mod gradients;
+#[cfg(tch_extension_cuda)]
+mod kernel;
 pub(crate) mod library;
 pub(crate) mod loader;
 #[cfg(tch_extension_cuda)]
