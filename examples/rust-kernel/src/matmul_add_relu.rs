@@ -27,7 +27,7 @@ impl Function for MatmulAddRelu {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (x, y, bias) = (inputs.get(0)?, inputs.get(1)?, inputs.get(2)?);
         let z = match x.device() {
-            Device::Cpu => x.f_matmul(y)?.f_add(bias)?.f_relu()?,
+            Device::Cpu => on_cpu(x, y, bias)?,
             device => forward(device, x, y, bias)?,
         };
         saver.save(x);
@@ -43,8 +43,8 @@ impl Function for MatmulAddRelu {
         let g = grads.get(0)?.f_masked_fill(&z.detach().f_le(0.0)?, 0.0)?;
         let wanted = |index| ctx.needs_input_grad(index);
         Ok(vec![
-            wanted(0).then(|| g.f_matmul(&y.f_t()?)).transpose()?,
-            wanted(1).then(|| x.f_t()?.f_matmul(&g)).transpose()?,
+            wanted(0).then(|| g.f_matmul(&y.f_transpose(0, 1)?)).transpose()?,
+            wanted(1).then(|| x.f_transpose(0, 1)?.f_matmul(&g)).transpose()?,
             wanted(2).then(|| g.f_sum_dim_intlist(&[0i64][..], false, g.kind())).transpose()?,
         ]
         .into())
@@ -80,6 +80,14 @@ pub fn matmul_add_relu(x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tensor> 
         return Err(argument("bias", format!("[{n}] of {kind:?} on {device:?}"), bias));
     }
     apply(MatmulAddRelu, &[Some(x), Some(y), Some(bias)])?.single()
+}
+
+/// Half kinds are computed in f32 and rounded once, as the kernel does.
+fn on_cpu(x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let kind = x.kind();
+    let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
+    let product = x.f_to_kind(wide)?.f_matmul(&y.f_to_kind(wide)?)?;
+    Ok(product.f_add(&bias.f_to_kind(wide)?)?.f_relu()?.f_to_kind(kind)?)
 }
 
 fn forward(device: Device, x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tensor> {

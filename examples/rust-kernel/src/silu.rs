@@ -38,10 +38,7 @@ impl Function for Silu {
         }
         let g = grads.get(0)?;
         Ok(match x.device() {
-            Device::Cpu => {
-                let s = x.f_sigmoid()?;
-                (g * &s * (1.0 + &x * (1.0 - &s))).into()
-            }
+            Device::Cpu => x.f_silu_backward(g)?.into(),
             device => launch("silu_backward", device, &[&x, g])?.into(),
         })
     }

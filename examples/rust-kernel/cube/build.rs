@@ -1,3 +1,0 @@
-fn main() {
-    tch_extension_build::link_args();
-}
