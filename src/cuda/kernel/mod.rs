@@ -123,7 +123,8 @@ impl Kernel {
             return Err(refused(op, "there is no CUDA device"));
         }
         let library = library(op, image, bytes)?;
-        let handle = library.kernel(op, &c_name)?.ok_or_else(|| {
+        let found = library.kernel(op, &c_name).map_err(|error| with_image(error, image))?;
+        let handle = found.ok_or_else(|| {
             let names = library.names().filter(|names| !names.is_empty());
             let names = names.unwrap_or_else(|| "no kernel that CUDA could name".to_string());
             refused(op, format!("the image, {image}, has no kernel {name:?}; it has {names}"))
@@ -242,12 +243,18 @@ fn library(op: &str, image: Image, bytes: Arc<[u8]>) -> Result<ffi::LibraryHandl
         Image::Cubin(_) | Image::Fatbin => &bytes[..],
     };
     // SAFETY: `Image::of` has checked the extent of a cubin or fatbin, and the text ends with a zero.
-    let library = unsafe { ffi::LibraryHandle::load(op, whole) }.map_err(|error| match error {
+    let library =
+        unsafe { ffi::LibraryHandle::load(op, whole) }.map_err(|error| with_image(error, image))?;
+    libraries.insert(bytes, library);
+    Ok(library)
+}
+
+/// CUDA's error, with what the image is: often it is one for another architecture.
+fn with_image(error: Error, image: Image) -> Error {
+    match error {
         Error::Cuda { op, reason } => {
             Error::Cuda { op, reason: format!("{reason}; the image is {image}") }
         }
         other => other,
-    })?;
-    libraries.insert(bytes, library);
-    Ok(library)
+    }
 }
