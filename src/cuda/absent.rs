@@ -1,8 +1,9 @@
 //! Replaces `ffi::cuda` in a build without CUDA: every function returns an error, and the handles
 //! cannot exist.
 
-use super::{MemoryStats, StreamParts, not_compiled};
+use super::{Facts, LaunchGrid, MemoryStats, StreamParts, not_compiled};
 use crate::Result;
+use std::ffi::{CStr, c_void};
 use tch::Tensor;
 
 #[derive(Debug)]
@@ -13,7 +14,7 @@ impl LaunchPlace {
         Err(not_compiled(op))
     }
 
-    pub(crate) fn stream(&self) -> *mut std::ffi::c_void {
+    pub(crate) fn stream(&self) -> *mut c_void {
         match *self {}
     }
 }
@@ -131,6 +132,47 @@ impl GraphHandle {
 
     pub(crate) fn replay(&self, _: &str) -> Result<()> {
         match *self {}
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum LibraryHandle {}
+
+impl LibraryHandle {
+    /// # Safety
+    /// As in `ffi::kernel`; nothing is loaded here.
+    pub(crate) unsafe fn load(op: &str, _: &[u8]) -> Result<Self> {
+        Err(not_compiled(op))
+    }
+
+    pub(crate) fn kernel(self, _: &str, _: &CStr) -> Result<Option<KernelHandle>> {
+        match self {}
+    }
+
+    pub(crate) fn names(self) -> Option<String> {
+        match self {}
+    }
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum KernelHandle {}
+
+impl KernelHandle {
+    pub(crate) fn prepare(self, _: i32) -> std::result::Result<Facts, (String, i32)> {
+        match self {}
+    }
+
+    /// # Safety
+    /// As in `ffi::kernel`; nothing is launched here.
+    pub(crate) unsafe fn launch(
+        self,
+        _: &str,
+        _: i32,
+        _: &LaunchGrid,
+        _: &mut [*const c_void],
+        _: *mut c_void,
+    ) -> Result<()> {
+        match self {}
     }
 }
 

@@ -1,16 +1,19 @@
-//! CUDA devices and streams as libtorch uses them; events, graphs and memory; kernel launches; the
-//! precision of matrix products.
+//! CUDA devices and streams as libtorch uses them; events, graphs and memory; kernel launches, and
+//! kernels from any compiler; the precision of matrix products.
 
 #[cfg(not(tch_extension_cuda))]
 mod absent;
 mod event;
 mod graph;
+mod kernel;
 mod memory;
 mod precision;
 mod stream;
 
 pub use event::Event;
 pub use graph::Graph;
+pub(crate) use kernel::{Facts, LaunchGrid};
+pub use kernel::{Grid, Kernel, Param, Parameter};
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
 pub(crate) use stream::StreamParts;
@@ -24,6 +27,9 @@ use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::marker::PhantomData;
 use tch::Device;
+
+#[doc(inline)]
+pub use crate::__params as params;
 
 /// Whether this build has CUDA kernels. A GPU may still be missing; see
 /// [`tch::Cuda::is_available`].

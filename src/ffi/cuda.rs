@@ -2,6 +2,7 @@
 //!
 //! `src/cuda/absent.rs` defines the same names for a build without CUDA.
 
+pub(crate) use super::kernel::{KernelHandle, LibraryHandle};
 use super::take_message;
 use crate::cuda::{MemoryStats, StreamParts};
 use crate::{Error, Result};
@@ -99,11 +100,16 @@ fn failed(op: &str, reason: impl Into<String>) -> Error {
 
 /// Converts a message of `csrc/cuda`. Only its first line is kept, because the other lines are
 /// general advice from libtorch.
-fn check(op: &str, message: *mut c_char) -> Result<()> {
+pub(super) fn check(op: &str, message: *mut c_char) -> Result<()> {
     match take_message(message) {
         None => Ok(()),
-        Some(text) => Err(failed(op, text.lines().next().unwrap_or("unknown error"))),
+        Some(text) => Err(failed(op, message_line(&text))),
     }
+}
+
+/// What a message of `csrc/cuda` says in its first line.
+pub(super) fn message_line(text: &str) -> &str {
+    text.lines().next().unwrap_or("unknown error")
 }
 
 /// Converts a status of the CUDA runtime.

@@ -12,6 +12,8 @@ pub(crate) mod exceptions;
 pub(crate) mod facts;
 #[cfg(any(feature = "distributed", feature = "train"))]
 pub(crate) mod gradients;
+#[cfg(tch_extension_cuda)]
+mod kernel;
 pub(crate) mod library;
 pub(crate) mod loader;
 pub(crate) mod package;

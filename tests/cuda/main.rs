@@ -1,7 +1,8 @@
-//! Tests of `tch_extension::cuda`: errors without a GPU, and streams, events, graphs and memory
+//! Tests of `tch_extension::cuda`: errors without a GPU, and streams, events, graphs, kernels and memory
 //! with one.
 
 mod graphs;
+mod kernel;
 mod memory;
 mod streams;
 

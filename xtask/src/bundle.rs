@@ -159,7 +159,8 @@ fn copy_program(program: &Program, dist: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies the repository's text files, because the tests and the demo read some of them.
+/// Copies the repository's text files, and the images of kernels, because the tests and the demo
+/// read some of them.
 fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     for file in text_files(&repo.root) {
@@ -169,7 +170,7 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
         }
         let content =
             std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?;
-        if content.contains(&0) {
+        if content.contains(&0) && !is_image(&file) {
             continue;
         }
         if let Some(parent) = to.parent() {
@@ -188,6 +189,11 @@ fn copy_vision(repo: &Repo, folder: &Path) -> Result<()> {
     std::fs::copy(&from, folder.join("_C.so"))
         .with_context(|| format!("cannot copy {}", from.display()))?;
     Ok(())
+}
+
+/// Whether a file is an image of kernels, which tests load.
+fn is_image(path: &Path) -> bool {
+    path.extension().is_some_and(|ending| ending == "cubin" || ending == "fatbin")
 }
 
 fn is_large(path: &Path) -> bool {

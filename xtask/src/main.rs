@@ -17,6 +17,7 @@ mod glibc;
 mod headers;
 mod libtorch;
 mod misuse;
+mod old_systems;
 mod outside;
 mod page;
 mod pip;

@@ -9,7 +9,7 @@ use crate::libtorch::{Libtorch, Rule};
 use crate::repo::{Repo, files_below};
 use crate::report::{self, say};
 use crate::setup::{self, Changes};
-use crate::{cargo, compiler, glibc, pip, programs, versions, wheels};
+use crate::{cargo, compiler, glibc, old_systems, pip, programs, versions, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -29,8 +29,6 @@ const TESTS: [(&str, &[&str]); 3] = [
     ("benches/lstm.py", &["--device", "cpu", "--rounds", "1", "--dtype", "float32"]),
     ("benches/gpt.py", &["--device", "cpu", "--rounds", "1", "--backend", "aot_eager"]),
 ];
-/// Definitions of what old systems lack, which the library is linked with.
-const OLD_SYSTEMS: &str = "xtask/src/old_systems.cpp";
 /// The only function that the library exports.
 const EXPORTED: &str = "tch_extension_registration_error";
 
@@ -153,11 +151,13 @@ impl Build<'_> {
     /// Builds, packs and checks the wheel, and returns where it is.
     fn wheel(&self) -> Result<PathBuf> {
         wheels::WHEEL_TOOLS.ensure(self.repo)?;
-        let library = self.library()?;
+        // What the library consists of, before it is linked once more as the wheel has it.
+        let crates = cargo::messages(&mut self.cargo("build"))?;
+        let library = self.library(&crates)?;
         check_library(&library)?;
         let scratch = tempfile::tempdir().context("cannot make a folder for the wheel")?;
         let content = scratch.path().join("content");
-        self.stage(&library, &content)?;
+        self.stage(&library, &crates, &content)?;
         let packed = self.pack(&content, scratch.path())?;
         let folder = self.repo.root.join("target/wheels");
         let wheel = self.retag(&packed, &scratch.path().join("tagged"), &folder)?;
@@ -170,14 +170,14 @@ impl Build<'_> {
     }
 
     /// Builds the library. Its objects are those of all other builds; only the link differs.
-    fn library(&self) -> Result<PathBuf> {
+    fn library(&self, crates: &[Value]) -> Result<PathBuf> {
         let cxx = compiler::find(std::env::var("CXX").ok().as_deref())?.command;
         let folder = self.workspace.root.join("target/wheel");
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("cannot make {}", folder.display()))?;
         glibc::write_stubs(&cxx, &folder)?;
         let object = folder.join("old_systems.o");
-        compile_old_systems(&cxx, &self.repo.root.join(OLD_SYSTEMS), &object)?;
+        old_systems::compile(&cxx, &self.repo.root, &object)?;
         let (folder, object) = (folder.display(), object.display());
         let link = [
             "strip=symbols".to_string(),
@@ -186,7 +186,7 @@ impl Build<'_> {
             // What the stubs lack must be a message of the linker's, and not one when it is loaded.
             "link-arg=-Wl,-z,defs".to_string(),
             // Functions in C of other crates stay inside.
-            format!("link-arg=-Wl,--exclude-libs={}", self.other_crates()?.join(":")),
+            format!("link-arg=-Wl,--exclude-libs={}", other_crates(crates).join(":")),
         ];
         let mut command = self.cargo("rustc");
         command.args(["--crate-type", "cdylib", cargo::AS_JSON, "--"]);
@@ -199,18 +199,8 @@ impl Build<'_> {
         cargo::command(&self.workspace, &self.changes, &[subcommand, "-p", PACKAGE, "--lib"])
     }
 
-    /// The files of all crates that the library consists of, except for our own.
-    fn other_crates(&self) -> Result<Vec<String>> {
-        let messages = cargo::messages(&mut self.cargo("build"))?;
-        let files = messages.iter().filter_map(|message| message["filenames"].as_array()).flatten();
-        let names = files.filter_map(|file| Path::new(file.as_str()?).file_name()?.to_str());
-        let is_other =
-            |name: &&str| name.ends_with(".rlib") && !name.starts_with("libtch_extension");
-        Ok(names.filter(is_other).map(str::to_string).collect())
-    }
-
     /// Lays out what the wheel contains.
-    fn stage(&self, library: &Path, content: &Path) -> Result<()> {
+    fn stage(&self, library: &Path, crates: &[Value], content: &Path) -> Result<()> {
         let python = self.repo.root.join(PYTHON);
         for file in files_below(&python, "") {
             if file.components().all(|part| part.as_os_str() != "__pycache__") {
@@ -229,7 +219,7 @@ impl Build<'_> {
         for license in ["LICENSE-APACHE", "LICENSE-MIT"] {
             copy(&self.repo.root.join(license), &info.join("licenses").join(license))?;
         }
-        for folder in self.folders_of_crates()? {
+        for folder in self.folders_of_crates(crates)? {
             let name = folder.file_name().context("a crate without a folder")?;
             for file in licenses_in(&folder) {
                 copy(&folder.join(&file), &info.join("licenses/crates").join(name).join(file))?;
@@ -239,7 +229,7 @@ impl Build<'_> {
     }
 
     /// The folders, such as `adler2-2.0.0`, of the crates whose code is in the library.
-    fn folders_of_crates(&self) -> Result<Vec<PathBuf>> {
+    fn folders_of_crates(&self, crates: &[Value]) -> Result<Vec<PathBuf>> {
         let query = ["tree", "-p", PACKAGE, "--edges", "normal", "--prefix", "none"];
         let mut command = cargo::command(&self.workspace, &self.changes, &query);
         let output = command.output().context("cannot run cargo; is it in PATH?")?;
@@ -247,8 +237,7 @@ impl Build<'_> {
             bail!("cargo tree failed: {}", programs::last_line(&output.stderr));
         }
         let linked = linked_crates(&String::from_utf8_lossy(&output.stdout));
-        let messages = cargo::messages(&mut self.cargo("build"))?;
-        let manifests = messages.iter().filter_map(|message| message["manifest_path"].as_str());
+        let manifests = crates.iter().filter_map(|message| message["manifest_path"].as_str());
         let folders = manifests.filter_map(|path| Some(Path::new(path).parent()?.to_path_buf()));
         let is_linked = |folder: &PathBuf| {
             folder.file_name().is_some_and(|name| linked.contains(&*name.to_string_lossy()))
@@ -400,6 +389,13 @@ impl Build<'_> {
     }
 }
 
+/// The files of all crates that cargo built for the library, except for our own.
+fn other_crates(crates: &[Value]) -> Vec<&str> {
+    let files = crates.iter().filter_map(|message| message["filenames"].as_array()).flatten();
+    let names = files.filter_map(|file| Path::new(file.as_str()?).file_name()?.to_str());
+    names.filter(|name| name.ends_with(".rlib") && !name.starts_with("libtch_extension")).collect()
+}
+
 /// The names and versions in the output of `cargo tree`, such as `adler2-2.0.0`.
 fn linked_crates(tree: &str) -> BTreeSet<String> {
     let crates = tree.lines().filter(|line| !line.contains("(proc-macro)"));
@@ -428,22 +424,6 @@ fn cdylib(message: &Value) -> Option<PathBuf> {
     }
     let files = message["filenames"].as_array()?.iter().filter_map(Value::as_str);
     files.map(PathBuf::from).find(|file| file.extension().is_some_and(|end| end == "so"))
-}
-
-fn compile_old_systems(cxx: &str, source: &Path, object: &Path) -> Result<()> {
-    let (program, words) = compiler::split(cxx);
-    let output = Command::new(program)
-        .args(words)
-        .args(["-std=c++17", "-O2", "-fPIC", "-Wall", "-Wextra", "-c"])
-        .arg(source)
-        .arg("-o")
-        .arg(object)
-        .output()
-        .with_context(|| format!("cannot run {program}"))?;
-    if !output.status.success() {
-        bail!("{OLD_SYSTEMS}:\n{}", String::from_utf8_lossy(&output.stderr).trim());
-    }
-    Ok(())
 }
 
 /// Refuses a library that needs what no torch has, says where libraries are, or exports more than
@@ -535,72 +515,6 @@ mod tests {
         assert_eq!(label(&no_cuda, true), "torch2.11.cpu");
         assert!(Torch::parse("", true, PathBuf::new()).is_err());
     }
-
-    #[test]
-    fn what_old_systems_lack_works() {
-        let scratch = tempfile::tempdir().unwrap();
-        let object = scratch.path().join("old_systems.o");
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-        compile_old_systems("c++", &root.join(OLD_SYSTEMS), &object).unwrap();
-        let (source, program) = (scratch.path().join("use.cpp"), scratch.path().join("use"));
-        std::fs::write(&source, USE_OF_OLD_SYSTEMS).unwrap();
-        let built = Command::new("c++")
-            .args(["-std=c++17", "-O1", "-o"])
-            .arg(&program)
-            .args([&source, &object])
-            .status();
-        assert!(built.unwrap().success());
-        let symbols = programs::stdout("nm", &["-D", &program.to_string_lossy()]).unwrap();
-        for new in [
-            "_M_addref",
-            "_M_release",
-            "_ZSt28__throw_bad_array",
-            " stat64",
-            "basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev",
-        ] {
-            assert!(!symbols.contains(new), "{new} is taken from the system: {symbols}");
-        }
-        assert!(Command::new(&program).status().unwrap().success());
-    }
-
-    /// Counts how often an exception lives, so that a wrong reference count shows.
-    const USE_OF_OLD_SYSTEMS: &str = r#"
-        #include <exception>
-        #include <memory>
-        #include <new>
-        #include <sstream>
-        #include <sys/stat.h>
-        #include <vector>
-        static int alive = 0;
-        struct Counted {
-            Counted() { ++alive; }
-            Counted(const Counted&) { ++alive; }
-            ~Counted() { --alive; }
-        };
-        int main(int argc, char** argv) {
-            std::exception_ptr first;
-            try { throw Counted(); } catch (...) { first = std::current_exception(); }
-            for (int round = 0; round < 3; ++round) {
-                std::vector<std::exception_ptr> copies(100, first);
-                copies[7] = nullptr;
-                if (alive != 1) return 1;
-            }
-            if (alive != 1) return 2;
-            try { std::rethrow_exception(first); } catch (const Counted&) {} catch (...) { return 3; }
-            first = nullptr;
-            if (alive != 0) return 4;
-            std::ostringstream text;
-            text << "a" << 1;
-            if (text.str() != "a1") return 5;
-            try {
-                std::size_t size = -argc;
-                static_cast<void>(std::allocator<long>().allocate(size / 2));
-                return 6;
-            } catch (const std::bad_array_new_length&) {}
-            struct stat64 found;
-            return stat64(argv[0], &found) == 0 && found.st_size > 0 ? 0 : 7;
-        }
-    "#;
 
     #[test]
     fn the_crates_in_the_library_have_their_licenses() {

@@ -9,7 +9,7 @@ use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Kind, Reduction, Tensor};
 
 mod chunks;
 pub(super) mod parts;
@@ -326,6 +326,33 @@ impl Layer {
     }
 }
 
+impl Layer {
+    /// The layer with a few more classes, of zeros, if its products are so much faster: in half kinds on
+    /// CUDA, where the logits' rows would otherwise not begin at 16 bytes. A copy of the weight costs as
+    /// much as a product with a few hundred rows.
+    fn padded(&self) -> Result<Option<Layer>> {
+        const ENOUGH_ROWS: i64 = 128;
+        let (rows, (classes, features)) = (self.input.size2()?.0, self.weight.size2()?);
+        let (kind, device) = (self.input.f_kind()?, self.input.device());
+        let lanes = 16 / size_of(kind);
+        let missing = (lanes - classes % lanes) % lanes;
+        let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
+        if !device.is_cuda() || !is_half || missing == 0 || rows < ENOUGH_ROWS {
+            return Ok(None);
+        }
+        let zeros = Tensor::f_zeros([missing, features], (kind, device))?;
+        let weight = Tensor::f_cat(&[&self.weight, &zeros], 0)?;
+        let bias = match &self.bias {
+            Some(bias) => {
+                Some(Tensor::f_cat(&[bias, &Tensor::f_zeros([missing], (kind, device))?], 0)?)
+            }
+            None => None,
+        };
+        let (input, targets) = (self.input.shallow_clone(), self.targets.shallow_clone());
+        Ok(Some(Layer { input, weight, bias, targets }))
+    }
+}
+
 /// One gradient for each input that has one.
 type LayerGradients = [Option<Tensor>; GRADIENTS];
 
@@ -371,12 +398,15 @@ impl LinearCrossEntropy {
     ) -> Result<LayerGradients> {
         let (kind, device) = (layer.input.f_kind()?, layer.input.device());
         let (all, features) = layer.input.size2()?;
+        let own_classes = layer.weight.size2()?.0;
+        let padded = layer.padded()?;
+        let layer = padded.as_ref().unwrap_or(layer);
         let classes = layer.weight.size2()?.0;
         let is_cuda = device.is_cuda();
         let of_weight = wanted[place::WEIGHT];
         let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
         let chunks = Chunks::new(&sizes, self.options.memory, self.options.accumulate_in_float);
-        let logits = empty_logits(chunks.rows.min(all), classes, (kind, device))?;
+        let logits = Tensor::f_empty([chunks.rows.min(all), classes], (kind, device))?;
         let mut gradients = Accumulated::new(layer, wanted, &chunks)?;
         for first in (0..all).step_by(usize::try_from(chunks.rows).unwrap_or(usize::MAX)) {
             let len = chunks.rows.min(all - first);
@@ -395,14 +425,17 @@ impl LinearCrossEntropy {
             let own = factors.filter(is_each).map(part).transpose()?;
             let factors = own.as_ref().or(factors);
             let gradients_of_logits = factors.map(|factors| (factors, Gradients::InPlace));
-            let operands = self.operands(&logits, &targets);
+            let own_logits = logits.f_narrow(1, 0, own_classes)?;
+            let operands = self.operands(&own_logits, &targets);
             rows(&operands, Wanted { losses: of_chunk.as_mut(), gradients: gradients_of_logits })?;
             if factors.is_some() {
+                // What stands beyond the classes is no gradient: NaN, if the input has one.
+                let _ = logits.f_narrow(1, own_classes, classes - own_classes)?.f_zero_()?;
                 gradients.add(layer, &input, &logits, first)?;
             }
         }
         drop(logits);
-        gradients.finish(kind)
+        gradients.finish(kind, own_classes)
     }
 
     fn operands<'a>(&self, logits: &'a Tensor, targets: &'a Tensor) -> Operands<'a> {
@@ -419,20 +452,6 @@ impl LinearCrossEntropy {
         let (bias, targets) = (inputs.optional(place::BIAS), inputs.get(place::TARGETS)?);
         Ok(linear_cross_entropy_reference(input, weight, bias, targets, &self.options)?.into())
     }
-}
-
-/// Logits that are not written yet, `[rows, classes]`. On CUDA each row begins at 16 bytes: with an
-/// odd number of classes the three products would otherwise take four times as long.
-fn empty_logits(rows: i64, classes: i64, like: (Kind, Device)) -> Result<Tensor> {
-    let lanes = 16 / size_of(like.0);
-    let padded = (classes + lanes - 1) / lanes * lanes;
-    if !like.1.is_cuda() || padded == classes {
-        return Ok(Tensor::f_empty([rows, classes], like)?);
-    }
-    let all = Tensor::f_empty([rows, padded], like)?;
-    // The kernels read whole vectors.
-    let _ = all.f_narrow(1, classes, padded - classes)?.f_zero_()?;
-    Ok(all.f_narrow(1, 0, classes)?)
 }
 
 /// The gradients so far.
@@ -496,8 +515,9 @@ impl Accumulated {
         Ok(())
     }
 
-    fn finish(self, kind: Kind) -> Result<LayerGradients> {
-        let of_kind = |tensor: Tensor| tensor.f_to_kind(kind);
+    /// The gradients in this kind, of so many classes.
+    fn finish(self, kind: Kind, classes: i64) -> Result<LayerGradients> {
+        let of_kind = |tensor: Tensor| tensor.f_narrow(0, 0, classes)?.f_to_kind(kind);
         Ok([self.input, self.weight.map(of_kind).transpose()?, self.bias.map(of_kind).transpose()?])
     }
 }

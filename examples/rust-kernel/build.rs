@@ -1,0 +1,3 @@
+fn main() {
+    tch_extension_build::link_args();
+}
