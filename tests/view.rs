@@ -172,7 +172,7 @@ fn flat_views_refuse_what_has_no_order_in_memory() {
     let parts = ["view_flat: tensor: expected a contiguous tensor", "[1, 6]", "contiguous"];
     assert_refused(view_flat::<f32>(&turned), &parts);
     assert_refused(view_flat_mut::<f32>(&mut turned.shallow_clone()), &["view_flat_mut", "[1, 6]"]);
-    assert_refused(view_flat::<f64>(&matrix()), &["expected Double", "Float"]);
+    assert_refused(view_flat::<f64>(&matrix()), &["expected kind Double", "got Float"]);
     assert_refused(view_flat::<f32>(&Tensor::new()), &["undefined"]);
     assert_refused(view_flat_mut::<f32>(&mut matrix().set_requires_grad(true)), &["grad"]);
     let reader = matrix();
