@@ -131,6 +131,41 @@ pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'
     Ok(View { inner, tensor: PhantomData })
 }
 
+/// Makes a view of the elements of a contiguous CPU tensor of any number of dimensions, in a row: the
+/// view of an element-wise kernel. [`contiguous`](crate::strided::contiguous) makes a tensor so.
+///
+/// ```
+/// use tch_extension::{tch::Tensor, view::{view_flat, view_flat_mut}};
+///
+/// let x = Tensor::from_slice(&[1_f32, 2.0, 3.0, 4.0]).reshape([2, 2]);
+/// let mut y = x.empty_like();
+/// let mut squares = view_flat_mut::<f32>(&mut y)?;
+/// for (at, value) in view_flat::<f32>(&x)?.iter().enumerate() {
+///     squares.set([at], value * value);
+/// }
+/// drop(squares);
+/// assert_eq!(y, &x * &x);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// As for [`view()`], whatever the number of dimensions; also when the tensor is not contiguous.
+pub fn view_flat<T: Element + Copy>(tensor: &Tensor) -> Result<View<'_, T, 1>> {
+    let inner = pinned_flat("view_flat", tensor, false)?;
+    Ok(View { inner, tensor: PhantomData })
+}
+
+/// Like [`view_flat`], for writing.
+///
+/// # Errors
+/// As for [`view_mut`]; also when the tensor is not contiguous.
+pub fn view_flat_mut<T: Element + Copy>(tensor: &mut Tensor) -> Result<ViewMut<'_, T, 1>> {
+    const OP: &str = "view_flat_mut";
+    check_writable(OP, tensor)?;
+    let inner = pinned_flat(OP, tensor, true)?;
+    Ok(ViewMut { view: View { inner, tensor: PhantomData } })
+}
+
 /// Like [`view()`], for writing.
 ///
 /// ```
@@ -162,16 +197,7 @@ pub fn view_mut<T: Element + Copy, const N: usize>(
     tensor: &mut Tensor,
 ) -> Result<ViewMut<'_, T, N>> {
     const OP: &str = "view_mut";
-    let check = Check::new(OP, ARGUMENT, tensor).defined()?;
-    if tensor.requires_grad() && tch_extension_grad_mode() {
-        let hint =
-            "its graph would not know of the change: write under no_grad, or to a detached copy";
-        return Err(check.refuse(
-            "a tensor without gradient, or grad mode off",
-            "one that requires grad",
-            hint,
-        ));
-    }
+    let check = check_writable(OP, tensor)?;
     // Check the tensor before the view is made, so that a refusal does not bump the version
     // counter.
     if !tensor.is_contiguous() && overlaps(&tensor.size(), &tensor.stride()) {
@@ -186,6 +212,21 @@ pub fn view_mut<T: Element + Copy, const N: usize>(
     Ok(ViewMut { view: View { inner, tensor: PhantomData } })
 }
 
+/// Checks that autograd would not miss a change.
+fn check_writable<'a>(op: &'a str, tensor: &'a Tensor) -> Result<Check<'a>> {
+    let check = Check::new(op, ARGUMENT, tensor).defined()?;
+    if tensor.requires_grad() && tch_extension_grad_mode() {
+        let hint =
+            "its graph would not know of the change: write under no_grad, or to a detached copy";
+        return Err(check.refuse(
+            "a tensor without gradient, or grad mode off",
+            "one that requires grad",
+            hint,
+        ));
+    }
+    Ok(check)
+}
+
 fn pinned<T: Element + Copy, const N: usize>(
     op: &str,
     tensor: &Tensor,
@@ -198,6 +239,20 @@ fn pinned<T: Element + Copy, const N: usize>(
         check.dim(N, &format!("[{names}]"))?;
     }
     Strided::new(tensor, kind, writer)?.map_err(|refusal| refused(check, refusal))
+}
+
+fn pinned_flat<T: Element + Copy>(
+    op: &str,
+    tensor: &Tensor,
+    writer: bool,
+) -> Result<Strided<T, 1>> {
+    let kind = kind_of::<T>();
+    let check = Check::new(op, ARGUMENT, tensor).defined()?.kind_in(&[kind])?;
+    if !tensor.is_contiguous() {
+        let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
+        return Err(check.refuse("a contiguous tensor", got, "call strided::contiguous"));
+    }
+    Strided::flat(tensor, kind, writer)?.map_err(|refusal| refused(check, refusal))
 }
 
 fn refused(check: Check<'_>, refusal: Refusal) -> Error {

@@ -6,7 +6,7 @@ use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply, grad};
-use tch_extension::view::{view, view_mut};
+use tch_extension::view::{view, view_flat, view_flat_mut, view_mut};
 
 fn matrix() -> Tensor {
     Tensor::arange(24, (Kind::Float, Device::Cpu)).reshape([4, 6])
@@ -145,6 +145,44 @@ fn every_kind_roundtrips() {
 fn any_byte_but_zero_is_true() {
     let bytes = Tensor::from_slice(&[0_u8, 1, 2, 255]).view_dtype(Kind::Bool);
     assert_eq!(view::<bool, 1>(&bytes).unwrap().to_vec(), [false, true, true, true]);
+}
+
+#[test]
+fn flat_views_have_any_number_of_dimensions() {
+    let many = matrix().reshape([1, 2, 1, 2, 1, 2, 1, 3, 1, 1]);
+    let scalar = Tensor::from(5_f32);
+    let empty = Tensor::zeros([3, 0, 4], (Kind::Float, Device::Cpu));
+    // A part of a larger tensor begins elsewhere than its memory.
+    let part = matrix().narrow(0, 1, 2);
+    for tensor in [matrix(), many, scalar, empty, part] {
+        let expected = Vec::<f32>::try_from(tensor.reshape([-1])).unwrap();
+        let flat = view_flat::<f32>(&tensor).unwrap();
+        assert_eq!((flat.shape(), flat.strides()), ([expected.len()], [1]));
+        assert_eq!(flat.to_vec(), expected);
+        drop(flat);
+        let mut copy = tensor.empty_like();
+        view_flat_mut::<f32>(&mut copy).unwrap().copy_from_slice(&expected);
+        assert_eq!(copy, tensor);
+    }
+}
+
+#[test]
+fn flat_views_refuse_what_has_no_order_in_memory() {
+    let turned = matrix().transpose(0, 1);
+    let parts = ["view_flat: tensor: expected a contiguous tensor", "[1, 6]", "contiguous"];
+    assert_refused(view_flat::<f32>(&turned), &parts);
+    assert_refused(view_flat_mut::<f32>(&mut turned.shallow_clone()), &["view_flat_mut", "[1, 6]"]);
+    assert_refused(view_flat::<f64>(&matrix()), &["expected Double", "Float"]);
+    assert_refused(view_flat::<f32>(&Tensor::new()), &["undefined"]);
+    assert_refused(view_flat_mut::<f32>(&mut matrix().set_requires_grad(true)), &["grad"]);
+    let reader = matrix();
+    let mut writer = reader.shallow_clone();
+    let reading = view_flat::<f32>(&reader).unwrap();
+    assert_refused(view_flat_mut::<f32>(&mut writer), &["memory without another view"]);
+    drop(reading);
+    let version = reader.internal_version();
+    drop(view_flat_mut::<f32>(&mut writer).unwrap());
+    assert!(reader.internal_version() > version);
 }
 
 #[test]

@@ -118,6 +118,70 @@ pub(crate) struct Strided<T, const N: usize> {
     pin: Rc<Pin>,
 }
 
+/// Pins the memory of a tensor, and returns the address of its first element. `sizes` and `strides`
+/// have an entry for each dimension.
+fn pin<T>(
+    tensor: &Tensor,
+    kind: Kind,
+    writer: bool,
+    sizes: &mut [i64],
+    strides: &mut [i64],
+) -> Result<std::result::Result<(*mut T, Pin), Refusal>> {
+    let fits = tensor.f_kind()? == kind && kind.elt_size_in_bytes() == size_of::<T>();
+    if !fits || sizes.len() != strides.len() {
+        return Err(Error::msg(format!("internal error: a view of {kind:?} made of {tensor:?}")));
+    }
+    let (mut data, mut pin, mut code) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
+    // SAFETY: the pointer is borrowed from a live tensor. Both arrays have `sizes.len()` entries,
+    // and C++ compares this with the tensor's number of dimensions. On success without a refusal,
+    // we own the pin.
+    let message = unsafe {
+        tch_extension_pin(
+            tensor.as_ptr(),
+            writer,
+            sizes.as_mut_ptr(),
+            strides.as_mut_ptr(),
+            sizes.len(),
+            &mut data,
+            &mut pin,
+            &mut code,
+        )
+    };
+    if let Some(message) = take_message(message) {
+        return Err(Error::Torch(message));
+    }
+    Ok(match Refusal::from_code(code) {
+        Some(refusal) => Err(refusal),
+        None => Ok((data.cast(), Pin(pin))),
+    })
+}
+
+impl<T: Element + Copy> Strided<T, 1> {
+    /// Pins the memory of a contiguous tensor of any number of dimensions, as if it had one.
+    pub fn flat(
+        tensor: &Tensor,
+        kind: Kind,
+        writer: bool,
+    ) -> Result<std::result::Result<Self, Refusal>> {
+        if !tensor.is_contiguous() {
+            return Err(Error::msg(format!("internal error: a flat view made of {tensor:?}")));
+        }
+        let (mut few, mut many) = ([0; 16], Vec::new());
+        let dim = tensor.dim();
+        let numbers = match few.get_mut(..2 * dim) {
+            Some(few) => few,
+            None => {
+                many.resize(2 * dim, 0);
+                &mut many[..]
+            }
+        };
+        let (sizes, strides) = numbers.split_at_mut(dim);
+        let pinned = pin::<T>(tensor, kind, writer, sizes, strides)?;
+        let shape = [sizes.iter().product::<i64>() as usize];
+        Ok(pinned.map(|(data, pin)| Strided { data, shape, strides: [1], pin: Rc::new(pin) }))
+    }
+}
+
 impl<T: Element + Copy, const N: usize> Strided<T, N> {
     /// Pins the memory of a tensor with `N` dimensions and kind `kind`. The memory of that kind
     /// must hold values of type `T`.
@@ -126,40 +190,14 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
         kind: Kind,
         writer: bool,
     ) -> Result<std::result::Result<Self, Refusal>> {
-        if tensor.f_kind()? != kind
-            || kind.elt_size_in_bytes() != size_of::<T>()
-            || tensor.dim() != N
-        {
-            return Err(Error::msg(format!(
-                "internal error: a view of {kind:?} [{N}] made of {tensor:?}"
-            )));
+        if tensor.dim() != N {
+            return Err(Error::msg(format!("internal error: a view [{N}] made of {tensor:?}")));
         }
         let (mut sizes, mut strides) = ([0; N], [0; N]);
-        let (mut data, mut pin, mut code) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
-        // SAFETY: the pointer is borrowed from a live tensor. Each array has `N` entries, and C++
-        // compares `N` with the tensor's number of dimensions. On success without a refusal, we own
-        // the pin.
-        let message = unsafe {
-            tch_extension_pin(
-                tensor.as_ptr(),
-                writer,
-                sizes.as_mut_ptr(),
-                strides.as_mut_ptr(),
-                N,
-                &mut data,
-                &mut pin,
-                &mut code,
-            )
-        };
-        if let Some(message) = take_message(message) {
-            return Err(Error::Torch(message));
-        }
-        if let Some(refusal) = Refusal::from_code(code) {
-            return Ok(Err(refusal));
-        }
+        let pinned = pin::<T>(tensor, kind, writer, &mut sizes, &mut strides)?;
         let shape = sizes.map(|size: i64| size as usize);
         let strides = strides.map(|stride: i64| stride as isize);
-        Ok(Ok(Strided { data: data.cast(), shape, strides, pin: Rc::new(Pin(pin)) }))
+        Ok(pinned.map(|(data, pin)| Strided { data, shape, strides, pin: Rc::new(pin) }))
     }
 
     pub fn shape(&self) -> [usize; N] {

@@ -6,51 +6,50 @@ use tch::{Kind, Tensor};
 use tch_extension::autograd::Tensors;
 use tch_extension::library::{CallContext, Operator};
 use tch_extension::strided::contiguous;
-use tch_extension::view::{view, view_mut};
+use tch_extension::view::{view_flat, view_flat_mut};
 use tch_extension::{Result, args, check, dispatch};
 
 const KINDS: [Kind; 2] = [Kind::Float, Kind::Double];
 
-/// Checks the tensors of a kernel: the first decides shape and kind. Returns their elements in a row.
-fn flat<const N: usize>(op: &str, tensors: [(&str, &Tensor); N]) -> Result<[Tensor; N]> {
+/// Checks the tensors of a kernel: the first decides shape and kind. Returns them with their elements
+/// in a row.
+fn plain<const N: usize>(op: &str, tensors: [(&str, &Tensor); N]) -> Result<[Tensor; N]> {
     let first = check!(op, tensors[0].0, tensors[0].1).defined()?.kind_in(&KINDS)?;
     let shape = first.tensor().size();
-    for (name, tensor) in &tensors[1..] {
+    let mut plain = tensors.map(|_| Tensor::new());
+    for (plain, (name, tensor)) in plain.iter_mut().zip(tensors) {
         check!(op, name, *tensor).defined()?.like(&first)?.shape(tensors[0].0, &shape)?;
+        *plain = contiguous(tensor)?;
     }
-    let mut rows = tensors.map(|_| Tensor::new());
-    for (row, (_, tensor)) in rows.iter_mut().zip(tensors) {
-        *row = contiguous(tensor)?.f_view(-1)?;
-    }
-    Ok(rows)
+    Ok(plain)
 }
 
 pub fn forward(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
-    let [x, y] = flat("muladd", [("a", a), ("b", b)])?;
-    let mut output = x.f_empty_like()?;
-    dispatch!("muladd", x.kind(), [f32, f64], |T| {
-        let (x, y) = (view::<T, 1>(&x)?, view::<T, 1>(&y)?);
-        let mut output = view_mut::<T, 1>(&mut output)?;
-        for (at, (x, y)) in x.iter().zip(y.iter()).enumerate() {
-            output.set([at], x * y + c as T);
+    let [a, b] = plain("muladd", [("a", a), ("b", b)])?;
+    let mut output = a.f_empty_like()?;
+    dispatch!("muladd", a.kind(), [f32, f64], |T| {
+        let (a, b) = (view_flat::<T>(&a)?, view_flat::<T>(&b)?);
+        let mut output = view_flat_mut::<T>(&mut output)?;
+        for (at, (a, b)) in a.iter().zip(b.iter()).enumerate() {
+            output.set([at], a * b + c as T);
         }
     })?;
-    Ok(output.f_view_as(a)?)
+    Ok(output)
 }
 
 pub fn backward(grad: &Tensor, a: &Tensor, b: &Tensor) -> Result<(Tensor, Tensor)> {
-    let [x, y, grad] = flat("muladd_backward", [("a", a), ("b", b), ("grad", grad)])?;
-    let (mut grad_x, mut grad_y) = (x.f_empty_like()?, y.f_empty_like()?);
-    dispatch!("muladd_backward", x.kind(), [f32, f64], |T| {
-        let (x, y, grad) = (view::<T, 1>(&x)?, view::<T, 1>(&y)?, view::<T, 1>(&grad)?);
-        let mut to_x = view_mut::<T, 1>(&mut grad_x)?;
-        let mut to_y = view_mut::<T, 1>(&mut grad_y)?;
+    let [a, b, grad] = plain("muladd_backward", [("a", a), ("b", b), ("grad", grad)])?;
+    let (mut grad_a, mut grad_b) = (a.f_empty_like()?, b.f_empty_like()?);
+    dispatch!("muladd_backward", a.kind(), [f32, f64], |T| {
+        let (a, b, grad) = (view_flat::<T>(&a)?, view_flat::<T>(&b)?, view_flat::<T>(&grad)?);
+        let (mut to_a, mut to_b) =
+            (view_flat_mut::<T>(&mut grad_a)?, view_flat_mut::<T>(&mut grad_b)?);
         for (at, grad) in grad.iter().enumerate() {
-            to_x.set([at], grad * y.at([at]));
-            to_y.set([at], grad * x.at([at]));
+            to_a.set([at], grad * b.at([at]));
+            to_b.set([at], grad * a.at([at]));
         }
     })?;
-    Ok((grad_x.f_view_as(a)?, grad_y.f_view_as(a)?))
+    Ok((grad_a, grad_b))
 }
 
 // Registered when this library is loaded.
