@@ -28,14 +28,14 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
-        cpu, cuda = gru::own,
+        cpu, cuda = sequence::own,
         fake = |input, h, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
         },
-        autograd = gru::autograd,
-        key("AutocastCPU") = gru::autocast,
-        key("AutocastCUDA") = gru::autocast,
+        autograd = sequence::autograd,
+        key("AutocastCPU") = sequence::autocast,
+        key("AutocastCUDA") = sequence::autocast,
     }
 
     /// The gradients of input, h, w_ih, w_hh, b_ih and b_hh. Incoming ones that are absent are zero.
@@ -50,12 +50,12 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu, cuda = gru::backward,
+        cpu, cuda = sequence::backward,
         fake = |_output, _h, input, h, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
         },
-        autograd = gru::backward_autograd,
+        autograd = sequence::backward_autograd,
     }
 
     /// `gru` of sequences of different lengths; see `lstm_padded`.
@@ -100,7 +100,7 @@ tch_extension::operators! {
     }
 }
 
-mod gru {
+mod sequence {
     use super::*;
 
     #[derive(Clone)]

@@ -83,14 +83,14 @@ tch_extension::operators! {
         h: &Tensor,
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu, cuda = lltm::own,
+        cpu, cuda = sequence::own,
         fake = |input, _weight, _bias, h, c| {
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
-        autograd = lltm::autograd,
-        key("AutocastCPU") = lltm::autocast,
-        key("AutocastCUDA") = lltm::autocast,
+        autograd = sequence::autograd,
+        key("AutocastCPU") = sequence::autocast,
+        key("AutocastCUDA") = sequence::autocast,
     }
 
     /// The gradients of input, weight, bias, h and c. Incoming ones that are absent are zero.
@@ -105,11 +105,11 @@ tch_extension::operators! {
         c: &Tensor,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu, cuda = lltm::backward,
+        cpu, cuda = sequence::backward,
         fake = |_output, _grad_h, _grad_c, input, weight, bias, h, c, needs| {
             Ok(likes([Some(input), Some(weight), bias, Some(h), Some(c)], needs)?.into())
         },
-        autograd = lltm::backward_autograd,
+        autograd = sequence::backward_autograd,
     }
 }
 
@@ -293,7 +293,7 @@ mod lltm_cell {
     }
 }
 
-mod lltm {
+mod sequence {
     use super::*;
 
     #[derive(Clone)]

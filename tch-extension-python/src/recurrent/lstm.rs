@@ -30,14 +30,14 @@ tch_extension::operators! {
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu, cuda = lstm::own,
+        cpu, cuda = sequence::own,
         fake = |input, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
-        autograd = lstm::autograd,
-        key("AutocastCPU") = lstm::autocast,
-        key("AutocastCUDA") = lstm::autocast,
+        autograd = sequence::autograd,
+        key("AutocastCPU") = sequence::autocast,
+        key("AutocastCUDA") = sequence::autocast,
     }
 
     /// The gradients of input, h, c, w_ih, w_hh, b_ih and b_hh. Incoming ones that are absent are zero.
@@ -54,12 +54,12 @@ tch_extension::operators! {
         b_hh: Option<&Tensor>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu, cuda = lstm::backward,
+        cpu, cuda = sequence::backward,
         fake = |_output, _h, _c, input, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
             let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
         },
-        autograd = lstm::backward_autograd,
+        autograd = sequence::backward_autograd,
     }
 
     /// `lstm` of sequences of different lengths, from 1 to T, one for each row of the batch. Outputs after
@@ -108,7 +108,7 @@ tch_extension::operators! {
     }
 }
 
-mod lstm {
+mod sequence {
     use super::*;
 
     #[derive(Clone)]
