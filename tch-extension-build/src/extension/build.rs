@@ -271,7 +271,9 @@ pub fn link_args() {
 /// table; cargo shows none of the C++ that is linked in.
 ///
 /// The package's programs, and its tests in the folder `tests`, find libtorch as after
-/// [`link_args`]. Tests inside the library need `LD_LIBRARY_PATH`.
+/// [`link_args`], if they are there when the build script runs: `touch build.rs` after adding the
+/// first one. Tests inside the library need `LD_LIBRARY_PATH`; `test = false` in `[lib]` says that
+/// there are none.
 pub fn python_link_args() {
     let folder = Process.var("CARGO_MANIFEST_DIR").unwrap_or_default();
     // Cargo refuses an argument for a kind of target that the package lacks.
