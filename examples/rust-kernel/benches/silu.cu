@@ -4,7 +4,8 @@
 
 __device__ float silu(float x) { return x / (1.0f + expf(-x)); }
 
-extern "C" __global__ void __launch_bounds__(256) silu_f32(const float4* x, float4* y, long long n) {
+extern "C" __global__ void __launch_bounds__(256)
+    silu_f32(const float4* x, float4* y, long long n) {
   const long long i = blockIdx.x * 256ll + threadIdx.x;
   if (i >= n) return;
   float4 v = x[i];

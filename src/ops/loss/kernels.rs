@@ -7,7 +7,8 @@ use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 
 /// Rows of logits, and what is computed of each. All arrays are row-major and, except for gaps
-/// between rows of logits, contiguous. The compute kind is `Double` for logits of `Double`, and otherwise `Float`.
+/// between rows of logits, contiguous. The compute kind is `Double` for logits of `Double`, and
+/// otherwise `Float`.
 #[repr(C)]
 pub(crate) struct Rows {
     /// M, the number of rows.
