@@ -83,7 +83,8 @@ impl Default for LinearCrossEntropyOptions {
 /// for `Half`, whose gradients need the loss scale, the backward pass computes the logits again. A
 /// second derivative takes the memory of all logits.
 ///
-/// [`LinearCrossEntropyOptions::memory`] bounds the memory of a chunk. In the half kinds the weight's
+/// [`LinearCrossEntropyOptions::memory`] bounds the memory of a chunk. In the half kinds on CUDA, a
+/// number of classes that is no multiple of 8 costs a copy of the weight. In the half kinds the weight's
 /// gradient is rounded once a chunk: over n chunks its error is about √((n + 1) / 2) times that of one
 /// product. If there are more than six chunks, or if
 /// [`LinearCrossEntropyOptions::accumulate_in_float`] says so, it is therefore added up in `Float`. If
