@@ -4,8 +4,9 @@ use super::archive::{self, Unpacked};
 use super::generated::Generated;
 use super::inputs::{DeviceType, Inputs};
 use super::{Package, PackageOptions};
-use crate::ffi::loader::libtorch_version;
+use crate::ffi::loader::{self, libtorch_version};
 use crate::ffi::package as ffi;
+use crate::library::requirements;
 use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::os::unix::ffi::OsStrExt;
@@ -35,10 +36,6 @@ pub(super) fn load(path: &Path, options: &PackageOptions) -> Loaded<Package> {
         return Err(format!("it was compiled for a CPU with {missing}, which this one lacks"));
     }
     let inputs = describe(&unpacked, device_type, options.inputs.as_deref())?;
-    let text = |path: &Path| {
-        CString::new(path.as_os_str().as_bytes())
-            .map_err(|_| "its path contains a zero byte".to_string())
-    };
     let weights = unpacked.weights.as_deref().map(text).transpose()?;
     let compiled = ffi::Compiled {
         library: &text(&unpacked.library)?,
@@ -52,7 +49,7 @@ pub(super) fn load(path: &Path, options: &PackageOptions) -> Loaded<Package> {
         runners: options.runners,
         single_threaded: options.single_threaded,
     };
-    let model = ffi::Package::load(&compiled).map_err(|error| explained(&error.to_string()))?;
+    let model = open(&compiled)?;
     if model.inputs != inputs.inputs.len() {
         return Err(format!(
             "the model has {} inputs, but {} are described",
@@ -72,6 +69,32 @@ pub(super) fn load(path: &Path, options: &PackageOptions) -> Loaded<Package> {
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let Unpacked { folder, metadata, .. } = unpacked;
     Ok(Package { model, name, device, inputs, constants, metadata, _folder: folder })
+}
+
+/// Opens the compiled library. Each time that the dynamic loader lacks a part of libtorch, that part
+/// is loaded first: a package needs `libtorch.so`, which no Rust program links.
+fn open(compiled: &ffi::Compiled<'_>) -> Loaded<ffi::Package> {
+    let mut tried = Vec::new();
+    loop {
+        let reason = match ffi::Package::load(compiled) {
+            Ok(package) => return Ok(package),
+            Err(error) => error.to_string(),
+        };
+        let complaint = reason.rsplit_once("Error in dlopen: ").map(|(_, complaint)| complaint);
+        let found = complaint.map_or(Ok(None), requirements::find)?;
+        match found {
+            Some(found) if !tried.contains(&found) => {
+                loader::open_library(&text(&found)?, true)?;
+                tried.push(found);
+            }
+            _ => return Err(explained(&reason)),
+        }
+    }
+}
+
+fn text(path: &Path) -> Loaded<CString> {
+    CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| "its path contains a zero byte".to_string())
 }
 
 /// Adds what a reason of the dynamic loader's means.
