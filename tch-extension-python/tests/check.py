@@ -405,6 +405,15 @@ def check_func(name, reference, args):
 
     expected = torch.func.grad(total(reference))(args[place])
     close([torch.func.grad(total(getattr(ops, name)))(args[place])], [expected], "func.grad")
+    # What torch.func computes is a part of the graph, or an error says that it cannot be.
+    leaf = args[place].detach().clone().requires_grad_()
+    expected = torch.autograd.grad(torch.func.grad(total(reference))(leaf).sin().sum(), leaf)
+    try:
+        found = torch.autograd.grad(torch.func.grad(total(getattr(ops, name)))(leaf).sin().sum(), leaf)
+    except RuntimeError as error:
+        assert f"{name}_forward: it has no gradient" in str(error), error
+    else:
+        close(found, expected, "gradient of func.grad")
     batch = torch.stack([args[place], args[place] * 2])
     expected = torch.stack([total(reference)(value) for value in batch])
     close([torch.vmap(total(getattr(ops, name)))(batch)], [expected], "vmap")
