@@ -41,6 +41,40 @@ class RustKernel final : public c10::OperatorKernel {
   const void* kernel_;
 };
 
+// A kernel for the key Meta. The dispatcher calls it if any argument is on the meta device. If what
+// it returns, or should write to, has memory, that would stay as it is: garbage.
+class FakeKernel final : public c10::OperatorKernel {
+ public:
+  FakeKernel(KernelEntry entry, const void* kernel) : entry_(entry), kernel_(kernel) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                  torch::jit::Stack* stack) {
+    const auto has_memory = [](const at::Tensor& tensor) { return !tensor.is_meta(); };
+    const auto& declared = op.schema().arguments();
+    const auto given = torch::jit::last(*stack, declared.size());
+    bool is_mixed = false;
+    for (size_t i = 0; i < declared.size(); ++i) {
+      const auto* alias = declared[i].alias_info();
+      if (alias != nullptr && alias->isWrite())
+        is_mixed = is_mixed || any_tensor(given.slice(i, 1), has_memory);
+    }
+    if (!is_mixed) {
+      run(entry_, kernel_, op, keys, *stack);
+      const auto results = torch::jit::last(*stack, op.schema().returns().size());
+      is_mixed = any_tensor(results, has_memory);
+    }
+    if (is_mixed) {
+      throw std::runtime_error(named(op.operator_name().name,
+                                     "expected all tensors on the same device, but some are on the "
+                                     "meta device, and others are not"));
+    }
+  }
+
+ private:
+  KernelEntry entry_;
+  const void* kernel_;
+};
+
 // A kernel for the key Autograd, which is called only if there is something to differentiate.
 class GraphKernel final : public c10::OperatorKernel {
  public:
@@ -157,10 +191,13 @@ TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qu
   return guard([&] {
     const c10::DispatchKey dispatch_key = c10::parseDispatchKey(key);
     check_free(qualified, overload, dispatch_key);
+    using torch::CppFunction;
     auto function =
         only_for_graphs
-            ? torch::CppFunction::makeFromBoxedFunctor(std::make_unique<GraphKernel>(entry, kernel))
-            : torch::CppFunction::makeFromBoxedFunctor(std::make_unique<RustKernel>(entry, kernel));
+            ? CppFunction::makeFromBoxedFunctor(std::make_unique<GraphKernel>(entry, kernel))
+        : dispatch_key == c10::DispatchKey::Meta
+            ? CppFunction::makeFromBoxedFunctor(std::make_unique<FakeKernel>(entry, kernel))
+            : CppFunction::makeFromBoxedFunctor(std::make_unique<RustKernel>(entry, kernel));
     keep(torch::Library::IMPL, ns, dispatch_key, file, line).impl(name, std::move(function));
   });
 }

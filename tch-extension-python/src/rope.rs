@@ -186,8 +186,11 @@ impl Function for Rotation {
         }
         let (cos, sin) = (ctx.saved(0)?.f_detach()?, ctx.saved(1)?.f_detach()?);
         let Rotation { interleaved, offset, inverse } = *self;
-        let (q, k) =
-            rotated(Rotation { interleaved, offset, inverse: !inverse }, wanted, [&cos, &sin])?;
+        // By the dispatcher, because a backward pass runs above the levels of torch.func, each of which
+        // records the call then. From here, `rotated` would be recorded by the innermost one only.
+        let [q, k] = wanted;
+        let (q, k): (Tensor, Tensor) =
+            call!("rope_rotate", q, k, &cos, &sin, interleaved, offset, !inverse)?;
         let there = |made: Tensor, wanted: Option<&Tensor>| wanted.map(|_| made);
         Ok([there(q, wanted[0]), there(k, wanted[1]), None, None].into())
     }

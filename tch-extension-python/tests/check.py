@@ -341,6 +341,22 @@ def check_meta(name, reference, args):
         assert a.shape == b.shape and a.dtype == b.dtype and a.device.type == "meta", (a.shape, b.shape)
 
 
+def check_mixed_devices(name, reference, args):
+    """A tensor of the meta device among others is an error, and no result without values."""
+    tensors = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor)]
+    for place in tensors[1:]:
+        mixed = [value.to("meta") if index == place else value for index, value in enumerate(args)]
+        for mode in (torch.no_grad, torch.enable_grad, torch.inference_mode):
+            try:
+                with mode():
+                    found = getattr(ops, name)(*mixed)
+            except RuntimeError as error:
+                assert name in str(error) and "meta device" in str(error), error
+            else:
+                # Where the result is on the meta device, it claims no values.
+                assert all(output.is_meta for output in tuple_of(found)), (place, mode)
+
+
 def check_autocast(name, reference, args):
     op = getattr(ops, name)
     torch._dynamo.reset()
@@ -389,6 +405,15 @@ def check_func(name, reference, args):
 
     expected = torch.func.grad(total(reference))(args[place])
     close([torch.func.grad(total(getattr(ops, name)))(args[place])], [expected], "func.grad")
+    # What torch.func computes is a part of the graph, or an error says that it cannot be.
+    leaf = args[place].detach().clone().requires_grad_()
+    expected = torch.autograd.grad(torch.func.grad(total(reference))(leaf).sin().sum(), leaf)
+    try:
+        found = torch.autograd.grad(torch.func.grad(total(getattr(ops, name)))(leaf).sin().sum(), leaf)
+    except RuntimeError as error:
+        assert f"{name}_forward: it has no gradient" in str(error), error
+    else:
+        close(found, expected, "gradient of func.grad")
     batch = torch.stack([args[place], args[place] * 2])
     expected = torch.stack([total(reference)(value) for value in batch])
     close([torch.vmap(total(getattr(ops, name)))(batch)], [expected], "vmap")
@@ -434,6 +459,7 @@ def shares_rows(name, index):
 CHECKS = [
     check_equals_torch,
     check_meta,
+    check_mixed_devices,
     check_opcheck,
     check_directions,
     check_compiled,

@@ -233,6 +233,19 @@ def sequences_of_different_lengths_are_those_of_torch():
 
 
 @check
+def a_compiled_model_breaks_its_graph_for_packed_sequences():
+    """torch.compile leaves torch.nn's out of its graphs, too."""
+    for layers in (tch_extension.nn.LSTM(4, 6, bidirectional=True), tch_extension.nn.GRU(4, 6, num_layers=2)):
+        compiled = torch.compile(layers, backend="aot_eager")
+        for steps in (5, 7):
+            packed = pack_sequence([torch.randn(length, 4) for length in (steps, 3, 1)])
+            with warnings.catch_warnings():
+                # torch.compile looks at the .grad of what it goes on with.
+                warnings.simplefilter("ignore", UserWarning)
+                compare(f"{steps} steps", compiled(packed)[0].data, layers(packed)[0].data)
+
+
+@check
 def dropout_between_layers_is_torchs():
     for name in ("LSTM", "GRU"):
         for dropout in (0.4, 1.0):
@@ -266,6 +279,7 @@ def what_recurrent_layers_do_not_take_is_an_error():
     refused(RuntimeError, "input_size", lambda: lstm(x[..., :3]))
     refused(RuntimeError, "h must have the shape (1, 3, 6)", lambda: gru(x, torch.zeros(1, 2, 6)))
     refused(RuntimeError, "c must have the shape (1, 3, 6)", lambda: lstm(x, (torch.zeros(1, 3, 6), torch.zeros(1, 3, 5))))
+    refused(RuntimeError, "hx must be (h, c), got 1", lambda: lstm(x, (torch.zeros(1, 3, 6),)))
     refused(RuntimeError, "h must have 2 dimensions", lambda: gru(x[:, 0], torch.zeros(1, 1, 6)))
     refused(RuntimeError, "h must have the shape", lambda: gru(pack_sequence([x[:, 0]]), torch.zeros(1, 2, 6)))
     loss = tch_extension.nn.LinearCrossEntropy(4, 9)

@@ -2,7 +2,8 @@
 
 Each takes tensors of kind float64, float32, float16 or bfloat16 with any strides, on the CPU or (if this package was built with
 CUDA) on a GPU, has first and second derivatives, and obeys autocast. Wrong arguments raise a RuntimeError that names the operator
-and the argument. Where torch has a function of the same name, the arguments have the same names, order and defaults.
+and the argument. Where torch has a function of the same name, the arguments have the same names, order and defaults
+(cross_entropy has no size_average and reduce).
 """
 
 from typing import List, Optional, Sequence, Tuple
@@ -160,7 +161,8 @@ def rope(
     """Rotary positions of q and k, in one call; the results are new tensors.
 
     q `[B, T, H, D]`, k `[B, T, Hk, D]`, cos and sin `[P, R / 2]` with P ≥ offset + T and R ≤ D: the first R values of each head are
-    rotated. Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved.
+    rotated. Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for one offset: in a
+    loop of single tokens pass cos[offset:] and sin[offset:] in its place.
     """
     return _ops.rope(q, k, cos, sin, interleaved, offset)
 

@@ -200,7 +200,12 @@ class _Recurrent(torch.nn.RNNBase):
     def _run(
         self, input: Union[Tensor, PackedSequence], states: Optional[List[Tensor]], count: int
     ) -> Tuple[Union[Tensor, PackedSequence], List[Tensor]]:
-        run = self._packed if isinstance(input, PackedSequence) else self._tensor
+        if not isinstance(input, PackedSequence):
+            return self._tensor(input, states, count)
+        run = self._packed
+        if torch.compiler.is_compiling():
+            # torch.compile cannot trace how sequences are packed and padded, and breaks its graph here, as it does for torch.nn's.
+            run = torch.compiler.disable(run)
         return run(input, states, count)
 
 
@@ -246,6 +251,8 @@ class LSTM(_Recurrent):
     ) -> Tuple[PackedSequence, Tuple[Tensor, Tensor]]: ...
 
     def forward(self, input, hx=None):
+        if hx is not None and len(hx) != 2:
+            raise RuntimeError(f"{self._name()}: hx must be (h, c), got {len(hx)} states")
         output, (h, c) = self._run(input, None if hx is None else list(hx), 2)
         return output, (h, c)
 
