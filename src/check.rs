@@ -19,6 +19,7 @@
 //! assert_eq!(error, "scale: factor: expected shape [B, F] = [2, 3], got [3]");
 //! ```
 
+use crate::ffi::tensor as facts;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -56,17 +57,13 @@ impl<'a> Check<'a> {
     /// # Errors
     /// When the tensor is undefined, sparse or otherwise special.
     pub fn defined(self) -> Result<Self> {
+        if facts::is_strided(self.tensor) {
+            return Ok(self);
+        }
         if !self.tensor.defined() {
             return Err(self.undefined());
         }
-        if !crate::ffi::tensor::is_strided(self.tensor) {
-            return Err(self.refuse(
-                "a dense tensor",
-                "another layout",
-                "convert it with to_dense",
-            ));
-        }
-        Ok(self)
+        Err(self.refuse("a dense tensor", "another layout", "convert it with to_dense"))
     }
 
     /// Checks that the tensor has one of these kinds.
@@ -119,6 +116,9 @@ impl<'a> Check<'a> {
     /// # Errors
     /// When it differs.
     pub fn same_device_as(self, other: &Check<'_>) -> Result<Self> {
+        if facts::same_device(self.tensor, other.tensor) {
+            return Ok(self);
+        }
         let device = other.tensor.device();
         if self.tensor.device() == device {
             return Ok(self);
@@ -167,7 +167,7 @@ impl<'a> Check<'a> {
     /// # Errors
     /// When the tensor has another shape.
     pub fn shape(self, names: &str, shape: &[i64]) -> Result<Self> {
-        if self.tensor.size() == shape {
+        if facts::has_shape(self.tensor, shape) || self.tensor.size() == shape {
             return Ok(self);
         }
         Err(self.refuse(
@@ -184,6 +184,9 @@ impl<'a> Check<'a> {
 
     /// The argument's kind.
     fn kind(&self) -> Result<Kind> {
+        if let Some(kind) = facts::kind(self.tensor) {
+            return Ok(kind);
+        }
         if !self.tensor.defined() {
             return Err(self.undefined());
         }

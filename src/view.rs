@@ -87,7 +87,7 @@
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
-use crate::ffi::tensor::{Refusal, Strided};
+use crate::ffi::tensor::{Refusal, Strided, is_contiguous};
 use crate::{Error, Result, kind_of};
 use std::fmt;
 use std::marker::PhantomData;
@@ -200,7 +200,7 @@ pub fn view_mut<T: Element + Copy, const N: usize>(
     let check = check_writable(OP, tensor)?;
     // Check the tensor before the view is made, so that a refusal does not bump the version
     // counter.
-    if !tensor.is_contiguous() && overlaps(&tensor.size(), &tensor.stride()) {
+    if !is_contiguous(tensor) && overlaps(&tensor.size(), &tensor.stride()) {
         let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
         return Err(check.refuse(
             "elements that do not overlap in memory",
@@ -248,7 +248,7 @@ fn pinned_flat<T: Element + Copy>(
 ) -> Result<Strided<T, 1>> {
     let kind = kind_of::<T>();
     let check = Check::new(op, ARGUMENT, tensor).defined()?.kind_in(&[kind])?;
-    if !tensor.is_contiguous() {
+    if !is_contiguous(tensor) {
         let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
         return Err(check.refuse("a contiguous tensor", got, "call strided::contiguous"));
     }

@@ -243,6 +243,7 @@ std::unique_ptr<Results> keep_arguments(const c10::FunctionSchema& schema,
                                         std::vector<IValue> stack) {
   auto kept = std::make_unique<Results>();
   kept->stack = std::move(stack);
+  kept->values.reserve(kept->stack.size());
   for (size_t i = 0; i < kept->stack.size(); ++i) {
     const auto& type = schema.arguments()[i].real_type();
     // Do not keep tensors here: the graph would keep them alive once more, and would not notice

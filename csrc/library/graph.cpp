@@ -48,6 +48,12 @@ void for_each_place(torch::jit::Stack& stack, const Visit& visit) {
   }
 }
 
+size_t count_places(torch::jit::Stack& stack) {
+  size_t len = 0;
+  for_each_place(stack, [&](const IValue&) { ++len; });
+  return len;
+}
+
 }  // namespace
 }  // namespace tch_extension
 
@@ -65,28 +71,29 @@ TCH_EXTENSION_API Message tch_extension_call_below(const KernelFrame* frame,
   });
 }
 
-TCH_EXTENSION_API size_t tch_extension_tensors_len(GraphResults* results) {
-  size_t len = 0;
-  for_each_place(results->stack, [&](const IValue&) { ++len; });
-  return len;
-}
-
-// New handles of the tensors among the results, in order; null for one that is absent. The caller
-// owns them.
-TCH_EXTENSION_API void tch_extension_tensors(GraphResults* results, at::Tensor** tensors) {
+// The number of tensors among the results. If there is room for all, `tensors` gets a new handle of
+// each, in order, or null for one that is absent; the caller owns them.
+TCH_EXTENSION_API size_t tch_extension_tensors(GraphResults* results, at::Tensor** tensors,
+                                               size_t room) {
+  const size_t len = count_places(results->stack);
+  if (len > room) return len;
   for_each_place(results->stack, [&](const IValue& value) {
     const bool present = value.isTensor() && value.toTensor().defined();
     *tensors++ = present ? new at::Tensor(value.toTensor()) : nullptr;
   });
+  return len;
 }
 
-// Puts these tensors in their places. Takes ownership.
-TCH_EXTENSION_API void tch_extension_replace_tensors(GraphResults* results,
-                                                     at::Tensor* const* tensors) {
+// Puts these tensors in their places, and takes ownership. If there is another number of places,
+// nothing happens, and the result is false.
+TCH_EXTENSION_API bool tch_extension_replace_tensors(GraphResults* results,
+                                                     at::Tensor* const* tensors, size_t len) {
+  if (len != count_places(results->stack)) return false;
   for_each_place(results->stack, [&](IValue& value) {
     const std::unique_ptr<at::Tensor> tensor(*tensors++);
     if (tensor != nullptr) value = std::move(*tensor);
   });
+  return true;
 }
 
 // Ends the call, whose arguments were dropped, with these results, and frees them.

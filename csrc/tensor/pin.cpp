@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/COW.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -10,7 +11,6 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "tch_extension/c_abi.h"
 
@@ -34,7 +34,7 @@ struct Entry {
   c10::Storage storage;
   // The function that frees the memory; null if nobody frees it.
   c10::DeleterFnPtr deleter = nullptr;
-  std::vector<const Pin*> pins;
+  c10::SmallVector<const Pin*, 2> pins;
   // libtorch has freed the memory (resize_ does this), so the last view must really free it.
   bool orphaned = false;
 };

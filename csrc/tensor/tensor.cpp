@@ -25,6 +25,12 @@ TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
 // Returns the tensor itself if it is plain, otherwise a plain copy.
 TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tensor** result) {
   return guard([&] {
+    // What `resolve_conj().resolve_neg().contiguous()` finds out by three calls of the dispatcher.
+    if (!tensor->is_conj() && !tensor->is_neg() && !tensor->_is_zerotensor() &&
+        tensor->is_contiguous()) {
+      *result = new at::Tensor(*tensor);
+      return;
+    }
     at::Tensor plain = tensor->_is_zerotensor() ? at::zeros(tensor->sizes(), tensor->options())
                                                 : tensor->resolve_conj().resolve_neg().contiguous();
     *result = new at::Tensor(std::move(plain));
@@ -36,6 +42,40 @@ TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tens
 TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
   return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested() &&
          tensor->has_storage();
+}
+
+// What checks ask most. tch has functions for it, too, but each of them also asks whether there was
+// an error, which costs more than the question itself. Where libtorch cannot answer, the answer is
+// no, and the check then asks tch, whose error says why.
+
+// libtorch's number of the kind; -1 for an undefined tensor.
+TCH_EXTENSION_API int32_t tch_extension_scalar_type(const at::Tensor* tensor) {
+  return tensor->defined() ? static_cast<int32_t>(tensor->scalar_type()) : -1;
+}
+
+TCH_EXTENSION_API bool tch_extension_has_shape(const at::Tensor* tensor, const int64_t* sizes,
+                                               size_t len) {
+  try {
+    return tensor->defined() && tensor->sizes() == at::IntArrayRef(sizes, len);
+  } catch (...) {
+    return false;
+  }
+}
+
+TCH_EXTENSION_API bool tch_extension_is_contiguous(const at::Tensor* tensor) {
+  try {
+    return tensor->defined() && tensor->is_contiguous();
+  } catch (...) {
+    return false;
+  }
+}
+
+TCH_EXTENSION_API bool tch_extension_same_device(const at::Tensor* one, const at::Tensor* other) {
+  try {
+    return one->defined() && other->defined() && one->device() == other->device();
+  } catch (...) {
+    return false;
+  }
 }
 
 // Tells autograd that the values change. Throws for an inference tensor outside of inference mode.

@@ -60,9 +60,16 @@ unsafe extern "C" {
         frame: *const Frame,
         results: *mut *mut CGraphResults,
     ) -> *mut c_char;
-    fn tch_extension_tensors_len(results: *mut CGraphResults) -> usize;
-    fn tch_extension_tensors(results: *mut CGraphResults, tensors: *mut *mut C_tensor);
-    fn tch_extension_replace_tensors(results: *mut CGraphResults, tensors: *const *mut C_tensor);
+    fn tch_extension_tensors(
+        results: *mut CGraphResults,
+        tensors: *mut *mut C_tensor,
+        room: usize,
+    ) -> usize;
+    fn tch_extension_replace_tensors(
+        results: *mut CGraphResults,
+        tensors: *const *mut C_tensor,
+        len: usize,
+    ) -> bool;
     fn tch_extension_give_results(frame: *mut Frame, results: *mut CGraphResults);
     fn tch_extension_free_graph_results(results: *mut CGraphResults);
     fn tch_extension_keep_frame(frame: *const Frame, result: *mut *mut CResults) -> *mut c_char;
@@ -477,19 +484,27 @@ impl<'c> Argument<'c> {
     }
 }
 
+/// So many handles need no allocation.
+const FEW: usize = 8;
+
 /// The results of a call below autograd, before they are part of the graph.
 pub(crate) struct GraphResults(NonNull<CGraphResults>);
 
 impl GraphResults {
     /// The tensors among the results, in order.
     pub fn tensors(&self) -> Vec<Option<Tensor>> {
-        // SAFETY: the results are alive, and there is room for each handle, which we then own.
-        unsafe {
-            let len = tch_extension_tensors_len(self.0.as_ptr());
-            let mut handles = vec![std::ptr::null_mut(); len];
-            tch_extension_tensors(self.0.as_ptr(), handles.as_mut_ptr());
-            handles.into_iter().map(|handle| owned(handle)).collect()
+        let mut handles = [std::ptr::null_mut(); FEW];
+        // SAFETY: the results are alive, and there is room for so many handles.
+        let len = unsafe { tch_extension_tensors(self.0.as_ptr(), handles.as_mut_ptr(), FEW) };
+        // SAFETY: all handles were written if there was room, and we own them.
+        let own = |handle: &*mut C_tensor| unsafe { owned(*handle) };
+        if let Some(handles) = handles.get(..len) {
+            return handles.iter().map(own).collect();
         }
+        let mut handles = vec![std::ptr::null_mut(); len];
+        // SAFETY: the results are alive, and there is room for each handle.
+        unsafe { tch_extension_tensors(self.0.as_ptr(), handles.as_mut_ptr(), len) };
+        handles.iter().map(own).collect()
     }
 
     /// Puts other tensors, of the same number, in their places.
@@ -497,16 +512,25 @@ impl GraphResults {
         &mut self,
         tensors: impl ExactSizeIterator<Item = Option<Tensor>>,
     ) -> Result<()> {
-        // SAFETY: the results are alive.
-        let len = unsafe { tch_extension_tensors_len(self.0.as_ptr()) };
-        if tensors.len() != len {
-            return Err(Error::msg("internal error: a graph has another number of results"));
+        let len = tensors.len();
+        let (mut few, mut many) = ([std::ptr::null_mut(); FEW], Vec::new());
+        let handles = match few.get_mut(..len) {
+            Some(few) => few,
+            None => {
+                many.resize(len, std::ptr::null_mut());
+                &mut many[..]
+            }
+        };
+        for (handle, tensor) in handles.iter_mut().zip(tensors) {
+            *handle = tensor.map_or(std::ptr::null_mut(), into_handle);
         }
-        let handle = |tensor: Option<Tensor>| tensor.map_or(std::ptr::null_mut(), into_handle);
-        let handles: Vec<_> = tensors.map(handle).collect();
-        // SAFETY: there is one handle for each place, and C++ takes ownership.
-        unsafe { tch_extension_replace_tensors(self.0.as_ptr(), handles.as_ptr()) };
-        Ok(())
+        // SAFETY: the results are alive, and there are as many handles as this says.
+        if unsafe { tch_extension_replace_tensors(self.0.as_ptr(), handles.as_ptr(), len) } {
+            return Ok(());
+        }
+        // SAFETY: C++ took none of the handles, so they are ours.
+        handles.iter().for_each(|handle| drop(unsafe { owned(*handle) }));
+        Err(Error::msg("internal error: a graph has another number of results"))
     }
 }
 

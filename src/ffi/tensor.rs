@@ -1,6 +1,7 @@
 //! Bindings to `csrc/tensor`.
 
 use super::take_message;
+use super::value::kind_of_number;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_int, c_void};
 use std::mem::{MaybeUninit, size_of, transmute_copy};
@@ -19,6 +20,10 @@ unsafe extern "C" {
     fn tch_extension_is_in_memory(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_plain(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_strided(tensor: *const C_tensor) -> bool;
+    fn tch_extension_scalar_type(tensor: *const C_tensor) -> i32;
+    fn tch_extension_has_shape(tensor: *const C_tensor, sizes: *const i64, len: usize) -> bool;
+    fn tch_extension_is_contiguous(tensor: *const C_tensor) -> bool;
+    fn tch_extension_same_device(one: *const C_tensor, other: *const C_tensor) -> bool;
     fn tch_extension_plain(tensor: *const C_tensor, result: *mut *mut C_tensor) -> *mut c_char;
     fn tch_extension_pin(
         tensor: *const C_tensor,
@@ -52,6 +57,30 @@ pub(crate) fn is_in_memory(tensor: &Tensor) -> bool {
 pub(crate) fn is_strided(tensor: &Tensor) -> bool {
     // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_is_strided(tensor.as_ptr()) }
+}
+
+/// The tensor's kind; `None` if it is undefined or tch does not know the kind.
+pub(crate) fn kind(tensor: &Tensor) -> Option<Kind> {
+    // SAFETY: the pointer is borrowed from a live tensor.
+    kind_of_number(i64::from(unsafe { tch_extension_scalar_type(tensor.as_ptr()) }))
+}
+
+/// Whether the tensor is defined and has this shape.
+pub(crate) fn has_shape(tensor: &Tensor, shape: &[i64]) -> bool {
+    // SAFETY: the pointer is borrowed from a live tensor, and the shape has this length.
+    unsafe { tch_extension_has_shape(tensor.as_ptr(), shape.as_ptr(), shape.len()) }
+}
+
+/// Whether the tensor is defined and contiguous.
+pub(crate) fn is_contiguous(tensor: &Tensor) -> bool {
+    // SAFETY: the pointer is borrowed from a live tensor.
+    unsafe { tch_extension_is_contiguous(tensor.as_ptr()) }
+}
+
+/// Whether both tensors are defined, and on the same device.
+pub(crate) fn same_device(one: &Tensor, other: &Tensor) -> bool {
+    // SAFETY: both pointers are borrowed from live tensors.
+    unsafe { tch_extension_same_device(one.as_ptr(), other.as_ptr()) }
 }
 
 /// Returns the tensor itself if its memory holds its values in row-major order, and otherwise a
@@ -127,7 +156,7 @@ fn pin<T>(
     sizes: &mut [i64],
     strides: &mut [i64],
 ) -> Result<std::result::Result<(*mut T, Pin), Refusal>> {
-    let fits = tensor.f_kind()? == kind && kind.elt_size_in_bytes() == size_of::<T>();
+    let fits = self::kind(tensor) == Some(kind) && kind.elt_size_in_bytes() == size_of::<T>();
     if !fits || sizes.len() != strides.len() {
         return Err(Error::msg(format!("internal error: a view of {kind:?} made of {tensor:?}")));
     }
@@ -163,7 +192,7 @@ impl<T: Element + Copy> Strided<T, 1> {
         kind: Kind,
         writer: bool,
     ) -> Result<std::result::Result<Self, Refusal>> {
-        if !tensor.is_contiguous() {
+        if !is_contiguous(tensor) {
             return Err(Error::msg(format!("internal error: a flat view made of {tensor:?}")));
         }
         let (mut few, mut many) = ([0; 16], Vec::new());

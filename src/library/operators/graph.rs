@@ -168,6 +168,9 @@ fn forward(
     if graph.backward.is_some() {
         save(graph, inputs, &tensors, saver);
     }
+    if written.is_empty() {
+        return Ok((results, tensors.into()));
+    }
     let changed =
         written.iter().map(|&index| inputs.tensors[index].as_deref().map(Tensor::shallow_clone));
     let outputs: Vec<Option<Tensor>> = changed.chain(tensors).collect();
