@@ -100,7 +100,9 @@ pub(super) fn implement_at(
 /// whatever traces the program, and record nothing. `at::AutoDispatchBelowADInplaceOrView` in C++.
 ///
 /// A kernel for the key `Autograd` calls its own operator in this way. A plain call would come back
-/// to it, for ever.
+/// to it, for ever. Do not use it in a backward pass: within `torch.func` of Python, a backward pass
+/// runs above all levels of derivatives, and the outer ones would record nothing. Call a registered
+/// operator there instead.
 ///
 /// ```
 /// use tch::{Kind, Tensor};

@@ -25,8 +25,11 @@ fn checks() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/check.py")
 }
 
+/// The workspace. Not `..`, which would leave a folder of links to this repository, where another
+/// torch is.
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("..")
+    let package = Path::new(env!("CARGO_MANIFEST_DIR"));
+    package.parent().expect("a package in a workspace").to_path_buf()
 }
 
 /// The library that cargo built beside this test.

@@ -4,10 +4,12 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The repository's folder, also where the tests run on another machine.
-fn root() -> PathBuf {
-    std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+/// The repository's folder, which has the script, also where the tests run on another machine. The
+/// package of a test may be in a folder below.
+fn root(script: &str) -> Option<PathBuf> {
+    let package = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    package.ancestors().find(|folder| folder.join(script).exists()).map(Path::to_path_buf)
 }
 
 /// python3, which also finds the packages that set-up fetched.
@@ -24,13 +26,17 @@ fn python3(root: &Path) -> Command {
 }
 
 /// The command of a script of this repository with these arguments, or why it cannot run: there is
-/// no python3 with torch 2.11.0.
+/// no python3 with torch 2.11.0. Panics where `TCH_EXTENSION_REQUIRE_PYTHON` says that there is one.
 pub fn command(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, &'static str> {
-    let root = root();
+    let found = find(script, arguments);
+    let required = std::env::var_os("TCH_EXTENSION_REQUIRE_PYTHON").is_some_and(|it| it != "0");
+    assert!(found.is_ok() || !required, "{script}: {:?}", found.err());
+    found
+}
+
+fn find(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, &'static str> {
+    let root = root(script).ok_or("no script here")?;
     let script = root.join(script);
-    if !script.exists() {
-        return Err("no script here");
-    }
     let version = python3(&root).args(["-c", "import torch; print(torch.__version__)"]).output();
     if !version.is_ok_and(|output| output.stdout.starts_with(b"2.11.0")) {
         return Err("no python3 with torch 2.11.0");

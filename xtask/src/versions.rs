@@ -92,6 +92,9 @@ fn lay_out(repo: &Repo, root: &Path) -> Result<()> {
         }
     }
     link(&repo.venv().join("site-2.13/torch"), &venv.join("libtorch"))?;
+    // What Python finds beside this libtorch.
+    link(&repo.venv().join("site-2.13"), &venv.join("site"))?;
+    link(&repo.venv().join("python"), &venv.join("python"))?;
     link(&repo.venv().join("site-2.13/nvidia/cu13"), &venv.join("cuda"))
 }
 
