@@ -54,6 +54,15 @@ int attribute(cudaDeviceAttr which, int device) {
   return value;
 }
 
+// Larger clusters do not fit on every GPU with clusters, and CUDA refuses them unless a kernel is
+// said to allow them.
+void allow_cluster(cudaKernel_t kernel, int device, uint64_t blocks) {
+  constexpr uint64_t kPortable = 8;
+  if (blocks <= kPortable) return;
+  check(cudaKernelSetAttributeForDevice(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1,
+                                        device));
+}
+
 }  // namespace
 
 // `image` is a cubin or a fatbin whose extent was checked, or a PTX text that ends with a zero.
@@ -119,6 +128,10 @@ TCH_EXTENSION_API Message tch_extension_cuda_kernel_prepare(cudaKernel_t kernel,
     // It only permits: how much of a launch is shared memory does not change.
     check(cudaKernelSetAttributeForDevice(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(facts->max_shared), device));
+    // Of a size that is part of the image (__cluster_dims__), a launch knows nothing.
+    allow_cluster(kernel, device,
+                  uint64_t(attributes.requiredClusterWidth) * attributes.requiredClusterHeight *
+                      attributes.requiredClusterDepth);
     facts->params = 0;
     size_t offset = 0;
     size_t size = 0;
@@ -155,11 +168,7 @@ TCH_EXTENSION_API Message tch_extension_cuda_kernel_launch(cudaKernel_t kernel, 
       cluster.val.clusterDim.z = z;
       config.attrs = &cluster;
       config.numAttrs = 1;
-      constexpr uint64_t kPortable = 8;  // a larger cluster does not fit on every GPU with clusters
-      if (uint64_t{x} * y * z > kPortable) {
-        check(cudaKernelSetAttributeForDevice(
-            kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1, device));
-      }
+      allow_cluster(kernel, device, uint64_t{x} * y * z);
     }
     check(cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), params));
   });

@@ -45,11 +45,12 @@ struct LaunchPlace {
 // allocation.
 TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* place) {
   return guard([&] {
-    place->exists = device >= 0 && device < c10::cuda::device_count();
-    if (!place->exists) return;
+    if (device < 0 || device >= c10::cuda::device_count()) return;
     const auto index = static_cast<c10::DeviceIndex>(device);
     place->stream = c10::cuda::getCurrentCUDAStream(index).stream();
     place->device_before = c10::cuda::ExchangeDevice(index);
+    // Last, so that nothing is left where nothing was entered.
+    place->exists = true;
   });
 }
 

@@ -293,6 +293,17 @@ fn cuda_blocks_form_clusters() {
         unsafe { kernel.launch(device, grid, params![y.data_ptr()]) }.expect("launched");
         assert_eq!(i64::try_from(&y).expect("a value"), blocks, "{cluster:?}");
     }
+    // A size that is part of the image, as with `__cluster_dims__`. 16 is more than CUDA allows unasked.
+    for blocks in [2, 16] {
+        let text = CLUSTER
+            .replace("\n{", &format!("\n.explicitcluster\n.reqnctapercluster {blocks}, 1, 1\n{{"));
+        let kernel = load(&text, "blocks_in_cluster");
+        let y = Tensor::zeros([1], (Kind::Int, device));
+        let grid = Grid::new([16, 2, 1], [32, 1, 1]);
+        // SAFETY: this is its parameter, and it writes one element, always the same value.
+        unsafe { kernel.launch(device, grid, params![y.data_ptr()]) }.expect("launched");
+        assert_eq!(i64::try_from(&y).expect("a value"), blocks, "{blocks}");
+    }
 }
 
 /// A kernel on another stream than the current one would read the zeros that are there before the

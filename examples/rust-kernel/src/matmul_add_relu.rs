@@ -5,6 +5,7 @@ use crate::tensors::{Tile, are_aligned};
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use tch_extension::cuda::Grid;
+use tch_extension::strided::contiguous;
 use tch_extension::{Error, Result};
 
 const OP: &str = "matmul_add_relu";
@@ -92,7 +93,7 @@ fn on_cpu(x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tensor> {
 
 fn forward(device: Device, x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tensor> {
     let kind = x.kind();
-    let (x, y, bias) = (x.f_contiguous()?, y.f_contiguous()?, bias.f_contiguous()?);
+    let (x, y, bias) = (contiguous(x)?, contiguous(y)?, contiguous(bias)?);
     let z = Tensor::f_empty([x.size()[0], y.size()[1]], (kind, device))?;
     if z.numel() == 0 {
         return Ok(z);

@@ -7,6 +7,7 @@ use tch_extension::autograd::{
     Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference,
 };
 use tch_extension::cuda::Grid;
+use tch_extension::strided::contiguous;
 use tch_extension::{Error, Result};
 
 /// The elements of a tile, as in `kernels/src/main.rs`.
@@ -71,7 +72,7 @@ fn launch(function: &'static str, device: Device, inputs: &[&Tensor]) -> Result<
     if output.numel() == 0 {
         return Ok(output);
     }
-    let flat = |tensor: &Tensor| -> Result<Tensor> { Ok(tensor.f_contiguous()?.f_view([-1])?) };
+    let flat = |tensor: &Tensor| -> Result<Tensor> { Ok(contiguous(tensor)?.f_view([-1])?) };
     let inputs = inputs.iter().map(|tensor| flat(tensor)).collect::<Result<Vec<_>>>()?;
     let y = flat(&output)?;
     let all: Vec<&Tensor> = inputs.iter().chain([&y]).collect();

@@ -120,6 +120,8 @@ fn silu_of_all_sizes_and_kinds() {
             }
             let x = random(&[33, 65], kind, device);
             agree(&silu_of, &reference, &[x.transpose(0, 1)], "silu of a transposed matrix");
+            // Its memory has the other sign.
+            agree(&silu_of, &reference, &[x.internal_neg_view()], "silu of a pending negation");
         }
     }
 }
@@ -148,6 +150,8 @@ fn matmul_add_relu_of_all_sizes_and_kinds() {
                 let bias = random(&[n], kind, device);
                 let what = format!("{m} {k} {n} {kind:?} on {device:?}");
                 agree(&product_of, &reference, &[x.copy(), y.copy(), bias.copy()], &what);
+                let negated = [x.internal_neg_view(), y.copy(), bias.internal_neg_view()];
+                agree(&product_of, &reference, &negated, &format!("{what}, negated"));
                 // A base address that is aligned to elements only, and a transposed operand.
                 let shifted = Tensor::zeros([m * k + 1], (kind, device));
                 let shifted = shifted.narrow(0, 1, m * k).view([m, k]);
