@@ -7,7 +7,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::mem::{MaybeUninit, size_of, transmute_copy};
 use std::rc::Rc;
 use tch::kind::Element;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 /// The C++ side of a view.
@@ -94,6 +94,19 @@ pub(crate) fn plain(tensor: &Tensor) -> Result<Tensor> {
         // SAFETY: it is a handle that C++ allocated for us.
         None => Ok(unsafe { Tensor::from_ptr(result) }),
     }
+}
+
+/// A tensor on the CPU with these values. tch's `f_from_slice` fills the memory of a tensor that an
+/// operation makes, which has none of its own within transforms of torch.func.
+pub(crate) fn from_slice(values: &[i64]) -> Result<Tensor> {
+    let (len, kind, device) = (values.len() as i64, Kind::Int64, Device::Cpu);
+    // SAFETY: the memory has so many values of this kind, and outlives the tensor, which is dropped
+    // here. Nobody writes to it.
+    let borrowed =
+        unsafe { Tensor::f_from_blob(values.as_ptr().cast(), &[len], &[1], kind, device) }?;
+    let mut copy = borrowed.f_empty_like()?;
+    copy.f_copy_(&borrowed)?;
+    Ok(copy)
 }
 
 /// Tells autograd that the tensor's values change.
@@ -343,7 +356,6 @@ unsafe fn load<T: Element + Copy>(address: *const T) -> T {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Device;
 
     #[test]
     fn nothing_stays_pinned() {

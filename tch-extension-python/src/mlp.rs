@@ -2,8 +2,8 @@
 
 use crate::meta::{contiguous, likes, nothing as no_fake, product};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, present,
-    returned, traced,
+    Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel, matrix,
+    needs, returned, traced,
 };
 use tch::Tensor;
 use tch_extension::amp::CastPolicy;
@@ -54,6 +54,7 @@ tch_extension::operators! {
             let (keeps_z, keeps_a) = parts::gelu_mlp_saves(&options, needs(needed));
             Ok((output(input, w2)?, hidden(input, w1, keeps_z)?, hidden(input, w1, keeps_a)?))
         },
+        autograd = gelu_mlp::forward_autograd,
     }
 
     /// The gradients of all tensors; `z` and `a` are what the forward returned.
@@ -110,6 +111,7 @@ tch_extension::operators! {
             let hidden = |keeps| hidden(input, w_gate, keeps);
             Ok((output(input, w_down)?, hidden(gates)?, hidden(gates)?, hidden(h)?))
         },
+        autograd = swiglu_mlp::forward_autograd,
     }
 
     /// The gradients of all tensors; `g`, `u` and `h` are what the forward returned.
@@ -304,6 +306,20 @@ mod gelu_mlp {
         })
     }
 
+    pub fn forward_autograd(
+        input: &Tensor,
+        w1: &Tensor,
+        b1: Option<&Tensor>,
+        w2: &Tensor,
+        b2: Option<&Tensor>,
+        activation: &str,
+        saves: bool,
+        needed: Needs,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let inputs = [Some(input), Some(w1), b1, Some(w2), b2];
+        Ok(forwarded::<_, 3>(told(activation, saves), &inputs, needed)?.into())
+    }
+
     pub fn backward(
         grad: &Tensor,
         z: &Tensor,
@@ -320,8 +336,8 @@ mod gelu_mlp {
         kernel(input, || {
             let tensors = [Some(input), Some(w1), b1, Some(w2), b2];
             let (options, needed) = (options_of(activation, saves)?, needs(needed));
-            let (keeps_z, keeps_a) = parts::gelu_mlp_saves(&options, needed);
-            let kept = (present(z, keeps_z), present(a, keeps_a));
+            // Only the gradient of w2 reads a.
+            let kept = (matrix(z), matrix(a).filter(|_| needed[3]));
             let found = parts::gelu_mlp_backward(grad, kept, &tensors, &options, needed)?;
             Ok(returned::<5>(input, exactly(found)?)?.into())
         })
@@ -474,6 +490,18 @@ mod swiglu_mlp {
         })
     }
 
+    pub fn forward_autograd(
+        input: &Tensor,
+        w_gate: &Tensor,
+        w_up: &Tensor,
+        w_down: &Tensor,
+        saves: bool,
+        needed: Needs,
+    ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
+        let inputs = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
+        Ok(forwarded::<_, 4>(SwigluMlp { saves }, &inputs, needed)?.into())
+    }
+
     pub fn backward(
         grad: &Tensor,
         g: &Tensor,
@@ -489,8 +517,7 @@ mod swiglu_mlp {
         kernel(input, || {
             let tensors = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             let (options, needed) = (SwigluMlpOptions { save_activations: saves }, needs(needed));
-            let (keeps_gates, keeps_h) = parts::swiglu_mlp_saves(&options, needed);
-            let kept = (Some((g, u)).filter(|_| keeps_gates), present(h, keeps_h));
+            let kept = (matrix(g).zip(matrix(u)), matrix(h));
             let found = parts::swiglu_mlp_backward(grad, kept, &tensors, &options, needed)?;
             Ok(returned::<4>(input, exactly(found)?)?.into())
         })

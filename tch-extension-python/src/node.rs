@@ -4,6 +4,11 @@
 //! That node reads memory, which tensors do not have while torch.compile, vmap or torch.func trace a
 //! program. The node is then [`Node`]: it calls the operators `x_forward` and `x_backward` through
 //! the dispatcher, which knows their fake kernels.
+//!
+//! Each level of torch.func has a graph of its own. What an operator calls below autograd at one level
+//! is an operator of the next level outside. So `x_forward` and `x_backward` are differentiable, too:
+//! the former with the same node ([`forwarded`]), the latter by the operator's reference
+//! ([`gradients`]).
 
 use std::sync::OnceLock;
 use tch::{Device, Tensor};
@@ -16,6 +21,9 @@ use tch_extension::{Error, Result};
 
 /// Which inputs need a gradient: one bit for each, the first one lowest.
 pub type Needs = i64;
+
+/// All inputs: what an operator computes for that is not told which gradients are needed.
+pub const ALL: Needs = -1;
 
 /// An operator as calls of registered operators. The value itself is what the operator is told besides
 /// its tensors.
@@ -67,10 +75,23 @@ pub trait Pair: Clone + Send + Sync + 'static {
 /// # Errors
 /// An error of an operator.
 pub fn traced<P: Pair, const N: usize>(pair: P, inputs: &[Option<&Tensor>]) -> Result<[Tensor; N]> {
-    let results = apply(Node { pair }, inputs)?.into_vec();
+    let results = apply(Node { pair, asked: None }, inputs)?.into_vec();
     // What is saved comes after the outputs.
     let outputs: Vec<Option<Tensor>> = results.into_iter().take(P::OUTPUTS).collect();
     Tensors::from(outputs).exactly()
+}
+
+/// Calls the operator that computes the outputs and what the gradients that `asked` names read, as a
+/// part of the graph if there is one. What is saved are constants there: it follows from the inputs.
+///
+/// # Errors
+/// An error of an operator.
+pub fn forwarded<P: Pair, const N: usize>(
+    pair: P,
+    inputs: &[Option<&Tensor>],
+    asked: Needs,
+) -> Result<[Tensor; N]> {
+    apply(Node { pair, asked: Some(asked) }, inputs)?.exactly()
 }
 
 /// Calls the operator that computes the gradients, as a part of the graph if there is one.
@@ -91,6 +112,8 @@ pub fn gradients<P: Pair, const N: usize>(
 /// An operator that is traced.
 struct Node<P> {
     pair: P,
+    /// If the caller is another level of torch.func, the gradients that it computes.
+    asked: Option<Needs>,
 }
 
 impl<P: Pair> Function for Node<P> {
@@ -98,10 +121,12 @@ impl<P: Pair> Function for Node<P> {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        if !saver.needs_graph() {
+        if !saver.needs_graph() && self.asked.is_none() {
             return Ok(below_autograd(|| self.pair.call(inputs))?.into());
         }
-        let needs = bits((0..P::INPUTS).map(|place| saver.needs_input_grad(place)));
+        let own = bits((0..P::INPUTS).map(|place| saver.needs_input_grad(place)));
+        // What is saved for more gradients serves each of them.
+        let needs = own | self.asked.unwrap_or(0);
         let results = below_autograd(|| self.pair.forward(inputs, needs))?;
         (0..P::INPUTS).for_each(|place| saver.save_optional(inputs.optional(place)));
         P::KEPT.iter().for_each(|&place| saver.save_optional(results.get(place)));
@@ -403,4 +428,11 @@ pub fn nothing(like: &Tensor) -> Result<Tensor> {
 /// is by their other arguments.
 pub fn present(tensor: &Tensor, is_there: bool) -> Option<&Tensor> {
     Some(tensor).filter(|_| is_there)
+}
+
+/// A matrix, unless it is only in the place of one that is absent. What a forward pass kept depends on the
+/// gradients that it was asked for, by several levels of torch.func perhaps, so that those which an
+/// operator computes do not say it.
+pub fn matrix(tensor: &Tensor) -> Option<&Tensor> {
+    present(tensor, tensor.dim() == 2)
 }

@@ -396,27 +396,42 @@ def check_export(name, reference, args):
 
 
 def check_func(name, reference, args):
-    """torch.func.grad and vmap."""
+    """torch.func.grad, alone, within itself and within a graph, and vmap."""
+    op = getattr(ops, name)
+    places = [index for index, value in enumerate(args) if is_float(value) and not hasattr(value, "is_constant")]
     args = leaves(args, torch.float64, requires_grad=False)
-    place = next(index for index, value in enumerate(args) if is_float(value))
+    first = places[0]
 
-    def total(function):
-        return lambda value: loss_of(function(*args[:place], value, *args[place + 1 :]))
+    def replaced(args, place, value):
+        return [*args[:place], value, *args[place + 1 :]]
 
-    expected = torch.func.grad(total(reference))(args[place])
-    close([torch.func.grad(total(getattr(ops, name)))(args[place])], [expected], "func.grad")
-    # What torch.func computes is a part of the graph, or an error says that it cannot be.
-    leaf = args[place].detach().clone().requires_grad_()
-    expected = torch.autograd.grad(torch.func.grad(total(reference))(leaf).sin().sum(), leaf)
-    try:
-        found = torch.autograd.grad(torch.func.grad(total(getattr(ops, name)))(leaf).sin().sum(), leaf)
-    except RuntimeError as error:
-        assert f"{name}_forward: it has no gradient" in str(error), error
-    else:
-        close(found, expected, "gradient of func.grad")
-    batch = torch.stack([args[place], args[place] * 2])
-    expected = torch.stack([total(reference)(value) for value in batch])
-    close([torch.vmap(total(getattr(ops, name)))(batch)], [expected], "vmap")
+    def grad(function, args, place):
+        """The gradient of one argument."""
+        return torch.func.grad(lambda value: loss_of(function(*replaced(args, place, value))))(args[place])
+
+    def within_a_graph(function, place):
+        """All arguments' gradients of a function of one argument's."""
+        given = [value.detach().clone().requires_grad_() if i in places else value for i, value in enumerate(args)]
+        wanted = [given[index] for index in places]
+        return torch.autograd.grad(grad(function, given, place).sin().sum(), wanted, allow_unused=True)
+
+    def within_itself(function, place):
+        """One argument's gradient of a function of the first one's."""
+        outer = lambda value: grad(function, replaced(args, place, value), first).sin().sum()
+        return torch.func.grad(outer)(args[place])
+
+    for place in places:
+        close([grad(op, args, place)], [grad(reference, args, place)], f"func.grad of {place}")
+        found, expected = within_a_graph(op, place), within_a_graph(reference, place)
+        close(found, expected, f"gradients of func.grad of {place}")
+        found, expected = within_itself(op, place), within_itself(reference, place)
+        close([found], [expected], f"func.grad of {place} of func.grad")
+    batch = torch.stack([args[first], args[first] * 2])
+    total = lambda value: loss_of(op(*replaced(args, first, value)))
+    expected = torch.stack([loss_of(reference(*replaced(args, first, value))) for value in batch])
+    close([torch.vmap(total)(batch)], [expected], "vmap")
+    expected = torch.stack([grad(reference, replaced(args, first, value), first) for value in batch])
+    close([torch.vmap(torch.func.grad(total))(batch)], [expected], "vmap of func.grad")
 
 
 def check_dynamic(name, reference, args):

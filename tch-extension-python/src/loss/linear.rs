@@ -3,8 +3,8 @@
 use super::{loss, reduction_of};
 use crate::meta::{compute_kind, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
-    traced,
+    Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel, needs,
+    returned, traced,
 };
 use tch::Tensor;
 use tch_extension::amp::CastPolicy;
@@ -72,6 +72,7 @@ tch_extension::operators! {
                 likes([Some(input), Some(weight), bias], saves)?;
             Ok((loss, input, weight, bias))
         },
+        autograd = linear_cross_entropy::forward_autograd,
     }
 
     /// The gradients of input, weight and bias; the first three after `grad` are what the forward returned.
@@ -346,6 +347,25 @@ mod linear_cross_entropy {
             let [input, weight, bias] = returned(input, saved)?;
             Ok((loss, input, weight, bias))
         })
+    }
+
+    pub fn forward_autograd(
+        input: &Tensor,
+        weight: &Tensor,
+        target: &Tensor,
+        bias: Option<&Tensor>,
+        ignore: i64,
+        reduction: &str,
+        smoothing: f64,
+        softcap: Option<f64>,
+        z_loss: f64,
+        memory: Option<i64>,
+        in_float: bool,
+        needed: Needs,
+    ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
+        let told = told!(ignore, reduction, smoothing, softcap, z_loss, memory, in_float);
+        let inputs = [Some(input), Some(weight), bias, Some(target)];
+        Ok(forwarded::<_, 4>(told, &inputs, needed)?.into())
     }
 
     pub fn backward(

@@ -3,8 +3,8 @@
 use super::{loss, reduction_of};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, is_eager, is_needed, kernel, present, returned,
-    traced,
+    Needs, Pair, below, call, cast, forwarded, gradients, is_eager, is_needed, kernel, present,
+    returned, traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -53,6 +53,7 @@ tch_extension::operators! {
             let [gradient] = likes([Some(input)], saves)?;
             Ok((loss(input, target, reduction, input.f_kind()?)?, gradient))
         },
+        autograd = cross_entropy::forward_autograd,
     }
 
     /// The gradient of `input`; `gradient` is what the forward returned.
@@ -234,6 +235,19 @@ mod cross_entropy {
             let [gradient] = returned(input, [gradient])?;
             Ok((loss, gradient))
         })
+    }
+
+    pub fn forward_autograd(
+        input: &Tensor,
+        target: &Tensor,
+        weight: Option<&Tensor>,
+        ignore_index: i64,
+        reduction: &str,
+        label_smoothing: f64,
+        needed: Needs,
+    ) -> Result<(Tensor, Tensor)> {
+        let told = CrossEntropy::new(ignore_index, reduction, label_smoothing);
+        Ok(forwarded::<_, 2>(told, &[Some(input), Some(target), weight], needed)?.into())
     }
 
     pub fn backward(

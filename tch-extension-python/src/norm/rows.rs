@@ -3,8 +3,8 @@
 use super::{like, of_rows, or_default};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
-    traced,
+    ALL, Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel,
+    needs, returned, traced,
 };
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -45,6 +45,7 @@ tch_extension::operators! {
             let moment = || of_rows(input, shape.len(), input.f_kind()?);
             Ok((like(input, input.f_kind()?)?, moment()?, moment()?))
         },
+        autograd = layer_norm::forward_autograd,
     }
 
     /// The gradients of input, weight and bias.
@@ -91,6 +92,7 @@ tch_extension::operators! {
             let kind = input.f_kind()?;
             Ok((like(input, kind)?, of_rows(input, shape.len(), kind)?))
         },
+        autograd = rms_norm::forward_autograd,
     }
 
     /// The gradients of input and weight.
@@ -217,6 +219,17 @@ mod layer_norm {
         kernel(input, || parts::layer_norm_forward(input, shape, weight, bias, eps))
     }
 
+    pub fn forward_autograd(
+        input: &Tensor,
+        shape: &[i64],
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let pair = LayerNorm { shape: shape.to_vec(), eps };
+        Ok(forwarded::<_, 3>(pair, &[Some(input), weight, bias], ALL)?.into())
+    }
+
     pub fn backward(
         grad: &Tensor,
         mean: &Tensor,
@@ -337,6 +350,16 @@ mod rms_norm {
         eps: f64,
     ) -> Result<(Tensor, Tensor)> {
         kernel(input, || parts::rms_norm_forward(input, shape, weight, eps))
+    }
+
+    pub fn forward_autograd(
+        input: &Tensor,
+        shape: &[i64],
+        weight: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<(Tensor, Tensor)> {
+        let pair = RmsNorm { shape: shape.to_vec(), eps };
+        Ok(forwarded::<_, 2>(pair, &[Some(input), weight], ALL)?.into())
     }
 
     pub fn backward(

@@ -3,7 +3,8 @@
 use super::{like, of_rows, or_default};
 use crate::meta::likes;
 use crate::node::{
-    Needs, Pair, below, call, gradients, is_eager, is_needed, kernel, needs, returned, traced,
+    ALL, Needs, Pair, below, call, forwarded, gradients, is_eager, is_needed, kernel, needs,
+    returned, traced,
 };
 use tch::Tensor;
 use tch_extension::Result;
@@ -49,6 +50,7 @@ tch_extension::operators! {
             let moment = || of_rows(input, shape.len(), stream);
             Ok((like(input, stream)?, like(input, kind)?, moment()?, moment()?))
         },
+        autograd = add_layer_norm::forward_autograd,
     }
 
     /// The gradients of input, residual, weight and bias, from those of h, if there is one, and of its
@@ -105,6 +107,7 @@ tch_extension::operators! {
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             Ok((like(input, stream)?, like(input, kind)?, of_rows(input, shape.len(), stream)?))
         },
+        autograd = add_rms_norm::forward_autograd,
     }
 
     /// The gradients of input, residual and weight; see `add_layer_norm_backward`.
@@ -288,6 +291,18 @@ mod add_layer_norm {
         kernel(input, || parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps))
     }
 
+    pub fn forward_autograd(
+        input: &Tensor,
+        residual: &Tensor,
+        shape: &[i64],
+        weight: Option<&Tensor>,
+        bias: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
+        let pair = AddLayerNorm { shape: shape.to_vec(), eps };
+        Ok(forwarded::<_, 4>(pair, &[Some(input), Some(residual), weight, bias], ALL)?.into())
+    }
+
     pub fn backward(
         grad_sum: Option<&Tensor>,
         grad: &Tensor,
@@ -433,6 +448,17 @@ mod add_rms_norm {
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         kernel(input, || parts::add_rms_norm_forward(input, residual, shape, weight, eps))
+    }
+
+    pub fn forward_autograd(
+        input: &Tensor,
+        residual: &Tensor,
+        shape: &[i64],
+        weight: Option<&Tensor>,
+        eps: f64,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let pair = AddRmsNorm { shape: shape.to_vec(), eps };
+        Ok(forwarded::<_, 3>(pair, &[Some(input), Some(residual), weight], ALL)?.into())
     }
 
     pub fn backward(

@@ -3,8 +3,8 @@
 use super::{flat, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
-    traced,
+    ALL, Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel,
+    needs, returned, traced,
 };
 use tch::{Kind, Tensor};
 use tch_extension::Result;
@@ -52,6 +52,7 @@ tch_extension::operators! {
             let state = |like: &Tensor| contiguous(&sizes(like), kind, like);
             Ok((state(h)?, state(c)?, contiguous(&gates, kind, h)?))
         },
+        autograd = lltm_cell::forward_autograd,
     }
 
     /// The gradients of input, weight, bias, h and c. Incoming ones that are absent are zero.
@@ -243,6 +244,17 @@ mod lltm_cell {
         kernel(input, || {
             parts::lltm_cell_forward(&[Some(input), Some(weight), bias, Some(h), Some(c)])
         })
+    }
+
+    pub fn forward_autograd(
+        input: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        h: &Tensor,
+        c: &Tensor,
+    ) -> Result<(Tensor, Tensor, Tensor)> {
+        let inputs = [Some(input), Some(weight), bias, Some(h), Some(c)];
+        Ok(forwarded::<_, 3>(LltmCell, &inputs, ALL)?.into())
     }
 
     pub fn backward(

@@ -7,6 +7,7 @@
 use super::{
     Cell, RnnWeights, State, apply_layer, arguments_of, check_arguments, f_layer, reference,
 };
+use crate::ffi::tensor::from_slice;
 use crate::{Error, Result};
 use tch::{Device, Tensor};
 
@@ -97,12 +98,12 @@ fn of_different_lengths<C: Cell>(
 pub(super) fn last_rows(lengths: &[i64], batch: i64, device: Device) -> Result<Tensor> {
     let last: Vec<i64> =
         lengths.iter().zip(0..).map(|(length, row)| (length - 1) * batch + row).collect();
-    Ok(Tensor::f_from_slice(&last)?.f_to_device(device)?)
+    Ok(from_slice(&last)?.f_to_device(device)?)
 }
 
 /// Which steps are padding, `[T, B, 1]`.
 pub(super) fn padding(lengths: &[i64], steps: i64, device: Device) -> Result<Tensor> {
-    let lengths = Tensor::f_from_slice(lengths)?.f_to_device(device)?;
+    let lengths = from_slice(lengths)?.f_to_device(device)?;
     let step = Tensor::f_arange(steps, (tch::Kind::Int64, device))?;
     Ok(step.f_unsqueeze(1)?.f_ge_tensor(&lengths)?.f_unsqueeze(2)?)
 }
