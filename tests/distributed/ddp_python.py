@@ -14,7 +14,7 @@ dist.init_process_group(
     init_method=f"tcp://127.0.0.1:{port}",
     rank=rank,
     world_size=2,
-    timeout=timedelta(seconds=15),
+    timeout=timedelta(seconds=120),
 )
 
 

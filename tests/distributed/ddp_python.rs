@@ -13,6 +13,9 @@ use tch_extension::distributed::{
     CommHook, Ddp, DdpOptions, GroupOptions, ProcessGroup, Store, TcpStoreOptions,
 };
 
+/// How long ranks wait for each other. On a busy machine, Python takes long to import torch.
+const PATIENCE: Duration = Duration::from_secs(120);
+
 /// What the script does, on one rank.
 fn train(group: &ProcessGroup, way: &str, with_python: bool) -> Result<Tensor> {
     let rank = group.rank();
@@ -72,13 +75,13 @@ fn a_rank_in_rust_and_a_rank_in_python_end_with_the_same_bits() {
                 let tcp = TcpStoreOptions {
                     server: rank == 0,
                     workers: Some(2),
-                    timeout: Duration::from_secs(20),
+                    timeout: PATIENCE,
                     ..Default::default()
                 };
                 let store = Store::tcp("127.0.0.1", port, &tcp)?.prefix("default_pg")?;
                 let options = GroupOptions {
                     check: false,
-                    ..GroupOptions::with_timeout(Duration::from_secs(15))
+                    ..GroupOptions::with_timeout(PATIENCE)
                 };
                 let group = ProcessGroup::with_store(&store, rank, 2, &options)?;
                 let flat = train(&group, way, true)?;
@@ -88,7 +91,7 @@ fn a_rank_in_rust_and_a_rank_in_python_end_with_the_same_bits() {
                 Ok(flat)
             };
             let mixed = run();
-            let end = child.wait(Duration::from_secs(20));
+            let end = child.wait(PATIENCE);
             let mixed = mixed.unwrap_or_else(|error| panic!("{way}: {error}\n{}", end.output));
             assert!(end.success && end.output.starts_with("equal"), "{way}: {}", end.output);
             // And two ranks in Rust do the same.

@@ -342,7 +342,7 @@ fn a_rank_in_python() {
     let options = GroupOptions {
         check: false,
         device: Some(Device::Cpu),
-        ..GroupOptions::with_timeout(Duration::from_secs(20))
+        ..GroupOptions::with_timeout(Duration::from_secs(60))
     };
     let ours = || -> Result<()> {
         let group = ProcessGroup::init(&env, &options)?;

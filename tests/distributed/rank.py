@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 store = f"tcp://127.0.0.1:{sys.argv[1]}"
-timeout = datetime.timedelta(seconds=20)
+timeout = datetime.timedelta(seconds=120)
 dist.init_process_group("gloo", init_method=store, rank=0, world_size=2, timeout=timeout)
 x = torch.tensor([10.0, 20.0])
 dist.all_reduce(x)
