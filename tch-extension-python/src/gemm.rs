@@ -1,18 +1,18 @@
 //! `linear` and `matmul_add_relu`.
 
-use crate::meta::{broadcast, contiguous, likes};
+use crate::meta::{Shapes, broadcast, contiguous, likes};
 use crate::node::{
     Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
     traced,
 };
 use tch::Tensor;
-use tch_extension::Result;
 use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
-use tch_extension::library::sizes;
+use tch_extension::library::{SymInt, sizes};
 use tch_extension::ops::{
     f_linear, f_matmul_add_relu, linear_reference, matmul_add_relu_reference, parts,
 };
+use tch_extension::{Error, Result};
 
 tch_extension::operators! {
     namespace tch_extension;
@@ -21,7 +21,11 @@ tch_extension::operators! {
     /// result is `[..., out]`.
     fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor> = None) -> Tensor {
         cpu, cuda = linear::own,
-        fake = |input, weight, _bias| {
+        fake = |input, weight, bias| {
+            Shapes::of("linear", "input", input)?
+                .has("input", input, &["...", "in"])?
+                .has("weight", weight, &["out", "in"])?
+                .has("bias", bias, &["out"])?;
             let mut size = sizes(input);
             size.pop();
             size.extend(sizes(weight).into_iter().next());
@@ -199,6 +203,27 @@ mod matmul_add_relu {
         let (lhs_size, rhs_size, bias_size) = (sizes(lhs), sizes(rhs), sizes(bias));
         let batch = |dims: usize| dims.saturating_sub(2);
         let (lhs_batch, rhs_batch) = (batch(lhs_size.len()), batch(rhs_size.len()));
+        Shapes::of("matmul_add_relu", "lhs", lhs)?;
+        for (name, size) in [("lhs", &lhs_size), ("rhs", &rhs_size)] {
+            if size.is_empty() {
+                let (expected, got) = ("at least 1 dimension", "a single number, []");
+                return Err(Error::argument(
+                    "matmul_add_relu",
+                    name,
+                    expected,
+                    got,
+                    "multiply by it",
+                ));
+            }
+        }
+        let inner = [lhs_size.last(), rhs_size.iter().rev().nth(1).or(rhs_size.last())];
+        if let [Some(k), Some(rows)] = inner.map(|size| size.and_then(SymInt::number))
+            && k != rows
+        {
+            let expected = format!("shape [..., K, N] with K = {k}");
+            let got = format!("{rhs_size:?}");
+            return Err(Error::argument("matmul_add_relu", "rhs", expected, got, ""));
+        }
         let mut product = broadcast(&lhs_size[..lhs_batch], &rhs_size[..rhs_batch])?;
         if let [.., rows, _] = &lhs_size[..] {
             product.push(rows.clone());

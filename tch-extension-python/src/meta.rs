@@ -4,7 +4,129 @@
 use crate::node::{Needs, is_needed};
 use tch::{Kind, Tensor};
 use tch_extension::library::{SymInt, empty, sizes};
-use tch_extension::{Error, Result};
+use tch_extension::{Error, Result, check};
+
+/// The kinds that operators take.
+const KINDS: [Kind; 4] = [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16];
+
+/// What fake kernels check: the numbers of dimensions, and that sizes of one name are equal. Where one of
+/// them is a symbol, that is left to the kernel, because a comparison would make what is traced hold for
+/// this size only.
+pub struct Shapes {
+    op: &'static str,
+    known: Vec<(&'static str, i64)>,
+}
+
+impl Shapes {
+    /// Begins the checks. `input` decides the kind.
+    ///
+    /// # Errors
+    /// If no operator takes its kind.
+    pub fn of(op: &'static str, argument: &str, input: &Tensor) -> Result<Self> {
+        check!(op, argument, *input).defined()?.kind_in(&KINDS)?;
+        Ok(Shapes { op, known: Vec::new() })
+    }
+
+    /// Checks an argument, unless it is absent. Each of `names` stands for a size; `4H` is 4 times the size
+    /// `H`, and `...` at the front is any number of sizes.
+    ///
+    /// # Errors
+    /// If the shape is another.
+    pub fn has<'a>(
+        mut self,
+        argument: &str,
+        tensor: impl Into<Option<&'a Tensor>>,
+        names: &[&'static str],
+    ) -> Result<Self> {
+        let Some(tensor) = tensor.into() else { return Ok(self) };
+        let sizes = sizes(tensor);
+        let (is_open, fixed) = match names {
+            ["...", fixed @ ..] => (true, fixed),
+            fixed => (false, fixed),
+        };
+        let fits = sizes.len() == fixed.len() || is_open && sizes.len() > fixed.len();
+        if !fits {
+            return Err(self.refuse(argument, names, &sizes));
+        }
+        for (name, size) in fixed.iter().zip(&sizes[sizes.len() - fixed.len()..]) {
+            let Some(size) = size.number() else { continue };
+            let digits = name.len() - name.trim_start_matches(|c: char| c.is_ascii_digit()).len();
+            let (factor, base) = name.split_at(digits);
+            let known = self.known.iter().find(|(known, _)| *known == base);
+            match (known, factor.parse::<i64>()) {
+                (Some((_, known)), factor) if known * factor.clone().unwrap_or(1) != size => {
+                    return Err(self.refuse(argument, names, &sizes));
+                }
+                (None, Err(_)) => self.known.push((base, size)),
+                _ => {}
+            }
+        }
+        Ok(self)
+    }
+
+    /// The size of this name, if it is known.
+    pub fn known(&self, name: &str) -> Option<i64> {
+        self.known.iter().find(|(known, _)| *known == name).map(|(_, size)| *size)
+    }
+
+    fn refuse(&self, argument: &str, names: &[&str], sizes: &[SymInt]) -> Error {
+        let known = self.known.iter().map(|(name, size)| format!("{name} = {size}"));
+        let known = known.collect::<Vec<_>>().join(", ");
+        let of = if known.is_empty() { String::new() } else { format!(" with {known}") };
+        let expected = format!("shape [{}]{of}", names.join(", "));
+        Error::argument(self.op, argument, expected, format!("{sizes:?}"), "")
+    }
+}
+
+/// Checks that the first argument has the shape of the second one.
+///
+/// # Errors
+/// If it has not.
+pub fn same_shape(op: &str, this: (&str, &Tensor), other: (&str, &Tensor)) -> Result<()> {
+    let (found, wanted) = (sizes(this.1), sizes(other.1));
+    let differ =
+        |(a, b): (&SymInt, &SymInt)| a.number().zip(b.number()).is_some_and(|(a, b)| a != b);
+    if found.len() == wanted.len() && !found.iter().zip(&wanted).any(differ) {
+        return Ok(());
+    }
+    let expected = format!("the shape of {}, {wanted:?}", other.0);
+    Err(Error::argument(op, this.0, expected, format!("{found:?}"), ""))
+}
+
+/// Checks that these are the trailing sizes of the input, and the shape of each parameter.
+///
+/// # Errors
+/// If they are not, or if there are none.
+pub fn normalized(
+    op: &'static str,
+    input: &Tensor,
+    shape: &[i64],
+    parameters: &[(&str, Option<&Tensor>)],
+) -> Result<()> {
+    check!(op, "input", *input).defined()?.kind_in(&KINDS)?;
+    let differs = |sizes: &[SymInt]| {
+        sizes.len() != shape.len()
+            || sizes
+                .iter()
+                .zip(shape)
+                .any(|(size, wanted)| size.number().is_some_and(|n| n != *wanted))
+    };
+    let of_input = sizes(input);
+    let trailing = of_input.len().checked_sub(shape.len()).map(|first| &of_input[first..]);
+    if shape.is_empty() || trailing.is_none_or(differs) {
+        let expected = format!("trailing sizes of the input's shape {of_input:?}");
+        return Err(Error::argument(op, "normalized_shape", expected, format!("{shape:?}"), ""));
+    }
+    for (name, parameter) in parameters {
+        let Some(parameter) = parameter else { continue };
+        let found = sizes(parameter);
+        if differs(&found) {
+            let expected = format!("shape normalized_shape = {shape:?}");
+            return Err(Error::argument(op, name, expected, format!("{found:?}"), ""));
+        }
+    }
+    Ok(())
+}
 
 /// The kind in which tensors of this kind are computed.
 pub fn compute_kind(kind: Kind) -> Kind {

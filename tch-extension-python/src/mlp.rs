@@ -1,6 +1,6 @@
 //! `gelu_mlp` and `swiglu_mlp`.
 
-use crate::meta::{contiguous, likes, nothing as no_fake, product};
+use crate::meta::{Shapes, contiguous, likes, nothing as no_fake, product};
 use crate::node::{
     Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel, matrix,
     needs, returned, traced,
@@ -31,7 +31,10 @@ tch_extension::operators! {
         save_activations: bool = true,
     ) -> Tensor {
         cpu, cuda = gelu_mlp::own,
-        fake = |input, _w1, _b1, w2, _b2, _activation, _saves| output(input, w2),
+        fake = |input, w1, b1, w2, b2, _activation, _saves| {
+            gelu_mlp::check(input, w1, b1, w2, b2)?;
+            output(input, w2)
+        },
         autograd = gelu_mlp::autograd,
         key("AutocastCPU") = gelu_mlp::autocast,
         key("AutocastCUDA") = gelu_mlp::autocast,
@@ -49,7 +52,8 @@ tch_extension::operators! {
         needs: i64,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = gelu_mlp::forward,
-        fake = |input, w1, _b1, w2, _b2, activation, saves, needed| {
+        fake = |input, w1, b1, w2, b2, activation, saves, needed| {
+            gelu_mlp::check(input, w1, b1, w2, b2)?;
             let options = gelu_mlp::options_of(activation, saves)?;
             let (keeps_z, keeps_a) = parts::gelu_mlp_saves(&options, needs(needed));
             Ok((output(input, w2)?, hidden(input, w1, keeps_z)?, hidden(input, w1, keeps_a)?))
@@ -88,7 +92,10 @@ tch_extension::operators! {
         save_activations: bool = true,
     ) -> Tensor {
         cpu, cuda = swiglu_mlp::own,
-        fake = |input, _w_gate, _w_up, w_down, _saves| output(input, w_down),
+        fake = |input, w_gate, w_up, w_down, _saves| {
+            swiglu_mlp::check(input, w_gate, w_up, w_down)?;
+            output(input, w_down)
+        },
         autograd = swiglu_mlp::autograd,
         key("AutocastCPU") = swiglu_mlp::autocast,
         key("AutocastCUDA") = swiglu_mlp::autocast,
@@ -105,7 +112,8 @@ tch_extension::operators! {
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
         cpu, cuda = swiglu_mlp::forward,
-        fake = |input, w_gate, _w_up, w_down, saves, needed| {
+        fake = |input, w_gate, w_up, w_down, saves, needed| {
+            swiglu_mlp::check(input, w_gate, w_up, w_down)?;
             let options = SwigluMlpOptions { save_activations: saves };
             let (gates, h) = parts::swiglu_mlp_saves(&options, needs(needed));
             let hidden = |keeps| hidden(input, w_gate, keeps);
@@ -158,6 +166,22 @@ fn hidden(input: &Tensor, weight: &Tensor, is_kept: bool) -> Result<Tensor> {
 
 mod gelu_mlp {
     use super::*;
+
+    pub fn check(
+        input: &Tensor,
+        w1: &Tensor,
+        b1: Option<&Tensor>,
+        w2: &Tensor,
+        b2: Option<&Tensor>,
+    ) -> Result<()> {
+        Shapes::of("gelu_mlp", "input", input)?
+            .has("input", input, &["...", "D"])?
+            .has("w1", w1, &["H", "D"])?
+            .has("b1", b1, &["H"])?
+            .has("w2", w2, &["D2", "H"])?
+            .has("b2", b2, &["D2"])?;
+        Ok(())
+    }
 
     const OP: &str = "gelu_mlp";
 
@@ -375,6 +399,15 @@ fn exactly<const N: usize>(gradients: Vec<Option<Tensor>>) -> Result<[Option<Ten
 
 mod swiglu_mlp {
     use super::*;
+
+    pub fn check(input: &Tensor, w_gate: &Tensor, w_up: &Tensor, w_down: &Tensor) -> Result<()> {
+        Shapes::of("swiglu_mlp", "input", input)?
+            .has("input", input, &["...", "D"])?
+            .has("w_gate", w_gate, &["H", "D"])?
+            .has("w_up", w_up, &["H", "D"])?
+            .has("w_down", w_down, &["D2", "H"])?;
+        Ok(())
+    }
 
     #[derive(Clone)]
     pub struct SwigluMlp {

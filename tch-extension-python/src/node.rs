@@ -227,7 +227,7 @@ impl<P: Pair> Gradients<P> {
             };
             let is_variable = wanted[slot] || is_input_needed(slot);
             Ok(Some(match is_variable && !alias.requires_grad() {
-                true => alias.f_detach()?.f_set_requires_grad(true)?,
+                true => variable(&alias)?,
                 false => alias,
             }))
         };
@@ -281,6 +281,13 @@ impl<P: Pair> Gradients<P> {
         }
         Ok(gradients)
     }
+}
+
+/// The same values as a variable of this level of torch.func. A detached tensor would be a constant of the
+/// levels outside, too, and a sum is not.
+fn variable(tensor: &Tensor) -> Result<Tensor> {
+    let zero = tensor.f_detach()?.f_zeros_like()?.f_set_requires_grad(true)?;
+    Ok(tensor.f_add(&zero)?)
 }
 
 /// One bit for each.

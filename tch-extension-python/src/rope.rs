@@ -1,10 +1,10 @@
 //! `rope`.
 
-use crate::meta::nothing as no_fake;
+use crate::meta::{Shapes, nothing as no_fake};
 use crate::node::{below, call, is_eager, kernel, nothing};
 use tch::Tensor;
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use tch_extension::library::below_autograd;
+use tch_extension::library::{below_autograd, sizes};
 use tch_extension::ops::{RopeOptions, f_rope, parts, rope_reference};
 use tch_extension::{Error, Result};
 
@@ -24,7 +24,10 @@ tch_extension::operators! {
         offset: i64 = 0,
     ) -> (Tensor, Tensor) {
         cpu, cuda = own,
-        fake = |q, k, _cos, _sin, _interleaved, _offset| Ok((q.f_empty_like()?, k.f_empty_like()?)),
+        fake = |q, k, cos, sin, _interleaved, offset| {
+            check(Some(q), Some(k), [cos, sin], offset)?;
+            Ok((q.f_empty_like()?, k.f_empty_like()?))
+        },
         autograd = autograd,
     }
 
@@ -39,7 +42,8 @@ tch_extension::operators! {
         inverse: bool,
     ) -> (Tensor, Tensor) {
         cpu, cuda = rotate,
-        fake = |q, k, cos, _sin, _interleaved, _offset, _inverse| {
+        fake = |q, k, cos, sin, _interleaved, offset, _inverse| {
+            check(q, k, [cos, sin], offset)?;
             let like = |tensor: Option<&Tensor>| match tensor {
                 Some(tensor) => Ok(tensor.f_empty_like()?),
                 None => no_fake(cos),
@@ -48,6 +52,35 @@ tch_extension::operators! {
         },
         autograd = rotate_autograd,
     }
+}
+
+/// What the fake kernels check.
+fn check(
+    q: Option<&Tensor>,
+    k: Option<&Tensor>,
+    [cos, sin]: [&Tensor; 2],
+    offset: i64,
+) -> Result<()> {
+    if offset < 0 {
+        return Err(Error::argument("rope", "offset", "0 or more", offset.to_string(), ""));
+    }
+    let (name, first) = match (q, k) {
+        (Some(q), _) => ("q", q),
+        (None, k) => ("k", k.unwrap_or(cos)),
+    };
+    let shapes = Shapes::of("rope", name, first)?
+        .has("q", q, &["B", "T", "H", "D"])?
+        .has("k", k, &["B", "T", "Hk", "D"])?
+        .has("cos", cos, &["P", "pairs"])?
+        .has("sin", sin, &["P", "pairs"])?;
+    let [positions, steps, pairs, size] = ["P", "T", "pairs", "D"].map(|name| shapes.known(name));
+    let is_short = positions.zip(steps).is_some_and(|(p, steps)| p - steps < offset);
+    let is_wide = pairs.zip(size).is_some_and(|(pairs, size)| 2 * pairs > size);
+    if is_short || is_wide {
+        let expected = "shape [P, R / 2] with P ≥ offset + T and R ≤ D";
+        return Err(Error::argument("rope", "cos", expected, format!("{:?}", sizes(cos)), ""));
+    }
+    Ok(())
 }
 
 fn own(

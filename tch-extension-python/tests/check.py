@@ -357,6 +357,45 @@ def check_mixed_devices(name, reference, args):
                 assert all(output.is_meta for output in tuple_of(found)), (place, mode)
 
 
+def check_wrong_shapes(name, reference, args):
+    """What a kernel refuses is refused in a trace, too, where tensors have sizes and no values."""
+    op = getattr(ops, name)
+    changes = {
+        "wider": lambda tensor: torch.cat([tensor, tensor.narrow(-1, 0, 1)], -1),
+        "longer": lambda tensor: torch.cat([tensor, tensor[:1]]),
+        "one dimension more": lambda tensor: tensor.unsqueeze(0),
+        "one dimension less": lambda tensor: tensor[0],
+    }
+    places = [index for index, value in enumerate(args) if isinstance(value, torch.Tensor) and value.dim() > 0]
+
+    constants = [index for index, value in enumerate(args) if hasattr(value, "is_constant")]
+
+    def outcome(changed, device, needs_grad):
+        def moved(index, value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            needs = needs_grad and is_float(value) and index not in constants
+            return value.detach().to(device).requires_grad_(needs)
+
+        try:
+            op(*(moved(index, value) for index, value in enumerate(changed)))
+        except RuntimeError as error:
+            assert name in str(error), error
+            return "refused"
+        return "accepted"
+
+    for place in places:
+        for what, change in changes.items():
+            changed = [*args[:place], change(args[place]), *args[place + 1 :]]
+            expected = outcome(changed, DEVICE, False)
+            for needs_grad in (False, True):
+                found = outcome(changed, "meta", needs_grad)
+                assert found == expected, (place, what, needs_grad, expected)
+    integers = [value.int() if is_float(value) else value for value in args]
+    found = [outcome(integers, device, False) for device in (DEVICE, "meta")]
+    assert found == ["refused"] * 2, ("integers", found)
+
+
 def check_autocast(name, reference, args):
     op = getattr(ops, name)
     torch._dynamo.reset()
@@ -475,6 +514,7 @@ CHECKS = [
     check_equals_torch,
     check_meta,
     check_mixed_devices,
+    check_wrong_shapes,
     check_opcheck,
     check_directions,
     check_compiled,
@@ -536,6 +576,45 @@ def check_backward_operators_are_no_constants():
         return ops.layer_norm_backward(grad, mean, rstd, x, [6], w, b, 1e-5, 0b111)
 
     assert torch.autograd.gradcheck(ours, (grad, x, w, b))
+
+
+def check_third_derivatives():
+    """An argument that is a constant at one level of torch.func is a variable of the level outside."""
+
+    def composite(x, w):
+        return x * (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * w
+
+    def third(function):
+        grad = torch.func.grad
+        first = lambda x, w: grad(lambda v: loss_of(function(v, w)))(x).sin().sum()
+        second = lambda x: grad(lambda v: first(x, v))(w).sin().sum()
+        leaf = x.clone().requires_grad_()
+        return grad(second)(x), *torch.autograd.grad(second(leaf), leaf)
+
+    x, w = leaves((randn(3, 6), randn(6)), torch.float64, requires_grad=False)
+    found = third(lambda x, w: ops.rms_norm(x, [6], w, 1e-3))
+    close(found, third(composite), "third derivative")
+
+
+def check_class_weights():
+    """Weights of classes have no gradient in torch, either: wanting one is an error, also within torch.func."""
+    input, target, weight = randn(5, 7), classes(5, 7), randn(7).abs()
+
+    def refused(run):
+        try:
+            run()
+        except RuntimeError as error:
+            assert "cross_entropy: weight: expected weights of classes without gradient" in str(error), error
+        else:
+            raise AssertionError("it was accepted")
+
+    wanted = weight.clone().requires_grad_()
+    refused(lambda: ops.cross_entropy(input, target, wanted))
+    refused(lambda: torch.func.grad(lambda v: ops.cross_entropy(input, target, v))(weight))
+    of_input = lambda v: torch.func.grad(lambda x: ops.cross_entropy(x, target, v))(input).sum()
+    refused(lambda: torch.func.grad(of_input)(weight))
+    with torch.no_grad():
+        close([ops.cross_entropy(input, target, wanted)], [F.cross_entropy(input, target, weight)], "no grad mode")
 
 
 def check_script():
@@ -614,6 +693,8 @@ def main():
             check_inductor,
             check_cuda_graphs,
             check_backward_operators_are_no_constants,
+            check_third_derivatives,
+            check_class_weights,
             check_script,
             check_checkpoint,
             check_errors,

@@ -1,7 +1,7 @@
 //! `linear_cross_entropy`.
 
-use super::{loss, reduction_of};
-use crate::meta::{compute_kind, likes};
+use super::{classes, loss, reduction_of};
+use crate::meta::{Shapes, compute_kind, likes};
 use crate::node::{
     Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel, needs,
     returned, traced,
@@ -38,7 +38,8 @@ tch_extension::operators! {
         accumulate_in_float: bool = false,
     ) -> Tensor {
         cpu, cuda = linear_cross_entropy::own,
-        fake = |input, _weight, target, _bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float| {
+        fake = |input, weight, target, bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float| {
+            check(input, weight, target, bias)?;
             loss(input, target, reduction, compute_kind(input.f_kind()?))
         },
         autograd = linear_cross_entropy::autograd,
@@ -64,6 +65,7 @@ tch_extension::operators! {
     ) -> (Tensor, Tensor, Tensor, Tensor) {
         cpu, cuda = linear_cross_entropy::forward,
         fake = |input, weight, target, bias, _ignore, reduction, _smoothing, _cap, _z, _memory, _float, needs| {
+            check(input, weight, target, bias)?;
             let is_ahead =
                 parts::linear_cross_entropy_is_ahead(input, reduction_of(OP, reduction)?)?;
             let saves = if is_ahead { needs } else { 0 };
@@ -101,6 +103,17 @@ tch_extension::operators! {
         },
         autograd = linear_cross_entropy::backward_autograd,
     }
+}
+
+/// What the fake kernels check.
+fn check(input: &Tensor, weight: &Tensor, target: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    classes(OP, target)?;
+    Shapes::of(OP, "input", input)?
+        .has("input", input, &["N", "D"])?
+        .has("weight", weight, &["V", "D"])?
+        .has("target", target, &["N"])?
+        .has("bias", bias, &["V"])?;
+    Ok(())
 }
 
 mod linear_cross_entropy {

@@ -1,16 +1,16 @@
 //! `cross_entropy`.
 
-use super::{loss, reduction_of};
-use crate::meta::likes;
+use super::{classes, loss, reduction_of};
+use crate::meta::{Shapes, likes};
 use crate::node::{
     Needs, Pair, below, call, cast, forwarded, gradients, is_eager, is_needed, kernel, present,
     returned, traced,
 };
 use tch::Tensor;
-use tch_extension::Result;
 use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
 use tch_extension::ops::{CrossEntropyOptions, cross_entropy_reference, f_cross_entropy, parts};
+use tch_extension::{Error, Result};
 
 const OP: &str = "cross_entropy";
 
@@ -28,7 +28,8 @@ tch_extension::operators! {
         label_smoothing: f64 = 0.0,
     ) -> Tensor {
         cpu, cuda = cross_entropy::own,
-        fake = |input, target, _weight, _ignore_index, reduction, _label_smoothing| {
+        fake = |input, target, weight, _ignore_index, reduction, _label_smoothing| {
+            check(input, target, weight)?;
             loss(input, target, reduction, input.f_kind()?)
         },
         autograd = cross_entropy::autograd,
@@ -47,7 +48,8 @@ tch_extension::operators! {
         needs: i64,
     ) -> (Tensor, Tensor) {
         cpu, cuda = cross_entropy::forward,
-        fake = |input, target, _weight, _ignore_index, reduction, _label_smoothing, needs| {
+        fake = |input, target, weight, _ignore_index, reduction, _label_smoothing, needs| {
+            check(input, target, weight)?;
             let is_ahead = parts::cross_entropy_is_ahead(input, reduction_of(OP, reduction)?)?;
             let saves = i64::from(is_ahead && is_needed(needs, 0));
             let [gradient] = likes([Some(input)], saves)?;
@@ -75,6 +77,27 @@ tch_extension::operators! {
         },
         autograd = cross_entropy::backward_autograd,
     }
+}
+
+/// What the fake kernels check.
+fn check(input: &Tensor, target: &Tensor, weight: Option<&Tensor>) -> Result<()> {
+    classes(OP, target)?;
+    Shapes::of(OP, "input", input)?
+        .has("input", input, &["M", "V"])?
+        .has("target", target, &["M"])?
+        .has("weight", weight, &["V"])?;
+    Ok(())
+}
+
+/// As in libtorch, the weights of the classes have no gradient, so that one which is wanted is an error.
+fn check_constant(weight: Option<&Tensor>) -> Result<()> {
+    let Some(weight) = weight else { return Ok(()) };
+    // With grad mode off, what is made of it requires none.
+    if weight.requires_grad() && weight.f_neg()?.requires_grad() {
+        let expected = "weights of classes without gradient";
+        return Err(Error::argument(OP, "weight", expected, "one that requires grad", "detach it"));
+    }
+    Ok(())
 }
 
 mod cross_entropy {
@@ -193,14 +216,13 @@ mod cross_entropy {
         reduction: &str,
         label_smoothing: f64,
     ) -> Result<Tensor> {
+        check_constant(weight)?;
         let told = CrossEntropy::new(ignore_index, reduction, label_smoothing);
         let options = told.options(weight)?;
         if is_eager(&[Some(input), Some(target), weight]) {
             return f_cross_entropy(input, target, &options);
         }
-        // As in libtorch, the weights of the classes have no gradient.
-        let weight = weight.map(Tensor::f_detach).transpose()?;
-        let [loss] = traced(told, &[Some(input), Some(target), weight.as_ref()])?;
+        let [loss] = traced(told, &[Some(input), Some(target), weight])?;
         Ok(loss)
     }
 
@@ -246,6 +268,7 @@ mod cross_entropy {
         label_smoothing: f64,
         needed: Needs,
     ) -> Result<(Tensor, Tensor)> {
+        check_constant(weight)?;
         let told = CrossEntropy::new(ignore_index, reduction, label_smoothing);
         Ok(forwarded::<_, 2>(told, &[Some(input), Some(target), weight], needed)?.into())
     }

@@ -6,7 +6,7 @@ mod logits;
 use crate::meta::contiguous;
 use tch::{Kind, Reduction, Tensor};
 use tch_extension::library::sizes;
-use tch_extension::{Error, Result};
+use tch_extension::{Error, Result, check};
 
 /// torch's name of a reduction.
 fn reduction_of(op: &str, name: &str) -> Result<Reduction> {
@@ -16,6 +16,12 @@ fn reduction_of(op: &str, name: &str) -> Result<Reduction> {
         "sum" => Ok(Reduction::Sum),
         _ => Err(Error::argument(op, "reduction", "none, mean or sum", name, "")),
     }
+}
+
+/// Checks the kind of a target.
+fn classes(op: &str, target: &Tensor) -> Result<()> {
+    check!(op, target).defined()?.kind_in(&[Kind::Int64])?;
+    Ok(())
 }
 
 /// A fake loss.

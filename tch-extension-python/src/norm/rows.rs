@@ -1,7 +1,7 @@
 //! `layer_norm` and `rms_norm`.
 
 use super::{like, of_rows, or_default};
-use crate::meta::likes;
+use crate::meta::{likes, normalized};
 use crate::node::{
     ALL, Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel,
     needs, returned, traced,
@@ -27,7 +27,10 @@ tch_extension::operators! {
         eps: f64 = 1e-5,
     ) -> Tensor {
         cpu, cuda = layer_norm::own,
-        fake = |input, _shape, _weight, _bias, _eps| like(input, input.f_kind()?),
+        fake = |input, shape, weight, bias, _eps| {
+            normalized("layer_norm", input, shape, &[("weight", weight), ("bias", bias)])?;
+            like(input, input.f_kind()?)
+        },
         autograd = layer_norm::autograd,
         key("AutocastCUDA") = layer_norm::autocast,
     }
@@ -41,7 +44,8 @@ tch_extension::operators! {
         eps: f64,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = layer_norm::forward,
-        fake = |input, shape, _weight, _bias, _eps| {
+        fake = |input, shape, weight, bias, _eps| {
+            normalized("layer_norm", input, shape, &[("weight", weight), ("bias", bias)])?;
             let moment = || of_rows(input, shape.len(), input.f_kind()?);
             Ok((like(input, input.f_kind()?)?, moment()?, moment()?))
         },
@@ -76,7 +80,10 @@ tch_extension::operators! {
         eps: Option<f64> = None,
     ) -> Tensor {
         cpu, cuda = rms_norm::own,
-        fake = |input, _shape, _weight, _eps| like(input, input.f_kind()?),
+        fake = |input, shape, weight, _eps| {
+            normalized("rms_norm", input, shape, &[("weight", weight)])?;
+            like(input, input.f_kind()?)
+        },
         autograd = rms_norm::autograd,
     }
 
@@ -88,7 +95,8 @@ tch_extension::operators! {
         eps: f64,
     ) -> (Tensor, Tensor) {
         cpu, cuda = rms_norm::forward,
-        fake = |input, shape, _weight, _eps| {
+        fake = |input, shape, weight, _eps| {
+            normalized("rms_norm", input, shape, &[("weight", weight)])?;
             let kind = input.f_kind()?;
             Ok((like(input, kind)?, of_rows(input, shape.len(), kind)?))
         },

@@ -1,7 +1,7 @@
 //! `add_layer_norm` and `add_rms_norm`.
 
 use super::{like, of_rows, or_default};
-use crate::meta::likes;
+use crate::meta::{likes, normalized, same_shape};
 use crate::node::{
     ALL, Needs, Pair, below, call, forwarded, gradients, is_eager, is_needed, kernel, needs,
     returned, traced,
@@ -28,7 +28,8 @@ tch_extension::operators! {
         dropout: f64 = 0.0,
     ) -> (Tensor, Tensor) {
         cpu, cuda = add_layer_norm::own,
-        fake = |input, residual, _shape, _weight, _bias, _eps, _dropout| {
+        fake = |input, residual, shape, weight, bias, _eps, _dropout| {
+            check("add_layer_norm", (input, residual), shape, &[("weight", weight), ("bias", bias)])?;
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
         autograd = add_layer_norm::autograd,
@@ -45,7 +46,8 @@ tch_extension::operators! {
         eps: f64,
     ) -> (Tensor, Tensor, Tensor, Tensor) {
         cpu, cuda = add_layer_norm::forward,
-        fake = |input, residual, shape, _weight, _bias, _eps| {
+        fake = |input, residual, shape, weight, bias, _eps| {
+            check("add_layer_norm", (input, residual), shape, &[("weight", weight), ("bias", bias)])?;
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             let moment = || of_rows(input, shape.len(), stream);
             Ok((like(input, stream)?, like(input, kind)?, moment()?, moment()?))
@@ -87,7 +89,8 @@ tch_extension::operators! {
         dropout: f64 = 0.0,
     ) -> (Tensor, Tensor) {
         cpu, cuda = add_rms_norm::own,
-        fake = |input, residual, _shape, _weight, _eps, _dropout| {
+        fake = |input, residual, shape, weight, _eps, _dropout| {
+            check("add_rms_norm", (input, residual), shape, &[("weight", weight)])?;
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
         autograd = add_rms_norm::autograd,
@@ -103,7 +106,8 @@ tch_extension::operators! {
         eps: f64,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = add_rms_norm::forward,
-        fake = |input, residual, shape, _weight, _eps| {
+        fake = |input, residual, shape, weight, _eps| {
+            check("add_rms_norm", (input, residual), shape, &[("weight", weight)])?;
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             Ok((like(input, stream)?, like(input, kind)?, of_rows(input, shape.len(), stream)?))
         },
@@ -175,6 +179,17 @@ fn dropped(input: &Tensor, dropout: f64) -> Result<Tensor> {
         true => Ok(input.shallow_clone()),
         false => Ok(input.f_dropout(dropout, true)?),
     }
+}
+
+/// What the fake kernels check.
+fn check(
+    op: &'static str,
+    (input, residual): (&Tensor, &Tensor),
+    shape: &[i64],
+    parameters: &[(&str, Option<&Tensor>)],
+) -> Result<()> {
+    normalized(op, input, shape, parameters)?;
+    same_shape(op, ("residual", residual), ("input", input))
 }
 
 mod add_layer_norm {

@@ -1,6 +1,6 @@
 //! `gru` and `gru_padded`.
 
-use super::output;
+use super::{check, check_lengths, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
     Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
@@ -29,7 +29,8 @@ tch_extension::operators! {
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
         cpu, cuda = sequence::own,
-        fake = |input, h, _w_ih, _w_hh, _b_ih, _b_hh| {
+        fake = |input, h, w_ih, w_hh, b_ih, b_hh| {
+            check("gru", "3H", input, (h, None), [w_ih, w_hh], [b_ih, b_hh])?;
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
         },
@@ -69,7 +70,9 @@ tch_extension::operators! {
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor) {
         cpu, cuda = gru_padded::own,
-        fake = |input, _lengths, h, _w_ih, _w_hh, _b_ih, _b_hh| {
+        fake = |input, lengths, h, w_ih, w_hh, b_ih, b_hh| {
+            let shapes = check("gru_padded", "3H", input, (h, None), [w_ih, w_hh], [b_ih, b_hh])?;
+            check_lengths("gru_padded", lengths, &shapes)?;
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?))
         },

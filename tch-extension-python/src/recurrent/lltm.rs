@@ -1,17 +1,17 @@
 //! `lltm` and `lltm_cell`.
 
 use super::{flat, output};
-use crate::meta::{contiguous, likes};
+use crate::meta::{Shapes, contiguous, likes};
 use crate::node::{
     ALL, Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel,
     needs, returned, traced,
 };
 use tch::{Kind, Tensor};
-use tch_extension::Result;
 use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
 use tch_extension::library::{SymInt, sizes};
 use tch_extension::ops::{f_lltm, f_lltm_cell, lltm_cell_reference, lltm_reference, parts};
+use tch_extension::{Error, Result};
 
 tch_extension::operators! {
     namespace tch_extension;
@@ -27,7 +27,8 @@ tch_extension::operators! {
         c: &Tensor,
     ) -> (Tensor, Tensor) {
         cpu, cuda = lltm_cell::own,
-        fake = |input, _weight, _bias, h, c| {
+        fake = |input, weight, bias, h, c| {
+            check("lltm_cell", &["B", "F"], input, (weight, bias), (h, c))?;
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
@@ -45,7 +46,8 @@ tch_extension::operators! {
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = lltm_cell::forward,
-        fake = |input, weight, _bias, h, c| {
+        fake = |input, weight, bias, h, c| {
+            check("lltm_cell", &["B", "F"], input, (weight, bias), (h, c))?;
             let kind = lltm_kinds(input, h, c)?.1;
             let gates: Vec<SymInt> =
                 sizes(h).into_iter().take(1).chain(sizes(weight).into_iter().take(1)).collect();
@@ -85,7 +87,8 @@ tch_extension::operators! {
         c: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = sequence::own,
-        fake = |input, _weight, _bias, h, c| {
+        fake = |input, weight, bias, h, c| {
+            check("lltm", &["T", "B", "F"], input, (weight, bias), (h, c))?;
             let kind = lltm_kinds(input, h, c)?.1;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
@@ -133,6 +136,35 @@ fn lltm_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Kind, Kind)> {
 fn in_matching_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let (product, state) = lltm_kinds(input, h, c)?;
     Ok((input.f_to_kind(product)?, h.f_to_kind(product)?, c.f_to_kind(state)?))
+}
+
+/// What the fake kernels check. The columns of the weight are H + F, which has no name.
+fn check(
+    op: &'static str,
+    names: &[&'static str],
+    input: &Tensor,
+    (weight, bias): (&Tensor, Option<&Tensor>),
+    (h, c): (&Tensor, &Tensor),
+) -> Result<()> {
+    let shapes = Shapes::of(op, "input", input)?
+        .has("input", input, names)?
+        .has("h", h, &["B", "H"])?
+        .has("c", c, &["B", "H"])?
+        .has("weight", weight, &["3H", "columns"])?
+        .has("bias", bias, &["...", "3H"])?;
+    if let Some(sizes) = bias.map(sizes).filter(|sizes| sizes.len() != 1)
+        && (sizes.len() > 2 || sizes[0].number().is_some_and(|rows| rows != 1))
+    {
+        return Err(Error::argument(op, "bias", "shape [3H] or [1, 3H]", format!("{sizes:?}"), ""));
+    }
+    let [hidden, features, columns] = ["H", "F", "columns"].map(|name| shapes.known(name));
+    match (hidden, features, columns) {
+        (Some(h), Some(f), Some(columns)) if h + f != columns => {
+            let expected = format!("shape [3H, H + F] with H = {h}, F = {f}");
+            Err(Error::argument(op, "weight", expected, format!("{:?}", sizes(weight)), ""))
+        }
+        _ => Ok(()),
+    }
 }
 
 mod lltm_cell {

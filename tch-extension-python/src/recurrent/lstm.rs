@@ -1,6 +1,6 @@
 //! `lstm` and `lstm_padded`.
 
-use super::{flat, output};
+use super::{check, check_lengths, flat, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
     Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
@@ -31,7 +31,8 @@ tch_extension::operators! {
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = sequence::own,
-        fake = |input, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
+        fake = |input, h, c, w_ih, w_hh, b_ih, b_hh| {
+            check("lstm", "4H", input, (h, Some(c)), [w_ih, w_hh], [b_ih, b_hh])?;
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
@@ -75,7 +76,10 @@ tch_extension::operators! {
         b_hh: Option<&Tensor> = None,
     ) -> (Tensor, Tensor, Tensor) {
         cpu, cuda = lstm_padded::own,
-        fake = |input, _lengths, h, c, _w_ih, _w_hh, _b_ih, _b_hh| {
+        fake = |input, lengths, h, c, w_ih, w_hh, b_ih, b_hh| {
+            let shapes =
+                check("lstm_padded", "4H", input, (h, Some(c)), [w_ih, w_hh], [b_ih, b_hh])?;
+            check_lengths("lstm_padded", lengths, &shapes)?;
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
