@@ -79,10 +79,7 @@ fn a_rank_in_rust_and_a_rank_in_python_end_with_the_same_bits() {
                     ..Default::default()
                 };
                 let store = Store::tcp("127.0.0.1", port, &tcp)?.prefix("default_pg")?;
-                let options = GroupOptions {
-                    check: false,
-                    ..GroupOptions::with_timeout(PATIENCE)
-                };
+                let options = GroupOptions { check: false, ..GroupOptions::with_timeout(PATIENCE) };
                 let group = ProcessGroup::with_store(&store, rank, 2, &options)?;
                 let flat = train(&group, way, true)?;
                 let both = group.all_gather(&flat)?;
