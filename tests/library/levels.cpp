@@ -6,6 +6,7 @@
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <optional>
 #include <string>
@@ -24,7 +25,12 @@ struct DynamicLayer {
 int64_t initAndPushDynamicLayer(TransformType type, std::optional<c10::SymInt> batch_size,
                                 std::optional<RandomnessType> randomness,
                                 std::optional<bool> grad_mode, std::optional<bool> forward_mode,
-                                std::optional<bool> functionalize_views);
+                                std::optional<bool> functionalize_views
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+                                ,
+                                std::optional<bool> inference_mode
+#endif
+);
 DynamicLayer popDynamicLayerAndDeleteMetadata();
 Tensor makeTensorWrapper(const Tensor& tensor, int64_t level, bool is_immutable);
 Tensor unwrapIfDead(const Tensor& tensor);
@@ -41,7 +47,13 @@ class Level {
   Level()
       : id_(at::functorch::initAndPushDynamicLayer(at::functorch::TransformType::Grad, std::nullopt,
                                                    std::nullopt, at::GradMode::is_enabled(),
-                                                   std::nullopt, std::nullopt)) {}
+                                                   std::nullopt, std::nullopt
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+                                                   ,
+                                                   std::nullopt
+#endif
+                                                   )) {
+  }
   Level(const Level&) = delete;
   Level& operator=(const Level&) = delete;
   ~Level() { at::functorch::popDynamicLayerAndDeleteMetadata(); }
