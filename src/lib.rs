@@ -23,6 +23,7 @@ pub mod nn;
 pub mod ops;
 #[cfg(feature = "optim")]
 pub mod optim;
+mod overlap;
 pub mod strided;
 pub mod testing;
 #[cfg(feature = "train")]

@@ -39,7 +39,7 @@
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::tensor::{bump_version, is_in_memory, plain};
-use crate::view::overlaps;
+use crate::overlap::overlaps;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::marker::PhantomData;

@@ -49,7 +49,7 @@ TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* 
     const auto index = static_cast<c10::DeviceIndex>(device);
     place->stream = c10::cuda::getCurrentCUDAStream(index).stream();
     place->device_before = c10::cuda::ExchangeDevice(index);
-    // Last, so that nothing is left where nothing was entered.
+    // Set last: if one of these calls throws, LaunchPlace has no device to restore.
     place->exists = true;
   });
 }

@@ -41,8 +41,9 @@ class RustKernel final : public c10::OperatorKernel {
   const void* kernel_;
 };
 
-// A kernel for the key Meta. The dispatcher calls it if any argument is on the meta device. If what
-// it returns, or should write to, has memory, that would stay as it is: garbage.
+// A kernel for the key Meta, which computes sizes and no values. The dispatcher calls it as soon as
+// one argument is on the meta device. A result on another device would then be uninitialised
+// memory, and an argument there that the operator writes to would stay unchanged: both are errors.
 class FakeKernel final : public c10::OperatorKernel {
  public:
   FakeKernel(KernelEntry entry, const void* kernel) : entry_(entry), kernel_(kernel) {}
@@ -100,6 +101,11 @@ class GraphKernel final : public c10::OperatorKernel {
   KernelEntry entry_;
   const void* kernel_;
 };
+
+template <typename Kernel>
+torch::CppFunction boxed(KernelEntry entry, const void* kernel) {
+  return torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Kernel>(entry, kernel));
+}
 
 // Tells autograd that the values of the tensors changed that an operator writes to.
 class ChangesKernel final : public c10::OperatorKernel {
@@ -191,14 +197,13 @@ TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qu
   return guard([&] {
     const c10::DispatchKey dispatch_key = c10::parseDispatchKey(key);
     check_free(qualified, overload, dispatch_key);
-    using torch::CppFunction;
-    auto function =
-        only_for_graphs
-            ? CppFunction::makeFromBoxedFunctor(std::make_unique<GraphKernel>(entry, kernel))
-        : dispatch_key == c10::DispatchKey::Meta
-            ? CppFunction::makeFromBoxedFunctor(std::make_unique<FakeKernel>(entry, kernel))
-            : CppFunction::makeFromBoxedFunctor(std::make_unique<RustKernel>(entry, kernel));
-    keep(torch::Library::IMPL, ns, dispatch_key, file, line).impl(name, std::move(function));
+    auto& library = keep(torch::Library::IMPL, ns, dispatch_key, file, line);
+    if (only_for_graphs)
+      library.impl(name, boxed<GraphKernel>(entry, kernel));
+    else if (dispatch_key == c10::DispatchKey::Meta)
+      library.impl(name, boxed<FakeKernel>(entry, kernel));
+    else
+      library.impl(name, boxed<RustKernel>(entry, kernel));
   });
 }
 

@@ -84,14 +84,14 @@ TCH_EXTENSION_API size_t tch_extension_tensors(GraphResults* results, at::Tensor
   return len;
 }
 
-// Puts these tensors in their places, and takes ownership. If there is another number of places,
-// nothing happens, and the result is false.
+// Puts these tensors in their places; one that is null leaves its place as it is. False if there is
+// another number of places; then all are left as they are.
 TCH_EXTENSION_API bool tch_extension_replace_tensors(GraphResults* results,
-                                                     at::Tensor* const* tensors, size_t len) {
+                                                     const at::Tensor* const* tensors, size_t len) {
   if (len != count_places(results->stack)) return false;
   for_each_place(results->stack, [&](IValue& value) {
-    const std::unique_ptr<at::Tensor> tensor(*tensors++);
-    if (tensor != nullptr) value = std::move(*tensor);
+    const at::Tensor* tensor = *tensors++;
+    if (tensor != nullptr) value = *tensor;
   });
   return true;
 }

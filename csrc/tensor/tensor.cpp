@@ -46,7 +46,7 @@ TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
 
 // What checks ask most. tch has functions for it, too, but each of them also asks whether there was
 // an error, which costs more than the question itself. Where libtorch cannot answer, the answer is
-// no, and the check then asks tch, whose error says why.
+// no, and the check refuses the tensor.
 
 // libtorch's number of the kind; -1 for an undefined tensor.
 TCH_EXTENSION_API int32_t tch_extension_scalar_type(const at::Tensor* tensor) {

@@ -3,12 +3,12 @@
 
 use super::context::Context;
 use super::function::Function;
-use super::pointers::Pointers;
 use super::saved_hooks;
 use super::saver::{Saved, Saver};
 use super::tensors::{Inputs, Tensors};
 use crate::ffi::autograd as ffi;
 use crate::ffi::exceptions::{self, discard};
+use crate::ffi::pointers::Pointers;
 use crate::ffi::take_message;
 use crate::{Error, Result};
 use std::backtrace::Backtrace;

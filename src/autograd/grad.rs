@@ -2,8 +2,8 @@
 //! graph.
 
 use super::apply::owned;
-use super::pointers::borrowed_pointers;
 use crate::ffi::autograd as ffi;
+use crate::ffi::pointers::borrowed_pointers;
 use crate::ffi::take_message;
 use crate::{Error, Result};
 use tch::Tensor;

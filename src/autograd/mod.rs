@@ -15,7 +15,6 @@ mod double_backward;
 mod function;
 mod grad;
 mod hook;
-mod pointers;
 mod saved_hooks;
 mod saver;
 mod tensors;

@@ -1,8 +1,7 @@
 //! Bindings to `csrc/library/define.cpp`, `arguments.cpp` and `traced.cpp`: operators that Rust
-//! defines.
+//! defines. `graph.rs` has their calls as part of a graph.
 
 use super::exceptions::failure;
-use super::library::{Arguments, CResults};
 use super::sym_int::SymInt;
 use super::value::{Output, RawValue, Tag, Value, device_of, kind_of_number, read, slice};
 use super::{exceptions, take_message};
@@ -10,19 +9,13 @@ use crate::{Error, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
-use std::ptr::NonNull;
 use std::sync::{Mutex, MutexGuard};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 /// A call of an operator, while its kernel runs.
 #[repr(C)]
-struct Frame {
-    _opaque: [u8; 0],
-}
-
-#[repr(C)]
-struct CGraphResults {
+pub(super) struct Frame {
     _opaque: [u8; 0],
 }
 
@@ -56,23 +49,6 @@ unsafe extern "C" {
         file: *const c_char,
         line: u32,
     ) -> *mut c_char;
-    fn tch_extension_call_below(
-        frame: *const Frame,
-        results: *mut *mut CGraphResults,
-    ) -> *mut c_char;
-    fn tch_extension_tensors(
-        results: *mut CGraphResults,
-        tensors: *mut *mut C_tensor,
-        room: usize,
-    ) -> usize;
-    fn tch_extension_replace_tensors(
-        results: *mut CGraphResults,
-        tensors: *const *mut C_tensor,
-        len: usize,
-    ) -> bool;
-    fn tch_extension_give_results(frame: *mut Frame, results: *mut CGraphResults);
-    fn tch_extension_free_graph_results(results: *mut CGraphResults);
-    fn tch_extension_keep_frame(frame: *const Frame, result: *mut *mut CResults) -> *mut c_char;
     fn tch_extension_kernel_error(frame: *mut Frame, text: *const c_char, len: usize);
     safe fn tch_extension_enter_below_autograd() -> *mut c_void;
     fn tch_extension_leave_below_autograd(guard: *mut c_void);
@@ -290,6 +266,24 @@ impl std::ops::Deref for BorrowedList<'_> {
 }
 
 impl Call<'_> {
+    /// The frame, whose arguments are there.
+    ///
+    /// # Errors
+    /// Once the results have taken their place.
+    pub(super) fn frame(&self) -> Result<*mut Frame> {
+        // SAFETY: the frame is alive.
+        if self.len == unsafe { tch_extension_arguments_len(self.frame) } {
+            return Ok(self.frame);
+        }
+        Err(Error::msg("internal error: the call has its results already"))
+    }
+
+    /// The frame, ready for results.
+    pub(super) fn emptied_frame(&mut self) -> *mut Frame {
+        self.drop_arguments();
+        self.frame
+    }
+
     #[inline]
     pub(crate) fn argument(&self, index: usize) -> Argument<'_> {
         let mut raw = RawValue::none();
@@ -481,114 +475,6 @@ impl<'c> Argument<'c> {
 
     pub(crate) fn tensors(&self) -> Result<BorrowedList<'c>> {
         self.list(|item| item.tensor()).map(BorrowedList)
-    }
-}
-
-/// So many handles need no allocation.
-const FEW: usize = 8;
-
-/// The results of a call below autograd, before they are part of the graph.
-pub(crate) struct GraphResults(NonNull<CGraphResults>);
-
-impl GraphResults {
-    /// The tensors among the results, in order.
-    pub fn tensors(&self) -> Vec<Option<Tensor>> {
-        let mut handles = [std::ptr::null_mut(); FEW];
-        // SAFETY: the results are alive, and there is room for so many handles.
-        let len = unsafe { tch_extension_tensors(self.0.as_ptr(), handles.as_mut_ptr(), FEW) };
-        // SAFETY: all handles were written if there was room, and we own them.
-        let own = |handle: &*mut C_tensor| unsafe { owned(*handle) };
-        if let Some(handles) = handles.get(..len) {
-            return handles.iter().map(own).collect();
-        }
-        let mut handles = vec![std::ptr::null_mut(); len];
-        // SAFETY: the results are alive, and there is room for each handle.
-        unsafe { tch_extension_tensors(self.0.as_ptr(), handles.as_mut_ptr(), len) };
-        handles.iter().map(own).collect()
-    }
-
-    /// Puts other tensors, of the same number, in their places.
-    pub fn replace(
-        &mut self,
-        tensors: impl ExactSizeIterator<Item = Option<Tensor>>,
-    ) -> Result<()> {
-        let len = tensors.len();
-        let (mut few, mut many) = ([std::ptr::null_mut(); FEW], Vec::new());
-        let handles = match few.get_mut(..len) {
-            Some(few) => few,
-            None => {
-                many.resize(len, std::ptr::null_mut());
-                &mut many[..]
-            }
-        };
-        for (handle, tensor) in handles.iter_mut().zip(tensors) {
-            *handle = tensor.map_or(std::ptr::null_mut(), into_handle);
-        }
-        // SAFETY: the results are alive, and there are as many handles as this says.
-        if unsafe { tch_extension_replace_tensors(self.0.as_ptr(), handles.as_ptr(), len) } {
-            return Ok(());
-        }
-        // SAFETY: C++ took none of the handles, so they are ours.
-        handles.iter().for_each(|handle| drop(unsafe { owned(*handle) }));
-        Err(Error::msg("internal error: a graph has another number of results"))
-    }
-}
-
-impl Drop for GraphResults {
-    fn drop(&mut self) {
-        // SAFETY: C++ made the results for us, and nobody uses them afterwards.
-        unsafe { tch_extension_free_graph_results(self.0.as_ptr()) }
-    }
-}
-
-/// # Safety
-/// The handle must be null or ours.
-unsafe fn owned(handle: *mut C_tensor) -> Option<Tensor> {
-    // SAFETY: the caller hands over the handle (see `# Safety`).
-    (!handle.is_null()).then(|| unsafe { Tensor::from_ptr(handle) })
-}
-
-impl Call<'_> {
-    /// Calls the operator below autograd with the same arguments.
-    pub(crate) fn call_below(&self) -> Result<GraphResults> {
-        self.check_alive()?;
-        let mut results = std::ptr::null_mut();
-        // SAFETY: the frame is alive, with its arguments. We own the results.
-        let message = unsafe { tch_extension_call_below(self.frame, &mut results) };
-        match (take_message(message), NonNull::new(results)) {
-            (None, Some(results)) => Ok(GraphResults(results)),
-            (message, _) => Err(Error::Torch(message.unwrap_or_default())),
-        }
-    }
-
-    /// An error once the results have taken the place of the arguments.
-    fn check_alive(&self) -> Result<()> {
-        // SAFETY: the frame is alive.
-        if self.len == unsafe { tch_extension_arguments_len(self.frame) } {
-            return Ok(());
-        }
-        Err(Error::msg("internal error: the call has its results already"))
-    }
-
-    /// Ends the call with these results.
-    pub(crate) fn give_results(&mut self, results: GraphResults) {
-        self.drop_arguments();
-        let results = ManuallyDrop::new(results);
-        // SAFETY: the frame is alive, and C++ takes ownership.
-        unsafe { tch_extension_give_results(self.frame, results.0.as_ptr()) }
-    }
-
-    /// Keeps the arguments that are no tensors.
-    pub(crate) fn keep(&self) -> Result<Arguments> {
-        self.check_alive()?;
-        let mut kept = std::ptr::null_mut();
-        // SAFETY: the frame is alive, with its arguments. We own the result.
-        let message = unsafe { tch_extension_keep_frame(self.frame, &mut kept) };
-        match (take_message(message), NonNull::new(kept)) {
-            // SAFETY: C++ made it for us.
-            (None, Some(kept)) => Ok(unsafe { Arguments::new(kept) }),
-            (message, _) => Err(Error::Torch(message.unwrap_or_default())),
-        }
     }
 }
 

@@ -12,6 +12,7 @@ pub(crate) mod exceptions;
 pub(crate) mod facts;
 #[cfg(any(feature = "distributed", feature = "train"))]
 pub(crate) mod gradients;
+pub(crate) mod graph;
 #[cfg(tch_extension_cuda)]
 mod kernel;
 pub(crate) mod library;
@@ -19,6 +20,7 @@ pub(crate) mod loader;
 pub(crate) mod package;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod per_device;
+pub(crate) mod pointers;
 pub(crate) mod precision;
 pub(crate) mod sdp_backends;
 #[cfg(feature = "distributed")]

@@ -390,6 +390,30 @@ mod tests {
     }
 
     #[test]
+    fn questions_have_tchs_answers() {
+        let x = Tensor::zeros([2, 3], (Kind::BFloat16, Device::Cpu));
+        assert_eq!(kind(&x), Some(Kind::BFloat16));
+        assert!(has_shape(&x, &[2, 3]) && !has_shape(&x, &[3, 2]) && !has_shape(&x, &[2]));
+        assert!(is_contiguous(&x) && !is_contiguous(&x.transpose(0, 1)));
+        assert!(same_device(&x, &x.transpose(0, 1)));
+        let none = Tensor::new();
+        assert_eq!(kind(&none), None);
+        assert!(!has_shape(&none, &[0]) && !is_contiguous(&none) && !same_device(&x, &none));
+        for device in crate::testing::devices().into_iter().filter(|device| device.is_cuda()) {
+            assert!(!same_device(&x, &x.to_device(device)));
+        }
+    }
+
+    #[test]
+    fn a_slice_becomes_a_tensor_of_its_own() {
+        for values in [vec![], vec![7], (0..1000).collect::<Vec<i64>>()] {
+            let tensor = from_slice(&values).unwrap();
+            assert_ne!(tensor.data_ptr().cast_const(), values.as_ptr().cast());
+            assert_eq!(Vec::<i64>::try_from(tensor).unwrap(), values);
+        }
+    }
+
+    #[test]
     fn a_view_of_the_wrong_type_is_refused_here_too() {
         let tensor = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
         assert!(Strided::<f32, 1>::new(&tensor, Kind::Float, false).is_err());

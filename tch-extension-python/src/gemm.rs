@@ -6,13 +6,13 @@ use crate::node::{
     traced,
 };
 use tch::Tensor;
+use tch_extension::Result;
 use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
-use tch_extension::library::{SymInt, sizes};
+use tch_extension::library::sizes;
 use tch_extension::ops::{
     f_linear, f_matmul_add_relu, linear_reference, matmul_add_relu_reference, parts,
 };
-use tch_extension::{Error, Result};
 
 tch_extension::operators! {
     namespace tch_extension;
@@ -203,27 +203,10 @@ mod matmul_add_relu {
         let (lhs_size, rhs_size, bias_size) = (sizes(lhs), sizes(rhs), sizes(bias));
         let batch = |dims: usize| dims.saturating_sub(2);
         let (lhs_batch, rhs_batch) = (batch(lhs_size.len()), batch(rhs_size.len()));
-        Shapes::of("matmul_add_relu", "lhs", lhs)?;
-        for (name, size) in [("lhs", &lhs_size), ("rhs", &rhs_size)] {
-            if size.is_empty() {
-                let (expected, got) = ("at least 1 dimension", "a single number, []");
-                return Err(Error::argument(
-                    "matmul_add_relu",
-                    name,
-                    expected,
-                    got,
-                    "multiply by it",
-                ));
-            }
-        }
-        let inner = [lhs_size.last(), rhs_size.iter().rev().nth(1).or(rhs_size.last())];
-        if let [Some(k), Some(rows)] = inner.map(|size| size.and_then(SymInt::number))
-            && k != rows
-        {
-            let expected = format!("shape [..., K, N] with K = {k}");
-            let got = format!("{rhs_size:?}");
-            return Err(Error::argument("matmul_add_relu", "rhs", expected, got, ""));
-        }
+        let rhs_names: &[&str] = if rhs_size.len() == 1 { &["K"] } else { &["...", "K", "N"] };
+        Shapes::of("matmul_add_relu", "lhs", lhs)?
+            .has("lhs", lhs, &["...", "K"])?
+            .has("rhs", rhs, rhs_names)?;
         let mut product = broadcast(&lhs_size[..lhs_batch], &rhs_size[..rhs_batch])?;
         if let [.., rows, _] = &lhs_size[..] {
             product.push(rows.clone());

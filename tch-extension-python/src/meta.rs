@@ -9,26 +9,26 @@ use tch_extension::{Error, Result, check};
 /// The kinds that operators take.
 const KINDS: [Kind; 4] = [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16];
 
-/// What fake kernels check: the numbers of dimensions, and that sizes of one name are equal. Where one of
-/// them is a symbol, that is left to the kernel, because a comparison would make what is traced hold for
-/// this size only.
+/// What fake kernels check: the number of dimensions of each argument, and that sizes of one name are
+/// equal. Symbols are not compared, because what is traced would then hold for one size only; the kernel
+/// checks their values.
 pub struct Shapes {
     op: &'static str,
     known: Vec<(&'static str, i64)>,
 }
 
 impl Shapes {
-    /// Begins the checks. `input` decides the kind.
+    /// Begins the checks with the kind of an argument.
     ///
     /// # Errors
-    /// If no operator takes its kind.
-    pub fn of(op: &'static str, argument: &str, input: &Tensor) -> Result<Self> {
-        check!(op, argument, *input).defined()?.kind_in(&KINDS)?;
+    /// If no operator takes this kind.
+    pub fn of(op: &'static str, argument: &str, tensor: &Tensor) -> Result<Self> {
+        check!(op, argument, *tensor).defined()?.kind_in(&KINDS)?;
         Ok(Shapes { op, known: Vec::new() })
     }
 
-    /// Checks an argument, unless it is absent. Each of `names` stands for a size; `4H` is 4 times the size
-    /// `H`, and `...` at the front is any number of sizes.
+    /// Checks an argument, unless it is absent. Each of `names` stands for a size: `H`, 4 times `H` as
+    /// `4H`, or the number `1`. `...` at the front stands for any number of sizes.
     ///
     /// # Errors
     /// If the shape is another.
@@ -40,28 +40,32 @@ impl Shapes {
     ) -> Result<Self> {
         let Some(tensor) = tensor.into() else { return Ok(self) };
         let sizes = sizes(tensor);
-        let (is_open, fixed) = match names {
-            ["...", fixed @ ..] => (true, fixed),
-            fixed => (false, fixed),
+        let (is_open, named) = match names {
+            ["...", named @ ..] => (true, named),
+            named => (false, named),
         };
-        let fits = sizes.len() == fixed.len() || is_open && sizes.len() > fixed.len();
-        if !fits {
+        let extra = sizes.len().checked_sub(named.len());
+        let Some(extra) = extra.filter(|extra| is_open || *extra == 0) else {
             return Err(self.refuse(argument, names, &sizes));
-        }
-        for (name, size) in fixed.iter().zip(&sizes[sizes.len() - fixed.len()..]) {
+        };
+        for (name, size) in named.iter().zip(&sizes[extra..]) {
             let Some(size) = size.number() else { continue };
-            let digits = name.len() - name.trim_start_matches(|c: char| c.is_ascii_digit()).len();
-            let (factor, base) = name.split_at(digits);
-            let known = self.known.iter().find(|(known, _)| *known == base);
-            match (known, factor.parse::<i64>()) {
-                (Some((_, known)), factor) if known * factor.clone().unwrap_or(1) != size => {
+            match self.expected(name) {
+                Some(expected) if expected != size => {
                     return Err(self.refuse(argument, names, &sizes));
                 }
-                (None, Err(_)) => self.known.push((base, size)),
+                None if name.starts_with(char::is_alphabetic) => self.known.push((name, size)),
                 _ => {}
             }
         }
         Ok(self)
+    }
+
+    /// What a size of this name must be, if it is known.
+    fn expected(&self, name: &str) -> Option<i64> {
+        let base = name.trim_start_matches(|digit: char| digit.is_ascii_digit());
+        let factor = name[..name.len() - base.len()].parse().unwrap_or(1);
+        if base.is_empty() { Some(factor) } else { Some(factor * self.known(base)?) }
     }
 
     /// The size of this name, if it is known.
@@ -70,12 +74,19 @@ impl Shapes {
     }
 
     fn refuse(&self, argument: &str, names: &[&str], sizes: &[SymInt]) -> Error {
-        let known = self.known.iter().map(|(name, size)| format!("{name} = {size}"));
-        let known = known.collect::<Vec<_>>().join(", ");
-        let of = if known.is_empty() { String::new() } else { format!(" with {known}") };
-        let expected = format!("shape [{}]{of}", names.join(", "));
+        let known: Vec<_> =
+            self.known.iter().map(|(name, size)| format!("{name} = {size}")).collect();
+        let given = if known.is_empty() { String::new() } else { " with ".to_string() };
+        let expected = format!("shape [{}]{given}{}", names.join(", "), known.join(", "));
         Error::argument(self.op, argument, expected, format!("{sizes:?}"), "")
     }
+}
+
+/// Whether two shapes differ, as far as their sizes are known.
+fn differ(a: &[SymInt], b: &[SymInt]) -> bool {
+    let unequal =
+        |(a, b): (&SymInt, &SymInt)| a.number().zip(b.number()).is_some_and(|(a, b)| a != b);
+    a.len() != b.len() || a.iter().zip(b).any(unequal)
 }
 
 /// Checks that the first argument has the shape of the second one.
@@ -84,19 +95,17 @@ impl Shapes {
 /// If it has not.
 pub fn same_shape(op: &str, this: (&str, &Tensor), other: (&str, &Tensor)) -> Result<()> {
     let (found, wanted) = (sizes(this.1), sizes(other.1));
-    let differ =
-        |(a, b): (&SymInt, &SymInt)| a.number().zip(b.number()).is_some_and(|(a, b)| a != b);
-    if found.len() == wanted.len() && !found.iter().zip(&wanted).any(differ) {
+    if !differ(&found, &wanted) {
         return Ok(());
     }
     let expected = format!("the shape of {}, {wanted:?}", other.0);
     Err(Error::argument(op, this.0, expected, format!("{found:?}"), ""))
 }
 
-/// Checks that these are the trailing sizes of the input, and the shape of each parameter.
+/// Checks that `shape` is the end of the input's shape, and the shape of each parameter.
 ///
 /// # Errors
-/// If they are not, or if there are none.
+/// If it is not, or if it is empty.
 pub fn normalized(
     op: &'static str,
     input: &Tensor,
@@ -104,26 +113,19 @@ pub fn normalized(
     parameters: &[(&str, Option<&Tensor>)],
 ) -> Result<()> {
     check!(op, "input", *input).defined()?.kind_in(&KINDS)?;
-    let differs = |sizes: &[SymInt]| {
-        sizes.len() != shape.len()
-            || sizes
-                .iter()
-                .zip(shape)
-                .any(|(size, wanted)| size.number().is_some_and(|n| n != *wanted))
-    };
+    let wanted: Vec<SymInt> = shape.iter().copied().map(SymInt::from).collect();
     let of_input = sizes(input);
-    let trailing = of_input.len().checked_sub(shape.len()).map(|first| &of_input[first..]);
-    if shape.is_empty() || trailing.is_none_or(differs) {
-        let expected = format!("trailing sizes of the input's shape {of_input:?}");
+    let end = of_input.len().checked_sub(wanted.len()).map(|first| &of_input[first..]);
+    if wanted.is_empty() || end.is_none_or(|end| differ(end, &wanted)) {
+        let expected = format!("the last sizes of the input's shape, {of_input:?}");
         return Err(Error::argument(op, "normalized_shape", expected, format!("{shape:?}"), ""));
     }
     for (name, parameter) in parameters {
-        let Some(parameter) = parameter else { continue };
-        let found = sizes(parameter);
-        if differs(&found) {
-            let expected = format!("shape normalized_shape = {shape:?}");
-            return Err(Error::argument(op, name, expected, format!("{found:?}"), ""));
-        }
+        let Some(found) = parameter.map(sizes).filter(|found| differ(found, &wanted)) else {
+            continue;
+        };
+        let expected = format!("shape normalized_shape = {shape:?}");
+        return Err(Error::argument(op, name, expected, format!("{found:?}"), ""));
     }
     Ok(())
 }

@@ -58,7 +58,10 @@ tch_extension::operators! {
             let (keeps_z, keeps_a) = parts::gelu_mlp_saves(&options, needs(needed));
             Ok((output(input, w2)?, hidden(input, w1, keeps_z)?, hidden(input, w1, keeps_a)?))
         },
-        autograd = gelu_mlp::forward_autograd,
+        autograd = |input, w1, b1, w2, b2, activation, saves, needed| {
+            let inputs = [Some(input), Some(w1), b1, Some(w2), b2];
+            Ok(forwarded::<_, 3>(gelu_mlp::told(activation, saves), &inputs, needed)?.into())
+        },
     }
 
     /// The gradients of all tensors; `z` and `a` are what the forward returned.
@@ -119,7 +122,10 @@ tch_extension::operators! {
             let hidden = |keeps| hidden(input, w_gate, keeps);
             Ok((output(input, w_down)?, hidden(gates)?, hidden(gates)?, hidden(h)?))
         },
-        autograd = swiglu_mlp::forward_autograd,
+        autograd = |input, w_gate, w_up, w_down, saves, needed| {
+            let inputs = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
+            Ok(forwarded::<_, 4>(swiglu_mlp::SwigluMlp { saves }, &inputs, needed)?.into())
+        },
     }
 
     /// The gradients of all tensors; `g`, `u` and `h` are what the forward returned.
@@ -209,7 +215,7 @@ mod gelu_mlp {
         saves: bool,
     }
 
-    fn told(activation: &str, saves: bool) -> GeluMlp {
+    pub fn told(activation: &str, saves: bool) -> GeluMlp {
         GeluMlp { activation: activation.to_string(), saves }
     }
 
@@ -330,20 +336,6 @@ mod gelu_mlp {
         })
     }
 
-    pub fn forward_autograd(
-        input: &Tensor,
-        w1: &Tensor,
-        b1: Option<&Tensor>,
-        w2: &Tensor,
-        b2: Option<&Tensor>,
-        activation: &str,
-        saves: bool,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let inputs = [Some(input), Some(w1), b1, Some(w2), b2];
-        Ok(forwarded::<_, 3>(told(activation, saves), &inputs, needed)?.into())
-    }
-
     pub fn backward(
         grad: &Tensor,
         z: &Tensor,
@@ -411,7 +403,7 @@ mod swiglu_mlp {
 
     #[derive(Clone)]
     pub struct SwigluMlp {
-        saves: bool,
+        pub saves: bool,
     }
 
     impl Pair for SwigluMlp {
@@ -521,18 +513,6 @@ mod swiglu_mlp {
             let [g, u, h] = returned(input, [g, u, h])?;
             Ok((output, g, u, h))
         })
-    }
-
-    pub fn forward_autograd(
-        input: &Tensor,
-        w_gate: &Tensor,
-        w_up: &Tensor,
-        w_down: &Tensor,
-        saves: bool,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        let inputs = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
-        Ok(forwarded::<_, 4>(SwigluMlp { saves }, &inputs, needed)?.into())
     }
 
     pub fn backward(

@@ -22,7 +22,7 @@ use tch_extension::{Error, Result};
 /// Which inputs need a gradient: one bit for each, the first one lowest.
 pub type Needs = i64;
 
-/// All inputs: what an operator computes for that is not told which gradients are needed.
+/// The gradients of all inputs, for an operator that has no argument `needs`.
 pub const ALL: Needs = -1;
 
 /// An operator as calls of registered operators. The value itself is what the operator is told besides
@@ -112,7 +112,7 @@ pub fn gradients<P: Pair, const N: usize>(
 /// An operator that is traced.
 struct Node<P> {
     pair: P,
-    /// If the caller is another level of torch.func, the gradients that it computes.
+    /// The gradients that another level of torch.func computes, if it is the caller.
     asked: Option<Needs>,
 }
 
@@ -283,8 +283,8 @@ impl<P: Pair> Gradients<P> {
     }
 }
 
-/// The same values as a variable of this level of torch.func. A detached tensor would be a constant of the
-/// levels outside, too, and a sum is not.
+/// The same values as a variable of this level of torch.func. A detached tensor would be a constant at the
+/// outer levels, too; a sum keeps its graph there.
 fn variable(tensor: &Tensor) -> Result<Tensor> {
     let zero = tensor.f_detach()?.f_zeros_like()?.f_set_requires_grad(true)?;
     Ok(tensor.f_add(&zero)?)
@@ -437,9 +437,9 @@ pub fn present(tensor: &Tensor, is_there: bool) -> Option<&Tensor> {
     Some(tensor).filter(|_| is_there)
 }
 
-/// A matrix, unless it is only in the place of one that is absent. What a forward pass kept depends on the
-/// gradients that it was asked for, by several levels of torch.func perhaps, so that those which an
-/// operator computes do not say it.
+/// The matrix that a forward pass kept; `None` for the vector in the place of one that it did not keep.
+/// The gradients of one backward pass do not say which it kept, because several levels of torch.func may
+/// share one forward pass and compute different gradients.
 pub fn matrix(tensor: &Tensor) -> Option<&Tensor> {
     present(tensor, tensor.dim() == 2)
 }

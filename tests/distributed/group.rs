@@ -327,9 +327,11 @@ fn groups_of_several_threads_start_operations_at_once() {
 #[test]
 fn a_rank_in_python() {
     let port = free_port();
-    let python = std::thread::spawn(move || {
-        python::run("tests/distributed/rank.py", &[port.to_string().as_ref()])
-    });
+    let mut python = match python::command("tests/distributed/rank.py", &[port.to_string()]) {
+        Ok(command) => command,
+        Err(missing) => return eprintln!("SKIPPED a_rank_in_python: {missing}"),
+    };
+    let python = std::thread::spawn(move || python.output());
     let master = Some(Master::new("127.0.0.1", port));
     let env = Env {
         rank: 1,
@@ -357,16 +359,10 @@ fn a_rank_in_python() {
         group.barrier()
     };
     let outcome = ours();
-    match python.join().expect("no panic") {
-        // The other rank does not exist.
-        Err(missing) => {
-            eprintln!("SKIPPED a_rank_in_python: {missing}");
-            assert!(outcome.is_err());
-        }
-        Ok(output) => {
-            outcome.expect("a rank in Python");
-            let text = String::from_utf8_lossy(&output.stdout).into_owned();
-            assert_eq!(text.trim(), "[11.0, 22.0] [7, 1] [3.5]");
-        }
-    }
+    let output = python.join().expect("no panic").expect("python3 was there a moment ago");
+    let said = String::from_utf8_lossy(&output.stderr);
+    outcome.unwrap_or_else(|error| panic!("{error}\n{said}"));
+    assert!(output.status.success(), "{said}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    assert_eq!(text.trim(), "[11.0, 22.0] [7, 1] [3.5]");
 }

@@ -14,6 +14,7 @@ mod faults;
 mod functional;
 mod group;
 mod processes;
+#[allow(dead_code)]
 #[path = "../support/python.rs"]
 mod python;
 mod refused;

@@ -3,7 +3,8 @@
 use super::types::Tensors as Count;
 use crate::autograd::{Context, Saver, Tensors, apply_registered};
 use crate::ffi::autograd::tch_extension_grad_mode;
-use crate::ffi::define::{Borrowed, Call, GraphResults};
+use crate::ffi::define::{Borrowed, Call};
+use crate::ffi::graph::GraphResults;
 use crate::ffi::library::Arguments;
 use crate::library::CallContext;
 use crate::library::with_backward::NamedArguments;
@@ -142,8 +143,8 @@ fn run(call: &Call<'_>, graph: &'static Graph) -> Result<GraphResults> {
         return Err(Error::msg("internal error: a forward pass has no results"));
     };
     // The tensors that were written to are first. They are the caller's own, and are in the graph now.
-    let mut outputs = outputs.into_vec();
-    results.replace(outputs.drain(written.len()..))?;
+    let outputs: &[Option<Tensor>] = &outputs;
+    results.replace(outputs.get(written.len()..).unwrap_or_default())?;
     Ok(results)
 }
 

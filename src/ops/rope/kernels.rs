@@ -3,7 +3,7 @@
 use super::MOST_HEADS;
 use crate::ffi::kind_code;
 use crate::ffi::tensor::is_in_memory;
-use crate::view::overlaps;
+use crate::overlap::overlaps;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};

@@ -4,7 +4,7 @@ use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, check_in
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::tensor::plain;
-use crate::view::{overlaps, share_memory};
+use crate::overlap::{overlaps, share_memory};
 use crate::{Error, Result, check};
 use kernels::{Tables, Work, is_readable, rotate};
 use tch::{Device, Kind, Tensor};

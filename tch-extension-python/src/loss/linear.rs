@@ -17,6 +17,22 @@ use tch_extension::{Error, Result};
 
 const OP: &str = "linear_cross_entropy";
 
+/// The pair, from arguments of these names.
+macro_rules! told {
+    ($ignore_index:ident, $reduction:ident, $label_smoothing:ident, $softcap:ident, $z_loss:ident, $memory:ident,
+     $accumulate_in_float:ident) => {
+        linear_cross_entropy::LinearCrossEntropy {
+            ignore_index: $ignore_index,
+            reduction: $reduction.to_string(),
+            label_smoothing: $label_smoothing,
+            softcap: $softcap,
+            z_loss: $z_loss,
+            memory: $memory,
+            accumulate_in_float: $accumulate_in_float,
+        }
+    };
+}
+
 tch_extension::operators! {
     namespace tch_extension;
 
@@ -74,7 +90,11 @@ tch_extension::operators! {
                 likes([Some(input), Some(weight), bias], saves)?;
             Ok((loss, input, weight, bias))
         },
-        autograd = linear_cross_entropy::forward_autograd,
+        autograd = |input, weight, target, bias, ignore, reduction, smoothing, cap, z, memory, float, needs| {
+            let told = told!(ignore, reduction, smoothing, cap, z, memory, float);
+            let inputs = [Some(input), Some(weight), bias, Some(target)];
+            Ok(forwarded::<_, 4>(told, &inputs, needs)?.into())
+        },
     }
 
     /// The gradients of input, weight and bias; the first three after `grad` are what the forward returned.
@@ -129,22 +149,6 @@ mod linear_cross_entropy {
         pub z_loss: f64,
         pub memory: Option<i64>,
         pub accumulate_in_float: bool,
-    }
-
-    /// The pair, from arguments of these names.
-    macro_rules! told {
-        ($ignore_index:ident, $reduction:ident, $label_smoothing:ident, $softcap:ident, $z_loss:ident, $memory:ident,
-         $accumulate_in_float:ident) => {
-            LinearCrossEntropy {
-                ignore_index: $ignore_index,
-                reduction: $reduction.to_string(),
-                label_smoothing: $label_smoothing,
-                softcap: $softcap,
-                z_loss: $z_loss,
-                memory: $memory,
-                accumulate_in_float: $accumulate_in_float,
-            }
-        };
     }
 
     impl LinearCrossEntropy {
@@ -360,25 +364,6 @@ mod linear_cross_entropy {
             let [input, weight, bias] = returned(input, saved)?;
             Ok((loss, input, weight, bias))
         })
-    }
-
-    pub fn forward_autograd(
-        input: &Tensor,
-        weight: &Tensor,
-        target: &Tensor,
-        bias: Option<&Tensor>,
-        ignore: i64,
-        reduction: &str,
-        smoothing: f64,
-        softcap: Option<f64>,
-        z_loss: f64,
-        memory: Option<i64>,
-        in_float: bool,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        let told = told!(ignore, reduction, smoothing, softcap, z_loss, memory, in_float);
-        let inputs = [Some(input), Some(weight), bias, Some(target)];
-        Ok(forwarded::<_, 4>(told, &inputs, needed)?.into())
     }
 
     pub fn backward(

@@ -55,7 +55,11 @@ tch_extension::operators! {
             let [gradient] = likes([Some(input)], saves)?;
             Ok((loss(input, target, reduction, input.f_kind()?)?, gradient))
         },
-        autograd = cross_entropy::forward_autograd,
+        autograd = |input, target, weight, ignore_index, reduction, smoothing, needed| {
+            check_constant(weight)?;
+            let told = cross_entropy::CrossEntropy::new(ignore_index, reduction, smoothing);
+            Ok(forwarded::<_, 2>(told, &[Some(input), Some(target), weight], needed)?.into())
+        },
     }
 
     /// The gradient of `input`; `gradient` is what the forward returned.
@@ -111,7 +115,7 @@ mod cross_entropy {
     }
 
     impl CrossEntropy {
-        fn new(ignore_index: i64, reduction: &str, label_smoothing: f64) -> Self {
+        pub fn new(ignore_index: i64, reduction: &str, label_smoothing: f64) -> Self {
             CrossEntropy { ignore_index, reduction: reduction.to_string(), label_smoothing }
         }
 
@@ -257,20 +261,6 @@ mod cross_entropy {
             let [gradient] = returned(input, [gradient])?;
             Ok((loss, gradient))
         })
-    }
-
-    pub fn forward_autograd(
-        input: &Tensor,
-        target: &Tensor,
-        weight: Option<&Tensor>,
-        ignore_index: i64,
-        reduction: &str,
-        label_smoothing: f64,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor)> {
-        check_constant(weight)?;
-        let told = CrossEntropy::new(ignore_index, reduction, label_smoothing);
-        Ok(forwarded::<_, 2>(told, &[Some(input), Some(target), weight], needed)?.into())
     }
 
     pub fn backward(

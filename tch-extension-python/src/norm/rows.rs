@@ -49,7 +49,10 @@ tch_extension::operators! {
             let moment = || of_rows(input, shape.len(), input.f_kind()?);
             Ok((like(input, input.f_kind()?)?, moment()?, moment()?))
         },
-        autograd = layer_norm::forward_autograd,
+        autograd = |input, shape, weight, bias, eps| {
+            let pair = layer_norm::LayerNorm { shape: shape.to_vec(), eps };
+            Ok(forwarded::<_, 3>(pair, &[Some(input), weight, bias], ALL)?.into())
+        },
     }
 
     /// The gradients of input, weight and bias.
@@ -100,7 +103,10 @@ tch_extension::operators! {
             let kind = input.f_kind()?;
             Ok((like(input, kind)?, of_rows(input, shape.len(), kind)?))
         },
-        autograd = rms_norm::forward_autograd,
+        autograd = |input, shape, weight, eps| {
+            let pair = rms_norm::RmsNorm { shape: shape.to_vec(), eps };
+            Ok(forwarded::<_, 2>(pair, &[Some(input), weight], ALL)?.into())
+        },
     }
 
     /// The gradients of input and weight.
@@ -126,8 +132,8 @@ mod layer_norm {
 
     #[derive(Clone)]
     pub struct LayerNorm {
-        shape: Vec<i64>,
-        eps: f64,
+        pub shape: Vec<i64>,
+        pub eps: f64,
     }
 
     impl Pair for LayerNorm {
@@ -227,17 +233,6 @@ mod layer_norm {
         kernel(input, || parts::layer_norm_forward(input, shape, weight, bias, eps))
     }
 
-    pub fn forward_autograd(
-        input: &Tensor,
-        shape: &[i64],
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let pair = LayerNorm { shape: shape.to_vec(), eps };
-        Ok(forwarded::<_, 3>(pair, &[Some(input), weight, bias], ALL)?.into())
-    }
-
     pub fn backward(
         grad: &Tensor,
         mean: &Tensor,
@@ -279,8 +274,8 @@ mod rms_norm {
 
     #[derive(Clone)]
     pub struct RmsNorm {
-        shape: Vec<i64>,
-        eps: f64,
+        pub shape: Vec<i64>,
+        pub eps: f64,
     }
 
     impl Pair for RmsNorm {
@@ -358,16 +353,6 @@ mod rms_norm {
         eps: f64,
     ) -> Result<(Tensor, Tensor)> {
         kernel(input, || parts::rms_norm_forward(input, shape, weight, eps))
-    }
-
-    pub fn forward_autograd(
-        input: &Tensor,
-        shape: &[i64],
-        weight: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<(Tensor, Tensor)> {
-        let pair = RmsNorm { shape: shape.to_vec(), eps };
-        Ok(forwarded::<_, 2>(pair, &[Some(input), weight], ALL)?.into())
     }
 
     pub fn backward(

@@ -52,7 +52,10 @@ tch_extension::operators! {
             let moment = || of_rows(input, shape.len(), stream);
             Ok((like(input, stream)?, like(input, kind)?, moment()?, moment()?))
         },
-        autograd = add_layer_norm::forward_autograd,
+        autograd = |input, residual, shape, weight, bias, eps| {
+            let pair = add_layer_norm::AddLayerNorm { shape: shape.to_vec(), eps };
+            Ok(forwarded::<_, 4>(pair, &[Some(input), Some(residual), weight, bias], ALL)?.into())
+        },
     }
 
     /// The gradients of input, residual, weight and bias, from those of h, if there is one, and of its
@@ -111,7 +114,10 @@ tch_extension::operators! {
             let (kind, stream) = (input.f_kind()?, residual.f_kind()?);
             Ok((like(input, stream)?, like(input, kind)?, of_rows(input, shape.len(), stream)?))
         },
-        autograd = add_rms_norm::forward_autograd,
+        autograd = |input, residual, shape, weight, eps| {
+            let pair = add_rms_norm::AddRmsNorm { shape: shape.to_vec(), eps };
+            Ok(forwarded::<_, 3>(pair, &[Some(input), Some(residual), weight], ALL)?.into())
+        },
     }
 
     /// The gradients of input, residual and weight; see `add_layer_norm_backward`.
@@ -197,8 +203,8 @@ mod add_layer_norm {
 
     #[derive(Clone)]
     pub struct AddLayerNorm {
-        shape: Vec<i64>,
-        eps: f64,
+        pub shape: Vec<i64>,
+        pub eps: f64,
     }
 
     impl Pair for AddLayerNorm {
@@ -306,18 +312,6 @@ mod add_layer_norm {
         kernel(input, || parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps))
     }
 
-    pub fn forward_autograd(
-        input: &Tensor,
-        residual: &Tensor,
-        shape: &[i64],
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        let pair = AddLayerNorm { shape: shape.to_vec(), eps };
-        Ok(forwarded::<_, 4>(pair, &[Some(input), Some(residual), weight, bias], ALL)?.into())
-    }
-
     pub fn backward(
         grad_sum: Option<&Tensor>,
         grad: &Tensor,
@@ -368,8 +362,8 @@ mod add_rms_norm {
 
     #[derive(Clone)]
     pub struct AddRmsNorm {
-        shape: Vec<i64>,
-        eps: f64,
+        pub shape: Vec<i64>,
+        pub eps: f64,
     }
 
     impl Pair for AddRmsNorm {
@@ -463,17 +457,6 @@ mod add_rms_norm {
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         kernel(input, || parts::add_rms_norm_forward(input, residual, shape, weight, eps))
-    }
-
-    pub fn forward_autograd(
-        input: &Tensor,
-        residual: &Tensor,
-        shape: &[i64],
-        weight: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let pair = AddRmsNorm { shape: shape.to_vec(), eps };
-        Ok(forwarded::<_, 3>(pair, &[Some(input), Some(residual), weight], ALL)?.into())
     }
 
     pub fn backward(

@@ -54,7 +54,10 @@ tch_extension::operators! {
             let state = |like: &Tensor| contiguous(&sizes(like), kind, like);
             Ok((state(h)?, state(c)?, contiguous(&gates, kind, h)?))
         },
-        autograd = lltm_cell::forward_autograd,
+        autograd = |input, weight, bias, h, c| {
+            let inputs = [Some(input), Some(weight), bias, Some(h), Some(c)];
+            Ok(forwarded::<_, 3>(lltm_cell::LltmCell, &inputs, ALL)?.into())
+        },
     }
 
     /// The gradients of input, weight, bias, h and c. Incoming ones that are absent are zero.
@@ -138,7 +141,7 @@ fn in_matching_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Tensor, 
     Ok((input.f_to_kind(product)?, h.f_to_kind(product)?, c.f_to_kind(state)?))
 }
 
-/// What the fake kernels check. The columns of the weight are H + F, which has no name.
+/// What the fake kernels check. H + F, the columns of the weight, is no multiple of one size.
 fn check(
     op: &'static str,
     names: &[&'static str],
@@ -146,17 +149,14 @@ fn check(
     (weight, bias): (&Tensor, Option<&Tensor>),
     (h, c): (&Tensor, &Tensor),
 ) -> Result<()> {
+    let is_row = bias.is_some_and(|bias| bias.dim() == 2);
+    let bias_names: &[&str] = if is_row { &["1", "3H"] } else { &["3H"] };
     let shapes = Shapes::of(op, "input", input)?
         .has("input", input, names)?
         .has("h", h, &["B", "H"])?
         .has("c", c, &["B", "H"])?
         .has("weight", weight, &["3H", "columns"])?
-        .has("bias", bias, &["...", "3H"])?;
-    if let Some(sizes) = bias.map(sizes).filter(|sizes| sizes.len() != 1)
-        && (sizes.len() > 2 || sizes[0].number().is_some_and(|rows| rows != 1))
-    {
-        return Err(Error::argument(op, "bias", "shape [3H] or [1, 3H]", format!("{sizes:?}"), ""));
-    }
+        .has("bias", bias, bias_names)?;
     let [hidden, features, columns] = ["H", "F", "columns"].map(|name| shapes.known(name));
     match (hidden, features, columns) {
         (Some(h), Some(f), Some(columns)) if h + f != columns => {
@@ -276,17 +276,6 @@ mod lltm_cell {
         kernel(input, || {
             parts::lltm_cell_forward(&[Some(input), Some(weight), bias, Some(h), Some(c)])
         })
-    }
-
-    pub fn forward_autograd(
-        input: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-        h: &Tensor,
-        c: &Tensor,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let inputs = [Some(input), Some(weight), bias, Some(h), Some(c)];
-        Ok(forwarded::<_, 3>(LltmCell, &inputs, ALL)?.into())
     }
 
     pub fn backward(

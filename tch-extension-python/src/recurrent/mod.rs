@@ -11,10 +11,11 @@ mod lstm;
 
 use crate::meta::{Shapes, contiguous};
 use tch::{Kind, Tensor};
+use tch_extension::Result;
 use tch_extension::library::{SymInt, sizes};
-use tch_extension::{Error, Result};
+use tch_extension::ops::parts;
 
-/// What the fake kernels of a sequence check: `gates` are the names of so many times H.
+/// What the fake kernels of a sequence check. `gates` is `4H` or `3H`, the rows of the weights.
 fn check(
     op: &'static str,
     gates: &'static str,
@@ -33,21 +34,10 @@ fn check(
         .has("b_hh", b_hh, &[gates])
 }
 
-/// Checks that there is a length for each sequence, from 1 to the number of steps.
+/// Checks the lengths of the sequences, as far as sizes are known.
 fn check_lengths(op: &str, lengths: &[i64], shapes: &Shapes) -> Result<()> {
-    let refuse =
-        |expected: String, got: String| Err(Error::argument(op, "lengths", expected, got, ""));
-    if let Some(batch) = shapes.known("B").filter(|batch| *batch != lengths.len() as i64) {
-        return refuse(
-            format!("B = {batch} lengths, one for each sequence"),
-            lengths.len().to_string(),
-        );
-    }
-    let most = shapes.known("T").unwrap_or(i64::MAX);
-    match lengths.iter().find(|length| **length < 1 || **length > most) {
-        Some(length) => refuse("numbers from 1 to T".to_string(), length.to_string()),
-        None => Ok(()),
-    }
+    let batch = shapes.known("B").unwrap_or(lengths.len() as i64);
+    parts::check_lengths(op, lengths, shapes.known("T").unwrap_or(i64::MAX), batch)
 }
 
 /// A fake h of all steps.

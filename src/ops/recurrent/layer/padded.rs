@@ -15,7 +15,7 @@ use tch::{Device, Tensor};
 ///
 /// # Errors
 /// When there is not; it names the operator and the argument.
-pub(crate) fn check_lengths(op: &str, lengths: &[i64], steps: i64, batch: i64) -> Result<()> {
+pub fn check_lengths(op: &str, lengths: &[i64], steps: i64, batch: i64) -> Result<()> {
     if lengths.len() as i64 != batch {
         return Err(Error::argument(
             op,

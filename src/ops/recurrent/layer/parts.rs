@@ -2,11 +2,11 @@
 //! the way, so they compute the forward once more.
 
 use super::functions::{self, Operands, Saved};
+pub use super::padded::check_lengths;
 use super::padded::{last_rows, padding};
 use super::plan::{Choice, Library};
 use super::{
-    Arguments, Cell, KINDS, RnnWeights, arguments_of, check_arguments, check_kinds, check_lengths,
-    place,
+    Arguments, Cell, KINDS, RnnWeights, arguments_of, check_arguments, check_kinds, place,
 };
 use crate::ops::gru::Gru;
 use crate::ops::lstm::Lstm;

@@ -5,7 +5,7 @@ use torch_sys::C_tensor;
 
 /// Tensor handles that are borrowed for a call into C++; an absent tensor is null. Up to `FEW`
 /// pointers need no heap allocation.
-pub(super) struct Pointers {
+pub(crate) struct Pointers {
     few: [*const C_tensor; Pointers::FEW],
     many: Vec<*const C_tensor>,
     len: usize,
@@ -30,7 +30,7 @@ impl Pointers {
     }
 }
 
-pub(super) fn borrowed_pointers<'a>(
+pub(crate) fn borrowed_pointers<'a>(
     tensors: impl Iterator<Item = Option<&'a Tensor>>,
 ) -> Vec<*const C_tensor> {
     tensors.map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr)).collect()
