@@ -75,6 +75,8 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     }
     ready.changes.extend(setup::one_test_at_a_time());
     ready.changes.push((OBJECTS.to_string(), Some(objects(&repo).into())));
+    // Nothing is built twice here, so what a second build would reuse is not kept: 20 GB.
+    ready.changes.push(("CARGO_INCREMENTAL".to_string(), Some("0".into())));
     wheels::TOOLS.ensure(&repo)?;
     if steps.iter().any(|(name, _)| *name == OTHER_LIBTORCH) {
         // Here, so that a disk that is full fails the first step and not the last.
@@ -250,6 +252,7 @@ impl Ci {
         let args: Vec<String> = features.into_iter().chain(tests).map(String::from).collect();
         let mut command = versions::command(&self.repo, &args)?;
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
+        command.env("CARGO_INCREMENTAL", "0");
         command.env("OMP_WAIT_POLICY", "passive");
         cargo::run(&mut command)
     }
