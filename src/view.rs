@@ -304,7 +304,7 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
 
     /// The number of elements.
     pub fn len(&self) -> usize {
-        self.shape().iter().product()
+        self.inner.len()
     }
 
     /// Whether there are no elements.
@@ -313,6 +313,7 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
     }
 
     /// The element at this index, or `None` if the index is out of range.
+    #[inline]
     pub fn get(&self, index: [usize; N]) -> Option<T> {
         self.inner.read(index)
     }
@@ -321,6 +322,7 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
     ///
     /// # Panics
     /// When the index is out of range.
+    #[inline]
     #[track_caller]
     pub fn at(&self, index: [usize; N]) -> T {
         self.get(index).unwrap_or_else(|| out_of_bounds(&index, &self.shape()))
@@ -328,8 +330,7 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
 
     /// The elements in row-major order (the last index changes fastest).
     pub fn iter(&self) -> impl ExactSizeIterator<Item = T> + '_ {
-        // The indices are within the shape, so there is always an element.
-        self.indices().map(|index| self.at(index))
+        self.inner.elements()
     }
 
     /// The indices of all elements, in row-major order.
@@ -361,6 +362,7 @@ impl<T: Element + Copy, const N: usize> ViewMut<'_, T, N> {
     ///
     /// # Panics
     /// When the index is out of range.
+    #[inline]
     #[track_caller]
     pub fn set(&mut self, index: [usize; N], value: T) {
         if !self.view.inner.write(index, value) {

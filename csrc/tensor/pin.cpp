@@ -171,6 +171,22 @@ void announce(const Pin& pin) {
   }
 }
 
+// Makes a pin, unless the tensor is refused.
+Refusal make(const at::Tensor& tensor, bool writer, void** data, Pin** pin) {
+  if (const Refusal refused = refusal(tensor)) return refused;
+  auto made = std::make_unique<Pin>();
+  made->tensor = tensor;
+  made->writer = writer;
+  if (tensor.numel() > 0) {
+    find_span(*made);
+    if (const Refusal refused = enter(*made)) return refused;
+    if (writer) announce(*made);
+  }
+  *data = const_cast<char*>(made->begin);
+  *pin = made.release();
+  return kNone;
+}
+
 }  // namespace
 
 // Keeps a tensor's memory for a view of `dim` dimensions, which must be the tensor's number of
@@ -180,21 +196,20 @@ TCH_EXTENSION_API Message tch_extension_pin(const at::Tensor* tensor, bool write
                                             int* refused) {
   return guard([&] {
     TORCH_CHECK(tensor->dim() == int64_t(dim), "view: the tensor's dimensions changed");
-    *refused = refusal(*tensor);
+    *refused = make(*tensor, writer, data, pin);
     if (*refused != kNone) return;
-    auto made = std::make_unique<Pin>();
-    made->tensor = *tensor;
-    made->writer = writer;
-    if (tensor->numel() > 0) {
-      find_span(*made);
-      *refused = enter(*made);
-      if (*refused != kNone) return;
-      if (writer) announce(*made);
-    }
     std::copy_n(tensor->sizes().begin(), dim, sizes);
     std::copy_n(tensor->strides().begin(), dim, strides);
-    *data = const_cast<char*>(made->begin);
-    *pin = made.release();
+  });
+}
+
+// The same for a contiguous tensor of any number of dimensions, with its number of elements.
+TCH_EXTENSION_API Message tch_extension_pin_flat(const at::Tensor* tensor, bool writer, size_t* len,
+                                                 void** data, Pin** pin, int* refused) {
+  return guard([&] {
+    TORCH_CHECK(tensor->is_contiguous(), "view: the tensor is not contiguous");
+    *refused = make(*tensor, writer, data, pin);
+    *len = static_cast<size_t>(tensor->numel());
   });
 }
 
