@@ -154,8 +154,9 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads,
   variable_list& gradients = results.gradients;
   if (!double_backward_) {
     refuse_second_derivative(grads, gradients,
-                             "its backward is not differentiable; set Function::DOUBLE_BACKWARD if "
-                             "it is made of differentiable operations");
+                             "its backward is not differentiable; declare that it is, with "
+                             "Function::DOUBLE_BACKWARD or `double_backward = true` in "
+                             "operators!, if it is made of differentiable operations");
     return;
   }
   const bool has_graph = std::any_of(grads.begin(), grads.end(), [](const auto& grad) {

@@ -96,7 +96,10 @@ void find_span(Pin& pin) {
   }
   const auto itemsize = static_cast<int64_t>(pin.tensor.itemsize());
   const auto* memory = static_cast<const char*>(pin.tensor.storage().data());
-  TORCH_CHECK(memory != nullptr && (last + 1) * itemsize <= int64_t(pin.tensor.storage().nbytes()),
+  TORCH_CHECK(memory != nullptr,
+              "view: the tensor has no memory, as while a program is compiled: a kernel that reads "
+              "memory must be an operator with a `fake`, also one of a backward pass");
+  TORCH_CHECK((last + 1) * itemsize <= int64_t(pin.tensor.storage().nbytes()),
               "view: the tensor reaches beyond its storage");
   pin.begin = memory + pin.tensor.storage_offset() * itemsize;
   pin.end = memory + (last + 1) * itemsize;

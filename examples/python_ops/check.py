@@ -1,8 +1,9 @@
 """Checks the operators of this crate from Python: `check.py PART [WORD…]`.
 
-A part is one of the files in `checks`. With words, only the checks run whose names contain one of
-them. `tests/python.rs` runs all parts; to run one by hand, set PYTHONPATH to the folder in which
-the package `python_ops` is, and PYTHON_FAULTS to the path of `libpython_faults.so`.
+A part is one of the files in `checks`, whose names no other module of Python may have. With words,
+only the checks run whose names contain one of them. `tests/python.rs` runs all parts; to run one by
+hand, set PYTHONPATH to the folder in which the package `python_ops` is, and PYTHON_FAULTS to the
+path of `libpython_faults.so`.
 """
 
 import importlib

@@ -66,7 +66,7 @@ pub(crate) fn libtorch_file() -> String {
     take_message(tch_extension_libtorch_file()).unwrap_or_default()
 }
 
-/// The version of the libtorch that this process uses, such as `2.11.0`.
+/// The version of the libtorch whose headers the C++ was compiled with, such as `2.11.0`.
 pub(crate) fn libtorch_version() -> String {
     take_message(tch_extension_libtorch_version()).unwrap_or_default()
 }

@@ -63,6 +63,16 @@ pub use with_backward::{CallContext, WithBackward};
 
 use crate::Result;
 
+/// The version of the libtorch that this crate was compiled with, which is the one it runs with.
+///
+/// ```
+/// let version = tch_extension::library::libtorch_version();
+/// assert!(["2.11.0", "2.13.0"].contains(&version.as_str()));
+/// ```
+pub fn libtorch_version() -> String {
+    crate::ffi::loader::libtorch_version()
+}
+
 /// The names of all operators in a namespace such as `aten`, with their overloads, sorted.
 /// [`Operator::find`] takes these names.
 ///

@@ -123,12 +123,12 @@ fn each_step_is_that_of_torchs_own() {
     assert!(lines > 100 && errors > 10, "{lines} lines with {errors} errors");
 }
 
-/// Compares the trace with a fresh one if there is a Python with this version of torch.
+/// Compares the trace with a fresh one if there is a Python with torch.
 #[test]
 fn the_trace_is_what_torch_does() {
     let output = match python::run("tests/amp/grad_scaler.py", &[]) {
         Ok(output) => output,
-        Err(why) => return skip("the_trace_is_what_torch_does", why),
+        Err(why) => return skip("the_trace_is_what_torch_does", &why),
     };
     let fresh = String::from_utf8_lossy(&output.stdout);
     assert_eq!(fresh.lines().count(), TRACE.lines().count());

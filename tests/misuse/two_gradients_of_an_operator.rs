@@ -1,4 +1,4 @@
-// error: operators!: square: `backward` does not go with `autograd` or `composite`
+// error: operators!: square: `backward` does not go with `composite`
 // A composite operator has the gradient of the operators that it calls.
 use tch_extension::tch::Tensor;
 

@@ -5,7 +5,7 @@ use packages::packages;
 use std::path::Path;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::library::{Package, PackageOptions};
+use tch_extension::library::{Package, PackageOptions, libtorch_version};
 
 mod constants;
 mod cuda;

@@ -1,8 +1,9 @@
-//! Python with this version of torch, for tests that compare with PyTorch itself.
+//! Python with the torch of the libtorch in use, for tests that compare with PyTorch itself.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use tch_extension::library::libtorch_version;
 
 /// The repository's folder, which has the script, also where the tests run on another machine. The
 /// package of a test may be in a folder below.
@@ -26,20 +27,21 @@ fn python3(root: &Path) -> Command {
 }
 
 /// The command of a script of this repository with these arguments, or why it cannot run: there is
-/// no python3 with torch 2.11.0. Panics where `TCH_EXTENSION_REQUIRE_PYTHON` says that there is one.
-pub fn command(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, &'static str> {
+/// no python3 with that torch. Panics where `TCH_EXTENSION_REQUIRE_PYTHON` says that there is one.
+pub fn command(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, String> {
     let found = find(script, arguments);
     let required = std::env::var_os("TCH_EXTENSION_REQUIRE_PYTHON").is_some_and(|it| it != "0");
     assert!(found.is_ok() || !required, "{script}: {:?}", found.err());
     found
 }
 
-fn find(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, &'static str> {
+fn find(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, String> {
     let root = root(script).ok_or("no script here")?;
     let script = root.join(script);
+    let wanted = libtorch_version();
     let version = python3(&root).args(["-c", "import torch; print(torch.__version__)"]).output();
-    if !version.is_ok_and(|output| output.stdout.starts_with(b"2.11.0")) {
-        return Err("no python3 with torch 2.11.0");
+    if !version.is_ok_and(|output| output.stdout.starts_with(wanted.as_bytes())) {
+        return Err(format!("no python3 with torch {wanted}"));
     }
     let mut command = python3(&root);
     command.args(["-W", "ignore"]).arg(script).args(arguments);
@@ -47,7 +49,7 @@ fn find(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, &'stat
 }
 
 /// The output of such a script. Panics if it fails.
-pub fn run(script: &str, arguments: &[&OsStr]) -> Result<Output, &'static str> {
+pub fn run(script: &str, arguments: &[&OsStr]) -> Result<Output, String> {
     let output = command(script, arguments)?.output().expect("python3 was there a moment ago");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     Ok(output)

@@ -4,6 +4,10 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use tch_extension::library::libtorch_version;
+
+/// What the Python package says of the torch that it is for: the one of Cargo.lock's tch.
+const TORCH: &str = "_TORCH = \"2.11.\"";
 
 /// The crate's folder, also where the test runs on another machine.
 fn folder() -> PathBuf {
@@ -18,16 +22,14 @@ fn library(name: &str) -> Option<PathBuf> {
     file.exists().then_some(file)
 }
 
-/// What `pip install` would make: the Python package with the library in it.
+/// What `pip install` would make: the Python package, for the torch that the library was built with.
 fn install(library: &Path, place: &Path) -> std::io::Result<()> {
     let package = place.join("python_ops");
     std::fs::create_dir(&package)?;
-    for entry in std::fs::read_dir(folder().join("python/python_ops"))? {
-        let entry = entry?;
-        if entry.file_type()?.is_file() {
-            std::fs::copy(entry.path(), package.join(entry.file_name()))?;
-        }
-    }
+    let init = std::fs::read_to_string(folder().join("python/python_ops/__init__.py"))?;
+    assert!(init.contains(TORCH), "__init__.py does not say {TORCH}");
+    let built_for = format!("_TORCH = \"{}\"", libtorch_version());
+    std::fs::write(package.join("__init__.py"), init.replace(TORCH, &built_for))?;
     std::fs::copy(library, package.join("libpython_ops.so")).map(drop)
 }
 
@@ -59,10 +61,11 @@ fn unable(scratch: &Path) -> Option<String> {
         Err(error) => return Some(format!("no python3: {error}")),
     };
     let version = String::from_utf8_lossy(&output.stdout);
-    if !version.starts_with("2.11.") {
+    let wanted = libtorch_version();
+    if !version.starts_with(&wanted) {
         let said = String::from_utf8_lossy(&output.stderr);
         let said = said.lines().last().unwrap_or_default();
-        return Some(format!("no python3 with torch 2.11: {}{said}", version.trim()));
+        return Some(format!("no python3 with torch {wanted}: {}{said}", version.trim()));
     }
     None
 }
@@ -124,8 +127,8 @@ fn process() {
 }
 
 #[test]
-fn cuda() {
-    run("cuda");
+fn on_cuda() {
+    run("on_cuda");
 }
 
 #[test]

@@ -49,6 +49,28 @@ pub struct Graph {
     pub double_backward: bool,
 }
 
+impl Graph {
+    /// Returns the graph itself. While a program is compiled, it is an error if something other than
+    /// tensors is to be saved.
+    pub const fn checked(self) -> Graph {
+        let slots = match self.save {
+            Some(slots) => slots,
+            None => &[],
+        };
+        let mut index = 0;
+        while index < slots.len() {
+            if let Slot::Argument(argument) = slots[index] {
+                assert!(
+                    !matches!(self.arguments[argument].tensors, Count::None),
+                    "operators!: `save` takes tensors; `ctx.argument(\"name\")` finds arguments of other types"
+                );
+            }
+            index += 1;
+        }
+        self
+    }
+}
+
 /// The tensors among the arguments of a call, one by one.
 struct Inputs<'c> {
     tensors: Vec<Option<Borrowed<'c>>>,

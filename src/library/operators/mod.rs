@@ -201,6 +201,15 @@ macro_rules! operators {
 
     // The kernels, one after the other: what is done, how the operator is differentiated, the
     // signature, and what is left.
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt key($key:literal) = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done $graph $signature $result $key Traced ($kernel) $($($rest)*)?)
+    };
+    (@kernels $done:tt [composite all false] ($name:ident $($signature:tt)*) $result:tt $key:ident $($rest:tt)*) => {
+        compile_error!(concat!(
+            "operators!: ", stringify!($name), ": `", stringify!($key),
+            "` does not go with `composite`, which is the whole operator, with its gradient"
+        ))
+    };
     (@kernels $done:tt $graph:tt $signature:tt $result:tt cpu = $kernel:expr $(, $($rest:tt)*)?) => {
         $crate::operators!(@kernel $done $graph $signature $result "CPU" Kernel ($kernel) $($($rest)*)?)
     };
@@ -213,14 +222,11 @@ macro_rules! operators {
     (@kernels $done:tt $graph:tt $signature:tt $result:tt fake = $kernel:expr $(, $($rest:tt)*)?) => {
         $crate::operators!(@kernel $done $graph $signature $result "Meta" Traced ($kernel) $($($rest)*)?)
     };
-    (@kernels $done:tt $graph:tt $signature:tt $result:tt key($key:literal) = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $graph $signature $result $key Traced ($kernel) $($($rest)*)?)
-    };
     (@kernels $done:tt [default all false] $signature:tt $result:tt autograd = $kernel:expr $(, $($rest:tt)*)?) => {
         $crate::operators!(@kernel $done [own all false] $signature $result "Autograd" Traced ($kernel) $($($rest)*)?)
     };
-    (@kernels $done:tt [default all false] $signature:tt $result:tt composite = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done [own all false] $signature $result "CompositeImplicitAutograd" Traced ($kernel) $($($rest)*)?)
+    (@kernels [] [default all false] $signature:tt $result:tt composite = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel [] [composite all false] $signature $result "CompositeImplicitAutograd" Traced ($kernel) $($($rest)*)?)
     };
     (@kernels $done:tt [default $save:tt $double:tt] $signature:tt $result:tt backward = $backward:expr $(, $($rest:tt)*)?) => {
         $crate::operators!(@kernels $done [($backward) $save $double] $signature $result $($($rest)*)?)
@@ -234,6 +240,7 @@ macro_rules! operators {
 
     // The end.
     (@kernels [$($done:tt)*] [own all false] $signature:tt $result:tt) => { vec![$($done)*] };
+    (@kernels [$($done:tt)*] [composite all false] $signature:tt $result:tt) => { vec![$($done)*] };
     (@kernels [$($done:tt)*] [default all false] $signature:tt $result:tt) => {
         vec![$($done)* $crate::operators!(@graph $signature None, None, false)]
     };
@@ -251,10 +258,16 @@ macro_rules! operators {
     };
 
     // What does not fit.
+    (@kernels $done:tt $graph:tt ($name:ident $($signature:tt)*) $result:tt composite $($rest:tt)*) => {
+        compile_error!(concat!(
+            "operators!: ", stringify!($name), ": `composite` is the whole operator, with its gradient: it comes first, \
+             and no other kernel goes with it but a `key(\"…\") = kernel`"
+        ))
+    };
     (@kernels $done:tt [own all false] ($name:ident $($signature:tt)*) $result:tt $key:ident $($rest:tt)*) => {
         compile_error!(concat!(
             "operators!: ", stringify!($name), ": `", stringify!($key),
-            "` does not go with `autograd` or `composite`, which are the operator's gradient already"
+            "` does not go with `autograd`, which is the operator's gradient already"
         ))
     };
     (@kernels $done:tt [$backward:tt $save:tt $double:tt] ($name:ident $($signature:tt)*) $result:tt) => {
@@ -315,7 +328,8 @@ macro_rules! operators {
                     backward: $backward,
                     save: $save,
                     double_backward: $double,
-                };
+                }
+                .checked();
                 fn run(call: &mut $crate::library::expansion::Call<'_>) -> $crate::Result<()> {
                     $crate::library::expansion::differentiate(call, &GRAPH)
                 }
