@@ -145,10 +145,10 @@ def torch_gru(x, h, w_ih, w_hh, b_ih=None, b_hh=None):
 
 
 def torch_padded(layer):
-    def run(x, lengths, *rest):
+    def run(x, *rest):
         ys, states = [], []
         state_count = 2 if layer is torch_lstm else 1
-        states_in, weights = rest[:state_count], rest[state_count:]
+        states_in, weights, lengths = rest[:state_count], rest[state_count:-1], rest[-1]
         for b, n in enumerate(lengths):
             y, *state = layer(x[:n, b : b + 1], *[s[b : b + 1] for s in states_in], *weights)
             ys.append(F.pad(y, (0, 0, 0, 0, 0, x.shape[0] - n)))
@@ -203,8 +203,8 @@ CASES = [
     ("lstm", torch_lstm, lambda: (randn(6, 4, 3), *h6(), *rnn_weights(4)[:2])),
     ("gru", torch_gru, lambda: (randn(6, 4, 3), randn(4, 5), *rnn_weights(3))),
     ("gru", torch_gru, lambda: (randn(6, 4, 3), randn(4, 5), *rnn_weights(3)[:2])),
-    ("lstm_padded", torch_padded(torch_lstm), lambda: (randn(6, 4, 3), [2, 5, 1, 5], *h6(), *rnn_weights(4))),
-    ("gru_padded", torch_padded(torch_gru), lambda: (randn(6, 4, 3), [6, 5, 1, 2], randn(4, 5), *rnn_weights(3))),
+    ("lstm", torch_padded(torch_lstm), lambda: (randn(6, 4, 3), *h6(), *rnn_weights(4), [2, 5, 1, 5])),
+    ("gru", torch_padded(torch_gru), lambda: (randn(6, 4, 3), randn(4, 5), *rnn_weights(3), [6, 5, 1, 2])),
 ]
 
 # Operators that autocast casts, to which kind on the CPU, and those that it leaves as they are.
@@ -475,7 +475,8 @@ def check_func(name, reference, args):
 
 def check_dynamic(name, reference, args):
     """One graph for all numbers of rows."""
-    if name in ("lstm_padded", "gru_padded") or args[0].dim() < 2:
+    has_lengths = name in ("lstm", "gru") and isinstance(args[-1], list)
+    if has_lengths or args[0].dim() < 2:
         return
     op = getattr(ops, name)
     torch._dynamo.reset()
@@ -654,7 +655,7 @@ def check_errors():
         (lambda: ops.linear(randn(3, 6), randn(5, 7)), "linear: weight: expected"),
         (lambda: ops.cross_entropy(randn(5, 7), classes(5, 7), None, -100, "average"), "cross_entropy: reduction"),
         (lambda: ops.gelu_mlp(randn(3, 6), *mlp_weights(), "tanh"), "gelu_mlp: activation"),
-        (lambda: ops.lstm_padded(randn(6, 4, 3), [1, 2, 3], *h6(), *rnn_weights(4)), "lstm: lengths"),
+        (lambda: ops.lstm(randn(6, 4, 3), *h6(), *rnn_weights(4), [1, 2, 3]), "lstm: lengths"),
     ]:
         try:
             call()

@@ -192,27 +192,14 @@ def lstm(
     w_hh: Tensor,
     b_ih: Optional[Tensor] = None,
     b_hh: Optional[Tensor] = None,
+    lengths: Optional[List[int]] = None,
 ) -> Tuple[Tensor, Tensor, Tensor]:
     """One layer of torch.nn.LSTM in one direction; returns (h of all steps `[T, B, H]`, h, c).
 
-    input `[T, B, F]`, h and c `[B, H]`, w_ih `[4H, F]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`. :class:`tch_extension.nn.LSTM` has
-    layers and directions.
+    input `[T, B, F]`, h and c `[B, H]`, w_ih `[4H, F]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`. With lengths, sequence b has
+    lengths[b] steps, from 1 to T, and padding after them. :class:`tch_extension.nn.LSTM` has layers and directions.
     """
-    return _ops.lstm(input, h, c, w_ih, w_hh, b_ih, b_hh)
-
-
-def lstm_padded(
-    input: Tensor,
-    lengths: List[int],
-    h: Tensor,
-    c: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Optional[Tensor] = None,
-    b_hh: Optional[Tensor] = None,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    """:func:`lstm` for sequences of different lengths: sequence b has lengths[b] steps, from 1 to T, and padding after them."""
-    return _ops.lstm_padded(input, lengths, h, c, w_ih, w_hh, b_ih, b_hh)
+    return _ops.lstm(input, h, c, w_ih, w_hh, b_ih, b_hh, lengths)
 
 
 def gru(
@@ -222,22 +209,10 @@ def gru(
     w_hh: Tensor,
     b_ih: Optional[Tensor] = None,
     b_hh: Optional[Tensor] = None,
+    lengths: Optional[List[int]] = None,
 ) -> Tuple[Tensor, Tensor]:
     """One layer of torch.nn.GRU in one direction; returns (h of all steps `[T, B, H]`, h).
 
-    input `[T, B, F]`, h `[B, H]`, w_ih `[3H, F]`, w_hh `[3H, H]`, b_ih and b_hh `[3H]`.
+    input `[T, B, F]`, h `[B, H]`, w_ih `[3H, F]`, w_hh `[3H, H]`, b_ih and b_hh `[3H]`. With lengths, as for :func:`lstm`.
     """
-    return _ops.gru(input, h, w_ih, w_hh, b_ih, b_hh)
-
-
-def gru_padded(
-    input: Tensor,
-    lengths: List[int],
-    h: Tensor,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Optional[Tensor] = None,
-    b_hh: Optional[Tensor] = None,
-) -> Tuple[Tensor, Tensor]:
-    """:func:`gru` for sequences of different lengths: sequence b has lengths[b] steps, from 1 to T, and padding after them."""
-    return _ops.gru_padded(input, lengths, h, w_ih, w_hh, b_ih, b_hh)
+    return _ops.gru(input, h, w_ih, w_hh, b_ih, b_hh, lengths)

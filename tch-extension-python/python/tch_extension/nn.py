@@ -257,9 +257,7 @@ class LSTM(_Recurrent):
         return output, (h, c)
 
     def _one(self, input, lengths, state, weights):
-        if lengths is None:
-            return functional.lstm(input, *state, *weights)
-        return functional.lstm_padded(input, lengths, *state, *weights)
+        return functional.lstm(input, *state, *weights, lengths=lengths)
 
 
 class GRU(_Recurrent):
@@ -283,6 +281,4 @@ class GRU(_Recurrent):
         return output, h
 
     def _one(self, input, lengths, state, weights):
-        if lengths is None:
-            return functional.gru(input, *state, *weights)
-        return functional.gru_padded(input, lengths, *state, *weights)
+        return functional.gru(input, *state, *weights, lengths=lengths)

@@ -1,4 +1,4 @@
-//! `lstm` and `lstm_padded`.
+//! `lstm`.
 
 use super::{check, check_lengths, flat, output};
 use crate::meta::{contiguous, likes};
@@ -20,7 +20,8 @@ tch_extension::operators! {
 
     /// One layer of `torch.nn.LSTM` in one direction: `input` is `[T, B, F]`, `h` and `c` are `[B, H]`,
     /// `w_ih` is `[4H, F]`, `w_hh` `[4H, H]`, and the biases are `[4H]`. Returns h of all steps,
-    /// `[T, B, H]`, and the last h and c.
+    /// `[T, B, H]`, and the last h and c. With `lengths`, one from 1 to T for each row of the batch,
+    /// outputs after the end of a sequence are zero, and its last state is that of its last step.
     fn lstm(
         input: &Tensor,
         h: &Tensor,
@@ -29,16 +30,18 @@ tch_extension::operators! {
         w_hh: &Tensor,
         b_ih: Option<&Tensor> = None,
         b_hh: Option<&Tensor> = None,
+        lengths: Option<&[i64]> = None,
     ) -> (Tensor, Tensor, Tensor) {
-        cpu, cuda = sequence::own,
-        fake = |input, h, c, w_ih, w_hh, b_ih, b_hh| {
-            check("lstm", "4H", input, (h, Some(c)), [w_ih, w_hh], [b_ih, b_hh])?;
+        cpu, cuda = own,
+        fake = |input, h, c, w_ih, w_hh, b_ih, b_hh, lengths| {
+            let shapes = check("lstm", "4H", input, (h, Some(c)), [w_ih, w_hh], [b_ih, b_hh])?;
+            check_lengths("lstm", lengths, &shapes)?;
             let kind = input.f_kind()?;
             Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
         },
-        autograd = sequence::autograd,
-        key("AutocastCPU") = sequence::autocast,
-        key("AutocastCUDA") = sequence::autocast,
+        autograd = autograd,
+        key("AutocastCPU") = autocast,
+        key("AutocastCUDA") = autocast,
     }
 
     /// The gradients of input, h, c, w_ih, w_hh, b_ih and b_hh. Incoming ones that are absent are zero.
@@ -53,423 +56,198 @@ tch_extension::operators! {
         w_hh: &Tensor,
         b_ih: Option<&Tensor>,
         b_hh: Option<&Tensor>,
+        lengths: Option<&[i64]>,
         needs: i64,
     ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu, cuda = sequence::backward,
-        fake = |_output, _h, _c, input, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
+        cpu, cuda = backward,
+        fake = |_output, _h, _c, input, h, c, w_ih, w_hh, b_ih, b_hh, _lengths, needs| {
             let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
             Ok(likes(inputs, needs)?.into())
         },
-        autograd = sequence::backward_autograd,
-    }
-
-    /// `lstm` of sequences of different lengths, from 1 to T, one for each row of the batch. Outputs after
-    /// the end of a sequence are zero, and its last state is that of its last step.
-    fn lstm_padded(
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor> = None,
-        b_hh: Option<&Tensor> = None,
-    ) -> (Tensor, Tensor, Tensor) {
-        cpu, cuda = lstm_padded::own,
-        fake = |input, lengths, h, c, w_ih, w_hh, b_ih, b_hh| {
-            let shapes =
-                check("lstm_padded", "4H", input, (h, Some(c)), [w_ih, w_hh], [b_ih, b_hh])?;
-            check_lengths("lstm_padded", lengths, &shapes)?;
-            let kind = input.f_kind()?;
-            Ok((output(input, h, kind)?, contiguous(&sizes(h), kind, h)?, contiguous(&sizes(c), kind, c)?))
-        },
-        autograd = lstm_padded::autograd,
-        key("AutocastCPU") = lstm_padded::autocast,
-        key("AutocastCUDA") = lstm_padded::autocast,
-    }
-
-    /// As `lstm_backward`.
-    fn lstm_padded_backward(
-        grad_output: Option<&Tensor>,
-        grad_h: Option<&Tensor>,
-        grad_c: Option<&Tensor>,
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-        needs: i64,
-    ) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor) {
-        cpu, cuda = lstm_padded::backward,
-        fake = |_output, _h, _c, input, _lengths, h, c, w_ih, w_hh, b_ih, b_hh, needs| {
-            let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
-            Ok(likes(inputs, needs)?.into())
-        },
-        autograd = lstm_padded::backward_autograd,
+        autograd = backward_autograd,
     }
 }
 
-mod sequence {
-    use super::*;
+#[derive(Clone)]
+struct Lstm {
+    lengths: Option<Vec<i64>>,
+}
 
-    #[derive(Clone)]
-    pub struct Lstm;
-
-    impl Pair for Lstm {
-        const NAME: &'static str = "lstm";
-        const BACKWARD: &'static str = "lstm_backward";
-        const INPUTS: usize = 7;
-        const OUTPUTS: usize = 3;
-        const KEPT: &'static [usize] = &[];
-
-        fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            call!("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh)
-        }
-
-        fn forward(&self, inputs: Inputs<'_>, _needs: Needs) -> Result<Vec<Tensor>> {
-            self.call(inputs)
-        }
-
-        fn backward(
-            &self,
-            grads: Inputs<'_>,
-            _kept: Inputs<'_>,
-            inputs: Inputs<'_>,
-            needs: Needs,
-        ) -> Result<Vec<Option<Tensor>>> {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            gradients_by!(
-                "lstm_backward",
-                grads.optional(0),
-                grads.optional(1),
-                grads.optional(2),
-                input,
-                h,
-                c,
-                w_ih,
-                w_hh,
-                b_ih,
-                b_hh,
-                needs
-            )
-        }
-
-        fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-            let (output, (h, c)) = lstm_reference(input, &weights, (h, c))?;
-            Ok(vec![output, h, c])
-        }
-    }
-
-    pub fn own(
-        input: &Tensor,
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-        below(|| Ok(flat(f_lstm(input, &weights, (h, c))?)))
-    }
-
-    pub fn autograd(
-        input: &Tensor,
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let tensors = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
-        if is_eager(&tensors) {
-            let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-            return Ok(flat(f_lstm(input, &weights, (h, c))?));
-        }
-        let pair = Lstm;
-        Ok(traced::<_, 3>(pair, &tensors)?.into())
-    }
-
-    pub fn autocast(
-        input: &Tensor,
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        cast(
-            CastPolicy::LowerPrecision,
-            &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
-            |inputs| {
-                let input = inputs.get(0)?;
-                let h = inputs.get(1)?;
-                let c = inputs.get(2)?;
-                let w_ih = inputs.get(3)?;
-                let w_hh = inputs.get(4)?;
-                let b_ih = inputs.optional(5);
-                let b_hh = inputs.optional(6);
-                call!("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh)
-            },
-        )
-    }
-
-    pub fn backward(
-        grad_output: Option<&Tensor>,
-        grad_h: Option<&Tensor>,
-        grad_c: Option<&Tensor>,
-        input: &Tensor,
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
-            let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-            let needed = {
-                let [input, h, c, w_ih, w_hh, b_ih, b_hh] = needs(needed);
-                [input, w_ih, w_hh, b_ih, b_hh, h, c]
-            };
-            let grads = [grad_output, grad_h, grad_c];
-            let [input, w_ih, w_hh, b_ih, b_hh, h, c] =
-                parts::lstm_backward(grads, input, &weights, (h, c), needed)?;
-            let gradients = [input, h, c, w_ih, w_hh, b_ih, b_hh];
-            Ok(returned(weights.w_ih, gradients)?.into())
-        })
-    }
-
-    pub fn backward_autograd(
-        grad_output: Option<&Tensor>,
-        grad_h: Option<&Tensor>,
-        grad_c: Option<&Tensor>,
-        input: &Tensor,
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        let pair = Lstm;
-        let (grads, inputs) = (
-            [grad_output, grad_h, grad_c],
-            [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
-        );
-        Ok(gradients::<_, 7>(pair, &grads, &[], &inputs, needed)?.into())
+impl Lstm {
+    fn new(lengths: Option<&[i64]>) -> Lstm {
+        Lstm { lengths: lengths.map(<[i64]>::to_vec) }
     }
 }
 
-mod lstm_padded {
-    use super::*;
+impl Pair for Lstm {
+    const NAME: &'static str = "lstm";
+    const BACKWARD: &'static str = "lstm_backward";
+    const INPUTS: usize = 7;
+    const OUTPUTS: usize = 3;
+    const KEPT: &'static [usize] = &[];
 
-    #[derive(Clone)]
-    pub struct LstmPadded {
-        lengths: Vec<i64>,
+    fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
+        let (input, (h, c), w) = arguments(inputs)?;
+        let lengths = self.lengths.as_deref();
+        call!("lstm", input, h, c, w.w_ih, w.w_hh, w.b_ih, w.b_hh, lengths)
     }
 
-    impl Pair for LstmPadded {
-        const NAME: &'static str = "lstm_padded";
-        const BACKWARD: &'static str = "lstm_padded_backward";
-        const INPUTS: usize = 7;
-        const OUTPUTS: usize = 3;
-        const KEPT: &'static [usize] = &[];
-
-        fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            call!("lstm_padded", input, &self.lengths, h, c, w_ih, w_hh, b_ih, b_hh)
-        }
-
-        fn forward(&self, inputs: Inputs<'_>, _needs: Needs) -> Result<Vec<Tensor>> {
-            self.call(inputs)
-        }
-
-        fn backward(
-            &self,
-            grads: Inputs<'_>,
-            _kept: Inputs<'_>,
-            inputs: Inputs<'_>,
-            needs: Needs,
-        ) -> Result<Vec<Option<Tensor>>> {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            gradients_by!(
-                "lstm_padded_backward",
-                grads.optional(0),
-                grads.optional(1),
-                grads.optional(2),
-                input,
-                &self.lengths,
-                h,
-                c,
-                w_ih,
-                w_hh,
-                b_ih,
-                b_hh,
-                needs
-            )
-        }
-
-        fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-            let input = inputs.get(0)?;
-            let h = inputs.get(1)?;
-            let c = inputs.get(2)?;
-            let w_ih = inputs.get(3)?;
-            let w_hh = inputs.get(4)?;
-            let b_ih = inputs.optional(5);
-            let b_hh = inputs.optional(6);
-            let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-            let (output, (h, c)) = lstm_padded_reference(input, &self.lengths, &weights, (h, c))?;
-            Ok(vec![output, h, c])
-        }
+    fn forward(&self, inputs: Inputs<'_>, _needs: Needs) -> Result<Vec<Tensor>> {
+        self.call(inputs)
     }
 
-    pub fn own(
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-        below(|| Ok(flat(f_lstm_padded(input, lengths, &weights, (h, c))?)))
-    }
-
-    pub fn autograd(
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        let tensors = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
-        if is_eager(&tensors) {
-            let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-            return Ok(flat(f_lstm_padded(input, lengths, &weights, (h, c))?));
-        }
-        let pair = LstmPadded { lengths: lengths.to_vec() };
-        Ok(traced::<_, 3>(pair, &tensors)?.into())
-    }
-
-    pub fn autocast(
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor, Tensor)> {
-        cast(
-            CastPolicy::LowerPrecision,
-            &[Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
-            |inputs| {
-                let input = inputs.get(0)?;
-                let h = inputs.get(1)?;
-                let c = inputs.get(2)?;
-                let w_ih = inputs.get(3)?;
-                let w_hh = inputs.get(4)?;
-                let b_ih = inputs.optional(5);
-                let b_hh = inputs.optional(6);
-                call!("lstm_padded", input, lengths, h, c, w_ih, w_hh, b_ih, b_hh)
-            },
+    fn backward(
+        &self,
+        grads: Inputs<'_>,
+        _kept: Inputs<'_>,
+        inputs: Inputs<'_>,
+        needs: Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let [output, last_h, last_c] = [0, 1, 2].map(|place| grads.optional(place));
+        let (input, (h, c), w) = arguments(inputs)?;
+        let lengths = self.lengths.as_deref();
+        gradients_by!(
+            "lstm_backward",
+            output,
+            last_h,
+            last_c,
+            input,
+            h,
+            c,
+            w.w_ih,
+            w.w_hh,
+            w.b_ih,
+            w.b_hh,
+            lengths,
+            needs
         )
     }
 
-    pub fn backward(
-        grad_output: Option<&Tensor>,
-        grad_h: Option<&Tensor>,
-        grad_c: Option<&Tensor>,
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
-            let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
-            let needed = {
-                let [input, h, c, w_ih, w_hh, b_ih, b_hh] = needs(needed);
-                [input, w_ih, w_hh, b_ih, b_hh, h, c]
-            };
-            let grads = [grad_output, grad_h, grad_c];
-            let [input, w_ih, w_hh, b_ih, b_hh, h, c] =
-                parts::lstm_padded_backward(grads, input, lengths, &weights, (h, c), needed)?;
-            let gradients = [input, h, c, w_ih, w_hh, b_ih, b_hh];
-            Ok(returned(weights.w_ih, gradients)?.into())
-        })
+    fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
+        let (input, state, weights) = arguments(inputs)?;
+        let (output, (h, c)) = match &self.lengths {
+            None => lstm_reference(input, &weights, state)?,
+            Some(lengths) => lstm_padded_reference(input, lengths, &weights, state)?,
+        };
+        Ok(vec![output, h, c])
     }
+}
 
-    pub fn backward_autograd(
-        grad_output: Option<&Tensor>,
-        grad_h: Option<&Tensor>,
-        grad_c: Option<&Tensor>,
-        input: &Tensor,
-        lengths: &[i64],
-        h: &Tensor,
-        c: &Tensor,
-        w_ih: &Tensor,
-        w_hh: &Tensor,
-        b_ih: Option<&Tensor>,
-        b_hh: Option<&Tensor>,
-        needed: Needs,
-    ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        let pair = LstmPadded { lengths: lengths.to_vec() };
-        let (grads, inputs) = (
-            [grad_output, grad_h, grad_c],
-            [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh],
-        );
-        Ok(gradients::<_, 7>(pair, &grads, &[], &inputs, needed)?.into())
+/// The input, h and c, and the weights.
+fn arguments<'a>(
+    inputs: Inputs<'a>,
+) -> Result<(&'a Tensor, (&'a Tensor, &'a Tensor), RnnWeights<'a>)> {
+    let (w_ih, w_hh) = (inputs.get(3)?, inputs.get(4)?);
+    let weights = RnnWeights { w_ih, w_hh, b_ih: inputs.optional(5), b_hh: inputs.optional(6) };
+    Ok((inputs.get(0)?, (inputs.get(1)?, inputs.get(2)?), weights))
+}
+
+fn run(
+    input: &Tensor,
+    state: (&Tensor, &Tensor),
+    weights: &RnnWeights<'_>,
+    lengths: Option<&[i64]>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    Ok(flat(match lengths {
+        None => f_lstm(input, weights, state)?,
+        Some(lengths) => f_lstm_padded(input, lengths, weights, state)?,
+    }))
+}
+
+fn own(
+    input: &Tensor,
+    h: &Tensor,
+    c: &Tensor,
+    w_ih: &Tensor,
+    w_hh: &Tensor,
+    b_ih: Option<&Tensor>,
+    b_hh: Option<&Tensor>,
+    lengths: Option<&[i64]>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    below(|| run(input, (h, c), &RnnWeights { w_ih, w_hh, b_ih, b_hh }, lengths))
+}
+
+fn autograd(
+    input: &Tensor,
+    h: &Tensor,
+    c: &Tensor,
+    w_ih: &Tensor,
+    w_hh: &Tensor,
+    b_ih: Option<&Tensor>,
+    b_hh: Option<&Tensor>,
+    lengths: Option<&[i64]>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let tensors = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
+    if is_eager(&tensors) {
+        return run(input, (h, c), &RnnWeights { w_ih, w_hh, b_ih, b_hh }, lengths);
     }
+    Ok(traced::<_, 3>(Lstm::new(lengths), &tensors)?.into())
+}
+
+fn autocast(
+    input: &Tensor,
+    h: &Tensor,
+    c: &Tensor,
+    w_ih: &Tensor,
+    w_hh: &Tensor,
+    b_ih: Option<&Tensor>,
+    b_hh: Option<&Tensor>,
+    lengths: Option<&[i64]>,
+) -> Result<(Tensor, Tensor, Tensor)> {
+    let tensors = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
+    cast(CastPolicy::LowerPrecision, &tensors, |inputs| {
+        let (input, (h, c), w) = arguments(inputs)?;
+        call!("lstm", input, h, c, w.w_ih, w.w_hh, w.b_ih, w.b_hh, lengths)
+    })
+}
+
+fn backward(
+    grad_output: Option<&Tensor>,
+    grad_h: Option<&Tensor>,
+    grad_c: Option<&Tensor>,
+    input: &Tensor,
+    h: &Tensor,
+    c: &Tensor,
+    w_ih: &Tensor,
+    w_hh: &Tensor,
+    b_ih: Option<&Tensor>,
+    b_hh: Option<&Tensor>,
+    lengths: Option<&[i64]>,
+    needed: Needs,
+) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
+    kernel(input, || {
+        let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
+        let needed = {
+            let [input, h, c, w_ih, w_hh, b_ih, b_hh] = needs(needed);
+            [input, w_ih, w_hh, b_ih, b_hh, h, c]
+        };
+        let grads = [grad_output, grad_h, grad_c];
+        let [input, w_ih, w_hh, b_ih, b_hh, h, c] = match lengths {
+            None => parts::lstm_backward(grads, input, &weights, (h, c), needed)?,
+            Some(lengths) => {
+                parts::lstm_padded_backward(grads, input, lengths, &weights, (h, c), needed)?
+            }
+        };
+        let gradients = [input, h, c, w_ih, w_hh, b_ih, b_hh];
+        Ok(returned(weights.w_ih, gradients)?.into())
+    })
+}
+
+fn backward_autograd(
+    grad_output: Option<&Tensor>,
+    grad_h: Option<&Tensor>,
+    grad_c: Option<&Tensor>,
+    input: &Tensor,
+    h: &Tensor,
+    c: &Tensor,
+    w_ih: &Tensor,
+    w_hh: &Tensor,
+    b_ih: Option<&Tensor>,
+    b_hh: Option<&Tensor>,
+    lengths: Option<&[i64]>,
+    needed: Needs,
+) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
+    let grads = [grad_output, grad_h, grad_c];
+    let inputs = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
+    Ok(gradients::<_, 7>(Lstm::new(lengths), &grads, &[], &inputs, needed)?.into())
 }

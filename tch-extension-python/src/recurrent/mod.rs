@@ -35,7 +35,8 @@ fn check(
 }
 
 /// Checks the lengths of the sequences, as far as sizes are known.
-fn check_lengths(op: &str, lengths: &[i64], shapes: &Shapes) -> Result<()> {
+fn check_lengths(op: &str, lengths: Option<&[i64]>, shapes: &Shapes) -> Result<()> {
+    let Some(lengths) = lengths else { return Ok(()) };
     let batch = shapes.known("B").unwrap_or(lengths.len() as i64);
     parts::check_lengths(op, lengths, shapes.known("T").unwrap_or(i64::MAX), batch)
 }
