@@ -90,6 +90,12 @@ fn zero_and_three_dimensions() {
 }
 
 #[test]
+fn a_size_of_one_may_have_any_stride() {
+    let x = Tensor::arange(3, (Kind::Float, Device::Cpu)).as_strided([3, 1], [1, i64::MAX], 0);
+    assert_eq!(view::<f32, 2>(&x).unwrap().iter().collect::<Vec<_>>(), [0.0, 1.0, 2.0]);
+}
+
+#[test]
 fn huge_sizes_without_elements() {
     let none = Tensor::zeros([1, 1, 0], (Kind::Float, Device::Cpu));
     let x = none.expand([1 << 62, 2, 0], false);

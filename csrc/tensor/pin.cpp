@@ -96,9 +96,11 @@ void find_span(Pin& pin) {
   }
   const auto itemsize = static_cast<int64_t>(pin.tensor.itemsize());
   const auto* memory = static_cast<const char*>(pin.tensor.storage().data());
-  TORCH_CHECK(memory != nullptr,
-              "view: the tensor has no memory, as while a program is compiled: a kernel that reads "
-              "memory must be an operator with a `fake`, also one of a backward pass");
+  TORCH_CHECK(
+      memory != nullptr,
+      "view: the tensor has no memory: it is a fake tensor, or its storage was released. A "
+      "kernel that a program calls while it is compiled, in the backward pass, too, must be "
+      "an operator with a `fake`");
   TORCH_CHECK((last + 1) * itemsize <= int64_t(pin.tensor.storage().nbytes()),
               "view: the tensor reaches beyond its storage");
   pin.begin = memory + pin.tensor.storage_offset() * itemsize;
@@ -211,8 +213,8 @@ TCH_EXTENSION_API Message tch_extension_pin_flat(const at::Tensor* tensor, bool 
                                                  void** data, Pin** pin, int* refused) {
   return guard([&] {
     TORCH_CHECK(tensor->is_contiguous(), "view: the tensor is not contiguous");
-    *refused = make(*tensor, writer, data, pin);
     *len = static_cast<size_t>(tensor->numel());
+    *refused = make(*tensor, writer, data, pin);
   });
 }
 

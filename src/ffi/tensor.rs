@@ -382,12 +382,13 @@ impl<T: Element + Copy, const N: usize> Iterator for Elements<'_, T, N> {
         let value = unsafe { load(data.wrapping_offset(self.offset)) };
         for dim in (0..N).rev() {
             self.next[dim] += 1;
-            self.offset += strides[dim];
             if self.next[dim] < shape[dim] {
+                self.offset += strides[dim];
                 break;
             }
+            // Not by the stride times the size: the stride of a dimension of size 1 can be any number.
             self.next[dim] = 0;
-            self.offset -= strides[dim] * shape[dim] as isize;
+            self.offset -= strides[dim] * (shape[dim] - 1) as isize;
         }
         Some(value)
     }

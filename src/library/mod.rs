@@ -63,7 +63,8 @@ pub use with_backward::{CallContext, WithBackward};
 
 use crate::Result;
 
-/// The version of the libtorch that this crate was compiled with, which is the one it runs with.
+/// The version of the libtorch that this crate was compiled with. It runs with this one, or with one
+/// that differs in the last number.
 ///
 /// ```
 /// let version = tch_extension::library::libtorch_version();

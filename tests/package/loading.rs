@@ -145,8 +145,13 @@ fn a_hundred_loads_leave_nothing_behind() {
     (0..100).for_each(|_| round());
     // libtorch 2.13 never unloads the code of a package, also when Python has loaded it.
     let stays = libtorch_version().starts_with("2.13.");
-    let after = held();
-    assert!(after == before || stays && after == Held { libraries: after.libraries, ..before });
+    let mut after = held();
+    if stays {
+        // Six parts of memory a load.
+        assert!(after.libraries <= before.libraries + 6 * 100, "{before:?}, then {after:?}");
+        after.libraries = before.libraries;
+    }
+    assert_eq!(after, before);
     // g++ marks variables of inline functions so that the first library that has them stays.
     assert!((before.libraries < 10 || stays) && before.folders == 0, "{before:?}");
     let grown = kib_of_memory() - memory;

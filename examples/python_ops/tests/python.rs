@@ -9,6 +9,13 @@ use tch_extension::library::libtorch_version;
 /// What the Python package says of the torch that it is for: the one of Cargo.lock's tch.
 const TORCH: &str = "_TORCH = \"2.11.\"";
 
+/// How the version of the torch begins that the library was built with.
+fn torch() -> String {
+    let version = libtorch_version();
+    let (start, _) = version.rsplit_once('.').expect("three numbers");
+    format!("{start}.")
+}
+
 /// The crate's folder, also where the test runs on another machine.
 fn folder() -> PathBuf {
     std::env::var_os("CARGO_MANIFEST_DIR")
@@ -26,10 +33,14 @@ fn library(name: &str) -> Option<PathBuf> {
 fn install(library: &Path, place: &Path) -> std::io::Result<()> {
     let package = place.join("python_ops");
     std::fs::create_dir(&package)?;
-    let init = std::fs::read_to_string(folder().join("python/python_ops/__init__.py"))?;
-    assert!(init.contains(TORCH), "__init__.py does not say {TORCH}");
-    let built_for = format!("_TORCH = \"{}\"", libtorch_version());
-    std::fs::write(package.join("__init__.py"), init.replace(TORCH, &built_for))?;
+    for entry in std::fs::read_dir(folder().join("python/python_ops"))? {
+        let entry = entry?;
+        if entry.file_type()?.is_file() {
+            let text = std::fs::read_to_string(entry.path())?;
+            let text = text.replace(TORCH, &format!("_TORCH = \"{}\"", torch()));
+            std::fs::write(package.join(entry.file_name()), text)?;
+        }
+    }
     std::fs::copy(library, package.join("libpython_ops.so")).map(drop)
 }
 
@@ -61,11 +72,11 @@ fn unable(scratch: &Path) -> Option<String> {
         Err(error) => return Some(format!("no python3: {error}")),
     };
     let version = String::from_utf8_lossy(&output.stdout);
-    let wanted = libtorch_version();
+    let wanted = torch();
     if !version.starts_with(&wanted) {
         let said = String::from_utf8_lossy(&output.stderr);
         let said = said.lines().last().unwrap_or_default();
-        return Some(format!("no python3 with torch {wanted}: {}{said}", version.trim()));
+        return Some(format!("no python3 with torch {wanted}*: {}{said}", version.trim()));
     }
     None
 }

@@ -201,9 +201,6 @@ macro_rules! operators {
 
     // The kernels, one after the other: what is done, how the operator is differentiated, the
     // signature, and what is left.
-    (@kernels $done:tt $graph:tt $signature:tt $result:tt key($key:literal) = $kernel:expr $(, $($rest:tt)*)?) => {
-        $crate::operators!(@kernel $done $graph $signature $result $key Traced ($kernel) $($($rest)*)?)
-    };
     (@kernels $done:tt [composite all false] ($name:ident $($signature:tt)*) $result:tt $key:ident $($rest:tt)*) => {
         compile_error!(concat!(
             "operators!: ", stringify!($name), ": `", stringify!($key),
@@ -221,6 +218,9 @@ macro_rules! operators {
     };
     (@kernels $done:tt $graph:tt $signature:tt $result:tt fake = $kernel:expr $(, $($rest:tt)*)?) => {
         $crate::operators!(@kernel $done $graph $signature $result "Meta" Traced ($kernel) $($($rest)*)?)
+    };
+    (@kernels $done:tt $graph:tt $signature:tt $result:tt key($key:literal) = $kernel:expr $(, $($rest:tt)*)?) => {
+        $crate::operators!(@kernel $done $graph $signature $result $key Traced ($kernel) $($($rest)*)?)
     };
     (@kernels $done:tt [default all false] $signature:tt $result:tt autograd = $kernel:expr $(, $($rest:tt)*)?) => {
         $crate::operators!(@kernel $done [own all false] $signature $result "Autograd" Traced ($kernel) $($($rest)*)?)
@@ -258,10 +258,9 @@ macro_rules! operators {
     };
 
     // What does not fit.
-    (@kernels $done:tt $graph:tt ($name:ident $($signature:tt)*) $result:tt composite $($rest:tt)*) => {
+    (@kernels $done:tt $graph:tt ($name:ident $($signature:tt)*) $result:tt composite = $($rest:tt)*) => {
         compile_error!(concat!(
-            "operators!: ", stringify!($name), ": `composite` is the whole operator, with its gradient: it comes first, \
-             and no other kernel goes with it but a `key(\"…\") = kernel`"
+            "operators!: ", stringify!($name), ": `composite` is the whole operator, with its gradient: nothing else goes with it"
         ))
     };
     (@kernels $done:tt [own all false] ($name:ident $($signature:tt)*) $result:tt $key:ident $($rest:tt)*) => {

@@ -101,8 +101,8 @@ use tempfile::TempDir;
 ///
 /// # Files
 /// The package is unpacked into a temporary folder (`TMPDIR` says where), which is removed when the
-/// `Package` is dropped, or when loading fails. A process that is killed leaves it behind. libtorch 2.11
-/// then unloads the model's code; libtorch 2.13 keeps it, about a megabyte of addresses a load.
+/// `Package` is dropped, or when loading fails. A process that is killed leaves it behind. When the
+/// `Package` is dropped, libtorch 2.11 also unloads the model's code; libtorch 2.13 keeps it.
 pub struct Package {
     // Dropped before the folder is removed.
     model: ffi::Package,

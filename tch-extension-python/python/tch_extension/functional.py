@@ -197,7 +197,8 @@ def lstm(
     """One layer of torch.nn.LSTM in one direction; returns (h of all steps `[T, B, H]`, h, c).
 
     input `[T, B, F]`, h and c `[B, H]`, w_ih `[4H, F]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`. With lengths, sequence b has
-    lengths[b] steps, from 1 to T, and padding after them. :class:`tch_extension.nn.LSTM` has layers and directions.
+    lengths[b] steps, from 1 to T, and padding after them: its h and c are those of its last step, and outputs after it are zero.
+    :class:`tch_extension.nn.LSTM` has layers and directions.
     """
     return _ops.lstm(input, h, c, w_ih, w_hh, b_ih, b_hh, lengths)
 
