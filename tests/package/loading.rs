@@ -155,6 +155,8 @@ fn a_hundred_loads_leave_nothing_behind() {
     // g++ marks variables of inline functions so that the first library that has them stays.
     assert!((before.libraries < 10 || stays) && before.folders == 0, "{before:?}");
     let grown = kib_of_memory() - memory;
-    assert!(grown < 100 * 100, "{grown} KiB more after 100 loads");
+    // The code of this package has 300 KiB.
+    let most = if stays { 500 } else { 100 };
+    assert!(grown < most * 100, "{grown} KiB more after 100 loads");
     eprintln!("{grown} KiB more after 100 loads");
 }
