@@ -147,7 +147,7 @@ fn a_hundred_loads_leave_nothing_behind() {
     let stays = libtorch_version().starts_with("2.13.");
     let mut after = held();
     if stays {
-        // Six parts of memory a load.
+        // Each load maps the six segments of one library.
         assert!(after.libraries <= before.libraries + 6 * 100, "{before:?}, then {after:?}");
         after.libraries = before.libraries;
     }
@@ -155,7 +155,7 @@ fn a_hundred_loads_leave_nothing_behind() {
     // g++ marks variables of inline functions so that the first library that has them stays.
     assert!((before.libraries < 10 || stays) && before.folders == 0, "{before:?}");
     let grown = kib_of_memory() - memory;
-    // The code of this package has 300 KiB.
+    // With libtorch 2.13 we measured 308 KiB a load, because the library stays.
     let most = if stays { 500 } else { 100 };
     assert!(grown < most * 100, "{grown} KiB more after 100 loads");
     eprintln!("{grown} KiB more after 100 loads");

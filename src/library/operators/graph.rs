@@ -50,8 +50,7 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// Returns the graph itself. While a program is compiled, it is an error if something other than
-    /// tensors is to be saved.
+    /// Returns the graph itself. In a constant, a slot that is no tensor is an error of the compiler's.
     pub const fn checked(self) -> Graph {
         let slots = match self.save {
             Some(slots) => slots,
