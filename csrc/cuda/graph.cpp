@@ -78,6 +78,9 @@ class Graph final : public at::cuda::CUDAGraph {
     watch_.stop();
     try {
       capture_end();
+      // Before the capture, libtorch has set where the random numbers of a replay begin, on the
+      // capture's stream. A replay sets it, too, on its own stream, and must not be overtaken.
+      C10_CUDA_CHECK(cudaStreamSynchronize(capture_stream_));
       count_nodes();
       instantiate();
       C10_CUDA_CHECK(cudaGraphDestroy(graph_));

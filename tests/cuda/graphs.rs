@@ -1,6 +1,7 @@
 //! CUDA graphs: capture, replay, and the memory that they hold.
 
 use super::*;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 #[test]
 fn cuda_a_graph_does_the_work_again_with_new_values() {
@@ -95,6 +96,59 @@ fn cuda_random_numbers_differ_from_replay_to_replay() {
     let first = numbers.copy();
     graph.replay().expect("replay");
     assert!(!first.equal(&numbers));
+}
+
+/// Before a capture, libtorch sets on the capture's stream where the random numbers of a replay begin,
+/// and for each replay again on the replay's stream. Here the GPU is so busy that the second overtakes
+/// the first if nothing orders them.
+#[test]
+fn cuda_the_first_replay_draws_the_next_numbers() {
+    let test = "cuda_the_first_replay_draws_the_next_numbers";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let draw = || Ok(Tensor::f_rand([256], (Kind::Float, device))?);
+    tch::manual_seed(11);
+    let (_, expected): (Tensor, Tensor) = (draw().expect("numbers"), draw().expect("numbers"));
+    let urgent = Stream::with_priority(device, true).expect("a stream");
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| occupy(device, &is_over));
+        // Also if an assertion fails, so that the thread ends.
+        let _end = End(&is_over);
+        let _guard = StreamGuard::new(&urgent).expect("a guard");
+        for round in 0..20 {
+            tch::manual_seed(11);
+            let _ = draw().expect("numbers");
+            let (graph, drawn) = Graph::capture(device, draw).expect("a graph");
+            graph.replay().expect("replay");
+            assert!(drawn.equal(&expected), "round {round}: {drawn:?}");
+        }
+    });
+}
+
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Keeps all multiprocessors busy with kernels of milliseconds.
+fn occupy(device: Device, is_over: &AtomicBool) {
+    let stream = Stream::new(device).expect("a stream");
+    let _guard = StreamGuard::new(&stream).expect("a guard");
+    let mut x = Tensor::ones([1 << 28], (Kind::Float, device));
+    let mut last: Option<Event> = None;
+    while !is_over.load(Ordering::Relaxed) {
+        let _ = x.lgamma_();
+        let event = Event::new(device).expect("an event");
+        event.record().expect("recorded");
+        if let Some(last) = last.replace(event) {
+            last.synchronize().expect("waited");
+        }
+    }
+    stream.synchronize().expect("waited");
 }
 
 /// Checks that captures, products and random numbers still work.
