@@ -1,7 +1,7 @@
 //! Replaces `ffi::cuda` in a build without CUDA: every function returns an error, and the handles
 //! cannot exist.
 
-use super::{Facts, LaunchGrid, MemoryStats, StreamParts, not_compiled};
+use super::{DeviceProperties, Facts, LaunchGrid, MemoryStats, StreamParts, not_compiled};
 use crate::Result;
 use std::ffi::{CStr, c_void};
 use tch::Tensor;
@@ -44,6 +44,10 @@ pub(crate) fn record_stream(op: &str, _: &Tensor, _: &StreamParts) -> Result<()>
 }
 
 pub(crate) fn synchronize(op: &str, _: i32) -> Result<()> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn device_properties(op: &str, _: i32) -> Result<DeviceProperties> {
     Err(not_compiled(op))
 }
 

@@ -3,6 +3,7 @@
 
 #[cfg(not(tch_extension_cuda))]
 mod absent;
+mod device;
 mod event;
 mod graph;
 mod kernel;
@@ -10,6 +11,7 @@ mod memory;
 mod precision;
 mod stream;
 
+pub use device::{DeviceProperties, device_properties};
 pub use event::Event;
 pub use graph::Graph;
 pub(crate) use kernel::{Facts, LaunchGrid};

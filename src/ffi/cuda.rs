@@ -4,7 +4,7 @@
 
 pub(crate) use super::kernel::{KernelHandle, LibraryHandle};
 use super::take_message;
-use crate::cuda::{MemoryStats, StreamParts};
+use crate::cuda::{DeviceProperties, MemoryStats, StreamParts};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{null, null_mut};
@@ -43,6 +43,9 @@ unsafe extern "C" {
         stream: *const StreamParts,
     ) -> *mut c_char;
     safe fn tch_extension_cuda_synchronize(device: i32) -> *mut c_char;
+
+    // csrc/cuda/device.cpp
+    fn tch_extension_cuda_device_properties(device: i32, result: *mut DeviceFacts) -> *mut c_char;
 
     // csrc/cuda/memory.cpp
     fn tch_extension_cuda_memory_stats(device: i32, result: *mut MemoryStats) -> *mut c_char;
@@ -195,6 +198,43 @@ pub(crate) fn record_stream(op: &str, tensor: &Tensor, stream: &StreamParts) -> 
 
 pub(crate) fn synchronize(op: &str, device: i32) -> Result<()> {
     check(op, tch_extension_cuda_synchronize(device))
+}
+
+/// csrc/cuda/device.cpp mirrors it.
+#[repr(C)]
+struct DeviceFacts {
+    /// Ends with a zero.
+    name: [u8; 256],
+    major: i32,
+    minor: i32,
+    multi_processor_count: u32,
+    total_memory: u64,
+    l2_cache_size: u64,
+    shared_memory_per_multiprocessor: u64,
+}
+
+pub(crate) fn device_properties(op: &str, device: i32) -> Result<DeviceProperties> {
+    let mut facts = DeviceFacts {
+        name: [0; 256],
+        major: 0,
+        minor: 0,
+        multi_processor_count: 0,
+        total_memory: 0,
+        l2_cache_size: 0,
+        shared_memory_per_multiprocessor: 0,
+    };
+    // SAFETY: C++ writes `facts` on success.
+    check(op, unsafe { tch_extension_cuda_device_properties(device, &mut facts) })?;
+    let name = facts.name.split(|&byte| byte == 0).next().unwrap_or_default();
+    Ok(DeviceProperties {
+        name: String::from_utf8_lossy(name).into_owned(),
+        major: facts.major,
+        minor: facts.minor,
+        multi_processor_count: facts.multi_processor_count,
+        total_memory: facts.total_memory,
+        l2_cache_size: facts.l2_cache_size,
+        shared_memory_per_multiprocessor: facts.shared_memory_per_multiprocessor,
+    })
 }
 
 pub(crate) fn memory_stats(op: &str, device: i32) -> Result<MemoryStats> {

@@ -1,6 +1,7 @@
 //! Tests of `tch_extension::cuda`: errors without a GPU, and streams, events, graphs, kernels and memory
 //! with one.
 
+mod device;
 mod graphs;
 mod kernel;
 mod memory;
@@ -12,8 +13,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{
-    DeviceGuard, Event, Graph, Stream, StreamGuard, device_count, empty_cache, is_compiled,
-    memory_stats, record_stream, reset_peak_memory_stats, synchronize,
+    DeviceGuard, Event, Graph, Stream, StreamGuard, device_count, device_properties, empty_cache,
+    is_compiled, memory_stats, record_stream, reset_peak_memory_stats, synchronize,
 };
 use tch_extension::ops::f_lltm_cell;
 use tch_extension::testing::{assert_close, cuda_or_skip};
@@ -94,6 +95,7 @@ fn a_device_that_is_not_there_is_refused() {
             says,
             Graph::capture(device, || -> Result<()> { panic!("was run") }),
         );
+        refuses("device_properties", says, device_properties(device));
         refuses("memory_stats", says, memory_stats(device));
         refuses("reset_peak_memory_stats", says, reset_peak_memory_stats(device));
         refuses("synchronize", says, synchronize(device));
