@@ -427,8 +427,12 @@ fn cuda_a_thousand_launches_need_no_memory() {
         let allocated = memory_stats(device).expect("statistics").peak_allocated;
         (allocated, free_memory())
     };
-    let first = run(10);
-    assert_eq!(run(1000), first, "libtorch's peak, and the GPU's free memory");
+    // Another process on this GPU changes the free memory, too, but hardly in each of five rounds.
+    let rounds: Vec<_> = (0..5).map(|_| (run(10), run(1000))).collect();
+    assert!(
+        rounds.iter().any(|(before, after)| before == after),
+        "libtorch's peak and the GPU's free memory, before and after: {rounds:?}"
+    );
 }
 
 /// The GPU's free memory, as CUDA sees it. Another process may change it.
