@@ -6,8 +6,7 @@
 set -eu
 cd "$(dirname "$0")"
 
-# A folder of their own: this compiler is newer than the CUDA that libtorch uses, and must not find
-# that one's libraries.
+# A folder of their own: this compiler is newer than the CUDA that libtorch uses.
 if [ ! -e tools/.complete ]; then
     python3 -m pip install --quiet --upgrade --target tools \
         nvidia-cuda-tileiras==13.5.37 nvidia-cuda-nvcc==13.5.37 nvidia-nvvm==13.5.37 libclang==18.1.1
@@ -18,8 +17,10 @@ fi
 LIBCLANG_PATH=$PWD/tools/clang/native
 BINDGEN_EXTRA_CLANG_ARGS="-isystem $(${CC:-cc} -print-file-name=include)"
 CUDA_TOOLKIT_PATH=${CUDA_HOME:-$PWD/../../.venv/cuda}
-CUTILE_TILEIRAS_PATH=$PWD/tools/nvidia/cu13/bin/tileiras
-export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS CUDA_TOOLKIT_PATH CUTILE_TILEIRAS_PATH
+# The compiler takes libraries and programs from CUDA_HOME, and fails with those of an older CUDA.
+CUDA_HOME=$PWD/tools/nvidia/cu13
+CUTILE_TILEIRAS_PATH=$CUDA_HOME/bin/tileiras
+export LIBCLANG_PATH BINDGEN_EXTRA_CLANG_ARGS CUDA_HOME CUDA_TOOLKIT_PATH CUTILE_TILEIRAS_PATH
 cargo run --locked -p kernels -- "${1:-sm_90}"
 
 # What the benchmark compares with.

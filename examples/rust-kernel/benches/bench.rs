@@ -1,4 +1,4 @@
-//! Times the kernels written in Rust against others, on the first GPU: `cargo run --bin bench`.
+//! Times the kernels written in Rust against others, on the first GPU: `cargo run --release --bin bench`.
 
 use rust_kernel::{matmul_add_relu, prepare, silu};
 use std::path::PathBuf;
@@ -100,6 +100,7 @@ fn products() -> Result<()> {
             [8192, 4096, 4096],
             [8192, 8192, 8192],
             [4095, 4096, 4096],
+            [4096, 4095, 4096],
         ] {
             let x = Tensor::randn([m, k], (kind, DEVICE));
             let y = Tensor::randn([k, n], (kind, DEVICE)) * 0.02;

@@ -26,8 +26,8 @@ fn suffix(kind: Kind) -> Option<&'static str> {
 type Key = (&'static str, Kind, bool, Device);
 static KERNELS: Mutex<Option<HashMap<Key, Kernel>>> = Mutex::new(None);
 
-/// The kernel of a function for tensors of this kind. `aligned`: addresses are multiples of 16
-/// bytes, and sizes and strides of 16 elements.
+/// The kernel of a function for tensors of this kind. `aligned`: addresses and rows are multiples of
+/// 16 bytes.
 pub(crate) fn kernel(
     function: &'static str,
     kind: Kind,
@@ -81,7 +81,7 @@ fn find(function: &str, kind: Kind, aligned: bool, device: Device) -> Result<Ker
         }
     }
     Err(Error::msg(format!(
-        "{function}: no image {start}*.cubin in {} for {device:?}: {reason}; `cargo run -p kernels -- sm_90` makes it",
+        "{function}: no image {start}*.cubin in {} for {device:?}: {reason}; `sh setup.sh` makes it",
         folder.display()
     )))
 }

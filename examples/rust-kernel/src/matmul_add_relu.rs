@@ -4,7 +4,7 @@ use crate::images::kernel;
 use crate::tensors::{Tile, are_aligned};
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use tch_extension::cuda::Grid;
+use tch_extension::cuda::{Grid, device_properties};
 use tch_extension::strided::contiguous;
 use tch_extension::{Error, Result};
 
@@ -14,9 +14,16 @@ const OP: &str = "matmul_add_relu";
 fn tile(kind: Kind, aligned: bool) -> [i32; 2] {
     match (kind, aligned) {
         (Kind::Half | Kind::BFloat16, true) => [128, 128],
-        (_, true) => [64, 64],
+        (Kind::Half | Kind::BFloat16, false) | (_, true) => [64, 64],
         (_, false) => [32, 32],
     }
+}
+
+/// The number of blocks. By TMA, one block keeps a multiprocessor busy, and computes one tile after
+/// another. Without, a multiprocessor needs several blocks that wait for memory in turns.
+fn blocks(device: Device, tiles: u32, aligned: bool) -> Result<u32> {
+    let most = if aligned { device_properties(device)?.multi_processor_count } else { u32::MAX };
+    Ok(tiles.min(most))
 }
 
 struct MatmulAddRelu;
@@ -112,7 +119,8 @@ fn forward(device: Device, x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tens
         params.extend(input);
     }
     let [rows, columns] = z_tile.tiles();
-    let grid = Grid::new([rows, columns, 1], [1, 1, 1]);
+    let blocks = blocks(device, rows.saturating_mul(columns), aligned)?;
+    let grid = Grid::new([blocks, 1, 1], [1, 1, 1]);
     // SAFETY: these are the kernel's parameters: contiguous tensors on this device, of its kind, whose
     // sizes fit, aligned as it was compiled for. It accesses nothing outside of them. libtorch keeps
     // memory that was dropped for later work on the same stream.

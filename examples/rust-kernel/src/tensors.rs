@@ -47,11 +47,11 @@ impl<const N: usize> Tile<N> {
     }
 }
 
-/// Whether the kernels that were compiled for aligned tensors may take these.
+/// Whether the kernels that were compiled for aligned tensors may take these contiguous ones: their
+/// addresses and their rows are multiples of 16 bytes.
 pub(crate) fn are_aligned(tensors: &[&Tensor]) -> bool {
     tensors.iter().all(|tensor| {
-        let matrix = tensor.dim() > 1;
-        tensor.data_ptr().addr() % 16 == 0
-            && (!matrix || tensor.size().iter().all(|size| size % 16 == 0))
+        let row = tensor.size().last().map_or(0, |&size| size.unsigned_abs() as usize);
+        tensor.data_ptr().addr() % 16 == 0 && row * tensor.kind().elt_size_in_bytes() % 16 == 0
     })
 }

@@ -39,6 +39,9 @@ pub mod tile {
     }
 
     /// z = max(x @ y + bias, 0), where NaN stays NaN
+    ///
+    /// There may be fewer blocks than tiles: each block computes one tile after another. The order is
+    /// by bands of 8 rows of tiles, so that what runs at the same time shares rows and columns.
     #[cutile::entry()]
     fn matmul_add_relu<
         E: ElementType,
@@ -47,7 +50,7 @@ pub mod tile {
         const BN: i32,
         const BK: i32,
     >(
-        z: &mut Tensor<E, { [BM, BN] }>,
+        mut z: MappedPartitionMut<E, { [BM, BN] }, { [8, 1] }>,
         x: &Tensor<E, { [-1, -1] }>,
         y: &Tensor<E, { [-1, -1] }>,
         bias: &Tensor<E, { [-1] }>,
@@ -55,17 +58,19 @@ pub mod tile {
         let rows = x.partition(const_shape![BM, BK]);
         let columns = y.partition(const_shape![BK, BN]);
         let biases = bias.partition(const_shape![BN]);
-        let id: (i32, i32, i32) = get_tile_block_id();
-        let zero: Tile<C, { [BM, BN] }> = constant(C::ZERO, z.shape());
-        let mut sum = zero;
-        for k in 0i32..num_tiles(&rows, 1) {
-            sum = mma(rows.load([id.0, k]), columns.load([k, id.1]), sum);
+        for index in z.iter_indices() {
+            let (row, column) = index.components();
+            let zero: Tile<C, { [BM, BN] }> = constant(C::ZERO, const_shape![BM, BN]);
+            let mut sum = zero;
+            for k in 0i32..num_tiles(&rows, 1) {
+                sum = mma(rows.load([row, k]), columns.load([k, column]), sum);
+            }
+            let b: Tile<C, { [BN] }> = convert_tile(biases.load([column]));
+            let sum = sum + b.reshape(const_shape![1, BN]).broadcast(const_shape![BM, BN]);
+            // A maximum would make a NaN 0. No comparison with a NaN is true.
+            let negative: Tile<bool, { [BM, BN] }> = lt_tile(sum, zero);
+            let result: Tile<E, { [BM, BN] }> = convert_tile(select(negative, zero, sum));
+            z.store(result, index);
         }
-        let b: Tile<C, { [BN] }> = convert_tile(biases.load([id.1]));
-        let sum = sum + b.reshape(const_shape![1, BN]).broadcast(const_shape![BM, BN]);
-        // A maximum would make a NaN 0. No comparison with a NaN is true.
-        let negative: Tile<bool, { [BM, BN] }> = lt_tile(sum, zero);
-        let result: Tile<E, { [BM, BN] }> = convert_tile(select(negative, zero, sum));
-        z.store(result);
     }
 }
