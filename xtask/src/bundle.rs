@@ -55,29 +55,17 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 }
 
 fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
-    const ALL: &str = "tch-extension/distributed";
-    let mut builds: Vec<&[&str]> = vec![
-        &["test", "--no-run", "--workspace", "--exclude", cargo::GPT, "--features", ALL],
-        &["build", "--examples", "--features", "distributed"],
-        &["test", "--no-run", "-p", cargo::GPT, "--features", "distributed"],
-        &["build", "-p", cargo::GPT, "--features", "distributed"],
-        &["build", "-p", cargo::LAUNCHER],
-    ];
+    let mut builds: Vec<&[&str]> = vec![&["test", "--no-run"], &["build", "--bins", "--examples"]];
     if options.benches {
-        builds.push(&[
-            "bench",
-            "--profile",
-            "dev",
-            "--bench",
-            "ops",
-            "--no-run",
-            "--features",
-            ALL,
-        ]);
+        builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
     }
     let example = repo.root.join(outside::EXAMPLE);
     let outside = [&["test", "--no-run"][..], &["build"]];
-    let here = builds.into_iter().map(|args| cargo::command(repo, changes, args));
+    let here = builds.into_iter().map(|args| {
+        let mut command = cargo::command(repo, changes, args);
+        command.args(cargo::EVERYTHING);
+        command
+    });
     let there = outside.into_iter().map(|args| outside::cargo_in(repo, changes, &example, args));
     let mut found = Vec::new();
     for mut command in here.chain(there) {

@@ -8,12 +8,13 @@ use serde_json::Value;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
-/// Selects all packages but the one whose dependencies are not everybody's. It is tested by a step of
-/// `ci` of its own, and otherwise with `-p gpt`.
+/// Selects all packages but the one whose dependencies are not everybody's. `ci` tests it, too, and
+/// `-p gpt` tests it alone.
 pub const ALL_BUT_GPT: [&str; 3] = ["--workspace", "--exclude", GPT];
-/// Switches on what is off by default: `ci` and the bundle have all of it. One set of features for all
-/// of their commands means that cargo builds the crate once.
-pub const DISTRIBUTED: [&str; 2] = ["--features", "tch-extension/distributed"];
+/// Selects all packages, and switches on what is off by default. Cargo unites the features of the
+/// packages that a command selects, so only commands that select the same share what is built.
+pub const EVERYTHING: [&str; 3] =
+    ["--workspace", "--features", "tch-extension/distributed,gpt/distributed"];
 /// The launcher, which the tests of several processes need.
 pub const LAUNCHER: &str = "tch-run";
 /// The package in `examples/gpt`.

@@ -27,6 +27,10 @@ type Step = (&'static str, fn(&Ci) -> Result<()>);
 /// kernels are written for. All others compile the same lines, and each one costs minutes.
 const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 
+/// Flags of nvcc where no GPU runs the kernels, so that only whether they compile is of interest. It
+/// takes half the time with them.
+const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
+
 /// The variable that names a folder for compiled objects. Cargo builds the crate three times, for
 /// clippy, the tests and the example; with this folder, C++ and CUDA are compiled once.
 const OBJECTS: &str = "TCH_EXTENSION_OBJECTS";
@@ -38,7 +42,7 @@ fn objects(repo: &Repo) -> PathBuf {
     repo.root.join("target/objects")
 }
 
-const GPT: &str = "examples/gpt";
+const TESTS: &str = "tests";
 const OTHER_LIBTORCH: &str = "libtorch 2.13";
 
 const STEPS: &[Step] = &[
@@ -50,10 +54,9 @@ const STEPS: &[Step] = &[
     ("package", Ci::package),
     ("weak symbols", Ci::weak_symbols),
     ("misuse", Ci::misuse),
-    ("tests", Ci::tests),
+    (TESTS, Ci::tests),
     ("operators, each instruction set", Ci::operators_per_isa),
     ("wheel", Ci::wheel),
-    (GPT, Ci::gpt),
     ("stand-alone example", Ci::example),
     (outside::OPERATOR.file, Ci::page),
     (outside::PYTHON.file, Ci::python_page),
@@ -73,6 +76,9 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     if std::env::var_os(ARCHS.0).is_none() {
         ready.changes.push((ARCHS.0.to_string(), Some(ARCHS.1.into())));
     }
+    if std::env::var_os(NVCC_FLAGS.0).is_none() && !setup::has_gpu() {
+        ready.changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
+    }
     ready.changes.extend(setup::one_test_at_a_time());
     ready.changes.push((OBJECTS.to_string(), Some(objects(&repo).into())));
     // Sources do not change during a run, so data for incremental builds would only fill the disk.
@@ -85,7 +91,7 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     let has_vision = setup::vision(&repo, &ready)?;
     let has_python = setup::python(&repo, &ready)?;
     let has_transformers =
-        steps.iter().any(|(name, _)| *name == GPT) && setup::transformers(&repo, &ready)?;
+        steps.iter().any(|(name, _)| *name == TESTS) && setup::transformers(&repo, &ready)?;
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
     let changes = ready.changes;
     let ci = Ci { repo, changes, has_vision, has_python, has_cuda, has_transformers };
@@ -149,16 +155,8 @@ impl Ci {
 
     fn clippy(&self) -> Result<()> {
         self.need_component("clippy", "clippy")?;
-        cargo::run(&mut self.cargo(&[
-            "clippy",
-            "--workspace",
-            "--all-targets",
-            "--features",
-            "tch-extension/distributed,gpt/distributed",
-            "--",
-            "-D",
-            "warnings",
-        ]))?;
+        let mut command = self.cargo(&["clippy", "--all-targets"]);
+        cargo::run(command.args(cargo::EVERYTHING).args(["--", "-D", "warnings"]))?;
         // The library as it is without CUDA, as docs.rs builds it, and with fewer features: each
         // takes seconds.
         let library = |args: &[&str]| {
@@ -178,8 +176,7 @@ impl Ci {
     /// Builds what the tests run. Building the library alone would select other features of its
     /// dependencies and so compile it twice.
     fn build(&self) -> Result<Vec<Value>> {
-        let mut command = self.cargo(&["test", "--no-run"]);
-        cargo::messages(command.args(cargo::ALL_BUT_GPT).args(cargo::DISTRIBUTED))
+        cargo::messages(self.cargo(&["test", "--no-run"]).args(cargo::EVERYTHING))
     }
 
     fn weak_symbols(&self) -> Result<()> {
@@ -195,15 +192,14 @@ impl Ci {
     /// A `cargo test` whose OpenMP threads sleep while they wait. libtest starts one thread for
     /// each core, and each of them starts as many threads of libtorch's, which would otherwise spin
     /// while others work.
-    fn test(&self, args: &[&str]) -> Command {
+    fn test(&self) -> Command {
         let mut command = self.cargo(&["test"]);
-        command.args(args).env("OMP_WAIT_POLICY", "passive");
+        command.args(cargo::EVERYTHING).env("OMP_WAIT_POLICY", "passive");
         command
     }
 
     fn tests(&self) -> Result<()> {
-        let mut command = self.test(&cargo::ALL_BUT_GPT);
-        command.args(cargo::DISTRIBUTED);
+        let mut command = self.test();
         if self.has_vision {
             // In this run, a torchvision that cannot be loaded is a failure and not a reason to
             // skip a test.
@@ -212,6 +208,10 @@ impl Ci {
         if self.has_python {
             // In this run, a Python that cannot import torch is a failure, too.
             command.env("TCH_EXTENSION_REQUIRE_PYTHON", "1");
+        }
+        if self.has_transformers {
+            // The same for a test of examples/gpt.
+            command.env("TCH_EXTENSION_REQUIRE_TRANSFORMERS", "1");
         }
         cargo::run(&mut command)
     }
@@ -227,7 +227,7 @@ impl Ci {
         }
         say(format_args!("-- {}", tests.join(", ")));
         let command = |capability: &str| {
-            let mut command = self.test(&cargo::DISTRIBUTED);
+            let mut command = self.test();
             command.args(tests.iter().flat_map(|test| ["--test", test]));
             // Second derivatives, sizes and strides have no per-instruction-set code of their own.
             const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
@@ -270,17 +270,6 @@ impl Ci {
         wheel::build_and_test(&self.repo, workspace, self.changes.clone(), self.has_cuda)
     }
 
-    fn gpt(&self) -> Result<()> {
-        // Its tests start several processes with the launcher.
-        cargo::run(&mut self.cargo(&["build", "-p", cargo::LAUNCHER]))?;
-        let mut command = self.test(&["-p", cargo::GPT, "--features", "distributed"]);
-        if self.has_transformers {
-            // In this run, a test that skips for want of it fails.
-            command.env("TCH_EXTENSION_REQUIRE_TRANSFORMERS", "1");
-        }
-        cargo::run(&mut command)
-    }
-
     /// Builds and tests the example by itself and runs its program, as its user would.
     fn example(&self) -> Result<()> {
         let folder = self.repo.root.join(outside::EXAMPLE);
@@ -316,7 +305,7 @@ impl Ci {
             command.args(args).env("RUSTDOCFLAGS", "-D warnings");
             command
         };
-        cargo::run(build(&["--workspace"]).args(cargo::DISTRIBUTED))?;
+        cargo::run(&mut build(&cargo::EVERYTHING))?;
         // As docs.rs builds it, where there is no libtorch. The features are those of
         // `[package.metadata.docs.rs]` in the packages' manifests.
         let features = ["--features", "doc-only,distributed"];

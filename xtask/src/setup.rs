@@ -142,7 +142,7 @@ const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 /// The variable from which libtest takes its number of threads.
 const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
-fn has_gpu() -> bool {
+pub fn has_gpu() -> bool {
     // The driver's device is there also where nvidia-smi is not in PATH.
     Path::new("/dev/nvidia0").exists()
         || programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
