@@ -105,6 +105,8 @@ class Graph final : public at::cuda::CUDAGraph {
       cudaStreamEndCapture(capture_stream_, &unfinished);
       if (unfinished != nullptr) cudaGraphDestroy(unfinished);
     }
+    // As in end(): what libtorch has set for the capture must not overtake a replay's.
+    (void)cudaStreamSynchronize(capture_stream_);
     // Clear CUDA's error, which the next caller who asks would get otherwise.
     (void)cudaGetLastError();
     for (auto& [generator, increment] : captured_generator_states_) end_failed_capture(*generator);

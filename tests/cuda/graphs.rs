@@ -111,8 +111,11 @@ fn cuda_the_first_replay_draws_the_next_numbers() {
     let (_, expected): (Tensor, Tensor) = (draw().expect("numbers"), draw().expect("numbers"));
     let urgent = Stream::with_priority(device, true).expect("a stream");
     let is_over = AtomicBool::new(false);
+    // Here, because a thread without memory would empty the cache in the middle of a capture.
+    let mut x = Tensor::ones([1 << 28], (Kind::Float, device));
+    synchronize(device).expect("ones");
     std::thread::scope(|scope| {
-        scope.spawn(|| occupy(device, &is_over));
+        scope.spawn(|| occupy(device, &mut x, &is_over));
         // Also if an assertion fails, so that the thread ends.
         let _end = End(&is_over);
         let _guard = StreamGuard::new(&urgent).expect("a guard");
@@ -122,6 +125,13 @@ fn cuda_the_first_replay_draws_the_next_numbers() {
             let (graph, drawn) = Graph::capture(device, draw).expect("a graph");
             graph.replay().expect("replay");
             assert!(drawn.equal(&expected), "round {round}: {drawn:?}");
+            // A capture that fails sets the same.
+            tch::manual_seed(11);
+            let _ = draw().expect("numbers");
+            let failed = Graph::capture(device, || -> Result<()> { Err(Error::msg("given up")) });
+            assert!(failed.is_err());
+            graph.replay().expect("replay");
+            assert!(drawn.equal(&expected), "round {round}, after a failure: {drawn:?}");
         }
     });
 }
@@ -135,10 +145,9 @@ impl Drop for End<'_> {
 }
 
 /// Keeps all multiprocessors busy with kernels that go before those of other streams.
-fn occupy(device: Device, is_over: &AtomicBool) {
+fn occupy(device: Device, x: &mut Tensor, is_over: &AtomicBool) {
     let stream = Stream::with_priority(device, true).expect("a stream");
     let _guard = StreamGuard::new(&stream).expect("a guard");
-    let mut x = Tensor::ones([1 << 28], (Kind::Float, device));
     let mut last: Option<Event> = None;
     while !is_over.load(Ordering::Relaxed) {
         let _ = x.lgamma_();
