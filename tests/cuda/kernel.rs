@@ -413,8 +413,8 @@ fn cuda_a_kernel_runs_on_the_second_gpu() {
 }
 
 #[test]
-fn cuda_a_thousand_launches_need_no_memory() {
-    let Some(device) = caching_or_skip("cuda_a_thousand_launches_need_no_memory") else { return };
+fn cuda_many_launches_need_no_memory() {
+    let Some(device) = caching_or_skip("cuda_many_launches_need_no_memory") else { return };
     let _serial = serially();
     let x = Tensor::ones([100_000], (Kind::Float, device));
     let y = x.zeros_like();
@@ -428,11 +428,11 @@ fn cuda_a_thousand_launches_need_no_memory() {
         (allocated, free_memory())
     };
     // Another process on this GPU changes the free memory, too, but hardly in each of five rounds.
-    let rounds: Vec<_> = (0..5).map(|_| (run(10), run(1000))).collect();
-    assert!(
-        rounds.iter().any(|(before, after)| before == after),
-        "libtorch's peak and the GPU's free memory, before and after: {rounds:?}"
-    );
+    let rounds: Vec<_> = (0..5).map(|_| [run(10), run(10_000)]).collect();
+    let (peak, _) = rounds[0][0];
+    assert!(rounds.iter().flatten().all(|&(of_round, _)| of_round == peak), "{rounds:?}");
+    let is_free = |[(_, before), (_, after)]: &[(u64, usize); 2]| after >= before;
+    assert!(rounds.iter().any(is_free), "the GPU's free memory, before and after: {rounds:?}");
 }
 
 /// The GPU's free memory, as CUDA sees it. Another process may change it.
