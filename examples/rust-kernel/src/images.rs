@@ -81,7 +81,7 @@ fn find(function: &str, kind: Kind, aligned: bool, device: Device) -> Result<Ker
         }
     }
     Err(Error::msg(format!(
-        "{function}: no image {start}*.cubin in {} for {device:?}: {reason}; `sh setup.sh` makes it",
+        "{function}: no image {start}*.cubin in {} for {device:?}: {reason}; `sh setup.sh sm_90` makes it for compute capability 9.0",
         folder.display()
     )))
 }

@@ -19,11 +19,13 @@ fn tile(kind: Kind, aligned: bool) -> [i32; 2] {
     }
 }
 
-/// The number of blocks. By TMA, one block keeps a multiprocessor busy, and computes one tile after
-/// another. Without, a multiprocessor needs several blocks that wait for memory in turns.
-fn blocks(device: Device, tiles: u32, aligned: bool) -> Result<u32> {
-    let most = if aligned { device_properties(device)?.multi_processor_count } else { u32::MAX };
-    Ok(tiles.min(most))
+/// The number of blocks. A large tile keeps a multiprocessor busy, and its block computes one tile after
+/// another. Of smaller tiles, a multiprocessor needs several that wait for memory in turns.
+fn blocks(device: Device, tiles: u32, tile: [i32; 2]) -> Result<u32> {
+    if tile[0] * tile[1] < 128 * 128 {
+        return Ok(tiles);
+    }
+    Ok(tiles.min(device_properties(device)?.multi_processor_count))
 }
 
 struct MatmulAddRelu;
@@ -111,7 +113,8 @@ fn forward(device: Device, x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tens
     }
     let aligned = are_aligned(&[&x, &y, &z, &bias]);
     let kernel = kernel(OP, kind, aligned, device)?;
-    let z_tile = Tile::new(OP, &z, tile(kind, aligned))?;
+    let tile = tile(kind, aligned);
+    let z_tile = Tile::new(OP, &z, tile)?;
     let (x, y) = (Tile::new(OP, &x, [1, 1])?, Tile::new(OP, &y, [1, 1])?);
     let bias = Tile::new(OP, &bias, [1])?;
     let mut params = z_tile.output();
@@ -119,7 +122,7 @@ fn forward(device: Device, x: &Tensor, y: &Tensor, bias: &Tensor) -> Result<Tens
         params.extend(input);
     }
     let [rows, columns] = z_tile.tiles();
-    let blocks = blocks(device, rows.saturating_mul(columns), aligned)?;
+    let blocks = blocks(device, rows.saturating_mul(columns), tile)?;
     let grid = Grid::new([blocks, 1, 1], [1, 1, 1]);
     // SAFETY: these are the kernel's parameters: contiguous tensors on this device, of its kind, whose
     // sizes fit, aligned as it was compiled for. It accesses nothing outside of them. libtorch keeps

@@ -23,7 +23,13 @@ impl<const N: usize> Tile<N> {
             values.and_then(|values| <[i32; N]>::try_from(values).ok()).ok_or_else(too_large)
         };
         debug_assert!(tensor.is_contiguous());
-        let (sizes, strides) = (small(tensor.size())?, small(tensor.stride())?);
+        // Not the tensor's own strides, which may be any where a size is 1.
+        let mut next = 1;
+        let mut strides = tensor.size();
+        for stride in strides.iter_mut().rev() {
+            (*stride, next) = (next, next * *stride);
+        }
+        let (sizes, strides) = (small(tensor.size())?, small(strides)?);
         Ok(Tile { address: tensor.data_ptr(), sizes, strides, tile })
     }
 

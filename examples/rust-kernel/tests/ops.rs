@@ -111,7 +111,7 @@ fn silu_of_all_sizes_and_kinds() {
     let reference = |inputs: &[Tensor]| Ok(vec![inputs[0].f_silu()?]);
     for device in devices() {
         for kind in KINDS {
-            for n in [0, 1, 15, 16, 1023, 1024, 1025, 4096, 100_001] {
+            for n in [0, 1, 15, 16, 1023, 1024, 1025, 1032, 4096, 100_001] {
                 let x = random(&[n + 1], kind, device) * 4.0;
                 let what = format!("silu of {n} {kind:?} on {device:?}");
                 agree(&silu_of, &reference, &[x.narrow(0, 0, n).copy()], &what);
@@ -141,6 +141,11 @@ fn matmul_add_relu_of_all_sizes_and_kinds() {
         [127, 65, 129],
         [144, 80, 272],
         [200, 1000, 33],
+        // Rows of 16 bytes, and any number of them.
+        [1, 8, 8],
+        [65, 72, 1032],
+        // More large tiles than a GPU has multiprocessors, and two bands of them.
+        [1100, 72, 2056],
     ];
     for device in devices() {
         for kind in KINDS {

@@ -70,8 +70,8 @@ impl Image<'_> {
             .spec_args(&specs)
             .target(target)
             .compile()?;
-        // What the compiler leaves to whoever launches the kernel: that there are as many blocks as
-        // tiles, and that the tensors' sizes fit one another. The operators see to both.
+        // What the compiler leaves to whoever launches the kernel: that the grid and the tensors' sizes
+        // fit one another. The operators see to it.
         if std::env::var_os("PRINT_IR").is_some() {
             println!("{:#?}\n{}", compiled.launch_checks(), compiled.ir_text());
         }
