@@ -4,7 +4,7 @@ use super::{device_index, ffi};
 use crate::Result;
 use tch::Device;
 
-/// What a CUDA device is, with the names that Python's `torch.cuda.get_device_properties` has.
+/// What a CUDA device is, as Python's `torch.cuda.get_device_properties` says it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceProperties {

@@ -27,8 +27,7 @@ type Step = (&'static str, fn(&Ci) -> Result<()>);
 /// kernels are written for. All others compile the same lines, and each one costs minutes.
 const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 
-/// Flags of nvcc where no GPU runs the kernels, so that only whether they compile is of interest. It
-/// takes half the time with them.
+/// Flags of nvcc where no GPU runs the kernels. It takes half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
 /// The variable that names a folder for compiled objects. Cargo builds the crate three times, for
@@ -199,6 +198,8 @@ impl Ci {
     }
 
     fn tests(&self) -> Result<()> {
+        // The tests of several processes start the launcher.
+        cargo::run(self.cargo(&["build", "--bin", cargo::LAUNCHER]).args(cargo::EVERYTHING))?;
         let mut command = self.test();
         if self.has_vision {
             // In this run, a torchvision that cannot be loaded is a failure and not a reason to
@@ -267,7 +268,14 @@ impl Ci {
             return Ok(());
         }
         let workspace = Repo { root: self.repo.root.clone() };
-        wheel::build_and_test(&self.repo, workspace, self.changes.clone(), self.has_cuda)
+        let wheel =
+            wheel::build_and_test(&self.repo, workspace, self.changes.clone(), self.has_cuda)?;
+        if self.changes.iter().any(|(name, _)| name == NVCC_FLAGS.0) {
+            // Nobody shall publish kernels that were compiled with these flags.
+            std::fs::remove_file(&wheel)
+                .with_context(|| format!("cannot remove {}", wheel.display()))?;
+        }
+        Ok(())
     }
 
     /// Builds and tests the example by itself and runs its program, as its user would.

@@ -105,7 +105,7 @@ pub fn build_and_test(
     workspace: Repo,
     changes: Changes,
     has_cuda: bool,
-) -> Result<()> {
+) -> Result<PathBuf> {
     let libtorch = Libtorch::locate(Rule::Own, &|_| None, &workspace)?;
     let torch = Torch::of(&libtorch, has_cuda)?;
     let build = Build { repo, workspace, changes, torch };
@@ -113,7 +113,7 @@ pub fn build_and_test(
     build.test(&wheel)?;
     let size = std::fs::metadata(&wheel)?.len();
     report::print(&format!("{} ({:.1} MB)\n", wheel.display(), size as f64 / 1e6));
-    Ok(())
+    Ok(wheel)
 }
 
 impl Torch {
