@@ -24,8 +24,7 @@ pub struct DeviceProperties {
     pub shared_memory_per_multiprocessor: u64,
 }
 
-/// The properties of a CUDA device. libtorch asks CUDA for them once, so a call takes less than a
-/// microsecond.
+/// The properties of a CUDA device. libtorch asks CUDA for them once and keeps them.
 ///
 /// ```no_run
 /// # use tch::Device;

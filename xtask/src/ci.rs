@@ -27,7 +27,7 @@ type Step = (&'static str, fn(&Ci) -> Result<()>);
 /// kernels are written for. All others compile the same lines, and each one costs minutes.
 const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 
-/// Flags of nvcc where no GPU runs the kernels. It takes half the time with them.
+/// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
 /// The variable that names a folder for compiled objects. Cargo builds the crate three times, for
