@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <sstream>
 #include <typeinfo>
 #include <utility>
 
@@ -213,7 +214,34 @@ variable_list FunctionNode::by_edge(variable_list&& gradients) const {
   // If no input is absent, the indices of edges are those of inputs.
   if (gradients.size() == num_outputs()) return std::move(gradients);
   variable_list edges(num_outputs());
+// The engine would sum a gradient of a larger shape, and its error for a complex gradient of a real
+// input does not say whose it is.
+void FunctionNode::check_gradient(size_t input, const at::Tensor& gradient) const {
+  const size_t edge = edge_of_input_[input];
+  if (!gradient.defined() || edge == kNoEdge || !next_edge(edge).is_valid()) return;
+  const auto& metadata = next_edge(edge).function->input_metadata(next_edge(edge).input_nr);
+  if (metadata.was_default_constructed()) return;
+  auto refuse = [&](const auto& what, const auto& got, const auto& expected, const char* hint) {
+    std::ostringstream text;
+    text << name_ << ": the gradient of input " << input << " has " << what << " " << got
+         << ", expected " << expected << ", as the input; " << hint;
+    throw std::runtime_error(text.str());
+  };
+  const at::ScalarType kind = c10::typeMetaToScalarType(metadata.dtype());
+  const at::ScalarType got = gradient.scalar_type();
+  if (!c10::isFloatingType(got) && c10::isComplexType(kind) != c10::isComplexType(got)) {
+    refuse("kind", got, kind, c10::isComplexType(got) ? "take its real part" : "convert it");
+  }
+  // Nested tensors have no sizes to compare.
+  if (metadata.is_nested_tensor() || gradient.is_nested()) return;
+  if (!metadata.is_same_shape(gradient)) {
+    refuse("shape", gradient.sym_sizes(), metadata.shape_as_dim_vector(),
+           "sum over what was broadcast, with sum_to_size");
+  }
+}
+
   for (size_t i = 0; i < gradients.size(); ++i) {
+  for (size_t i = 0; i < gradients.size(); ++i) check_gradient(i, gradients[i]);
     if (edge_of_input_[i] != kNoEdge) {
       edges[edge_of_input_[i]] = std::move(gradients[i]);
     } else if (gradients[i].defined()) {

@@ -68,6 +68,7 @@ class FunctionNode final : public OwnNode {
                                        BackwardResults& results);
   void refuse_second_derivative(const torch::autograd::variable_list& grads,
                                 torch::autograd::variable_list& results, const char* why);
+  void check_gradient(size_t input, const at::Tensor& gradient) const;
   torch::autograd::variable_list by_edge(torch::autograd::variable_list&& gradients) const;
 
   State state_;

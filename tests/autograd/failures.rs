@@ -7,7 +7,7 @@ use super::*;
 fn failures_in_backward_reach_the_caller() {
     let _alone = alone();
     type Backward = fn(&Context<'_>, &Tensors) -> Result<Tensors>;
-    let cases: [(&str, Backward, &[&str]); 9] = [
+    let cases: [(&str, Backward, &[&str]); 11] = [
         ("error", |_, _| Err(Error::msg("out of luck")), &["op: out of luck"]),
         (
             "panic",
@@ -28,7 +28,17 @@ fn failures_in_backward_reach_the_caller() {
         (
             "wrong shape",
             |_, _| Ok(Tensor::from_slice(&[1.0, 2.0]).into()),
-            &["opBackward", "invalid gradient", "[2]"],
+            &["op: the gradient of input 0 has shape [2], expected [3], as the input"],
+        ),
+        (
+            "a shape that would be summed",
+            |_, _| Ok(Tensor::ones([2, 3], (Kind::Double, Device::Cpu)).into()),
+            &["op: the gradient of input 0 has shape [2, 3], expected [3]", "sum_to_size"],
+        ),
+        (
+            "wrong kind",
+            |_, grads| Ok(grads.get(0)?.to_kind(Kind::ComplexDouble).into()),
+            &["op: the gradient of input 0 has kind ComplexDouble, expected Double", "real part"],
         ),
         ("too few", |_, _| Ok(().into()), &["op: ", "0 gradients for 1 inputs"]),
         (
