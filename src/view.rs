@@ -64,6 +64,8 @@
 //! * While a [`ViewMut`] lives, no other view can be made of bytes between its first and its last
 //!   byte, in any thread: that is an error. Disjoint parts of one tensor can be written at the same
 //!   time.
+//! * An operation of `distributed` in flight counts as a view, for writing if it writes, from its
+//!   start until it has ended or its `Work` was waited for.
 //! * A view stays in its thread. Another thread that has its own handle can still write with tch
 //!   while this thread reads. That is a data race, as between any two functions of tch, and you
 //!   must prevent it.
@@ -126,7 +128,8 @@ const ARGUMENT: &str = "tensor";
 /// # Errors
 /// When the tensor is undefined or sparse, or has another kind, number of dimensions or device;
 /// when the memory does not hold the values themselves (a pending negation or conjugation, zeros
-/// without memory, a lazy clone); and while a [`ViewMut`] of the same memory lives.
+/// without memory, a lazy clone); while a [`ViewMut`] of the same memory lives; and while an operation
+/// of `distributed` that writes it is in flight.
 pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'_, T, N>> {
     let inner = pinned("view", tensor, false)?;
     Ok(View { inner, tensor: PhantomData })
@@ -192,8 +195,9 @@ pub fn view_flat_mut<T: Element + Copy>(tensor: &mut Tensor) -> Result<ViewMut<'
 /// ```
 ///
 /// # Errors
-/// As for [`view()`]; also while any view of the same memory lives, when elements overlap in memory
-/// (an expanded tensor), and when the tensor requires grad while grad mode is on.
+/// As for [`view()`]; also while any view of the same memory lives, or an operation that reads it is in
+/// flight, when elements overlap in memory (an expanded tensor), and when the tensor requires grad
+/// while grad mode is on.
 pub fn view_mut<T: Element + Copy, const N: usize>(
     tensor: &mut Tensor,
 ) -> Result<ViewMut<'_, T, N>> {
@@ -280,6 +284,11 @@ fn refused(check: Check<'_>, refusal: Refusal) -> Error {
         Refusal::Viewed => {
             ("memory without another view", "some with a live View", "drop the View first")
         }
+        Refusal::InFlight => (
+            "memory that no operation in flight uses",
+            "some of an operation of distributed",
+            "wait for its Work first",
+        ),
     };
     check.refuse(expected, got, hint)
 }

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/comm.hpp>
 
+#include "../tensor/pin.h"
 #include "group.h"
 #include "streams.h"
 #include "tch_extension/c_abi.h"
@@ -20,6 +21,27 @@ struct Work {
   std::vector<at::Tensor> tensors;
   // Results in memory of their own, with the tensors where they belong.
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
+  // No view of Rust's may use the memory meanwhile, and no other operation.
+  std::vector<Pinned> pins;
+
+  Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  ~Work() { release(); }
+
+  // Ends the pins when the operation has ended, if nobody waits for it.
+  void release() noexcept {
+    if (pins.empty() || !work) return;
+    try {
+      if (work->isCompleted()) return;
+      const auto future = work->getFuture();
+      auto kept = std::make_shared<std::vector<Pinned>>(std::move(pins));
+      future->addCallback([kept](c10::ivalue::Future&) { kept->clear(); });
+    } catch (...) {
+      // A message of Gloo's has no future. Nothing is written any more when its work is gone.
+      work.reset();
+    }
+  }
 };
 
 }  // namespace tch_extension
@@ -57,11 +79,16 @@ bool is_plain(const at::Tensor& tensor) {
          !tensor._is_zerotensor();
 }
 
-// A tensor that the operation reads. Gloo reads memory in the order of addresses, whatever the
-// strides are.
-at::Tensor source(Work& work, const at::Tensor& tensor) {
+// The values in the order of addresses, in which Gloo reads memory, whatever the strides are.
+at::Tensor plain_of(const at::Tensor& tensor) {
   at::Tensor plain = tensor.detach();
-  if (!is_plain(plain)) plain = plain.resolve_conj().resolve_neg().contiguous();
+  return is_plain(plain) ? plain : plain.resolve_conj().resolve_neg().contiguous();
+}
+
+// A tensor that the operation reads.
+at::Tensor source(Work& work, const at::Tensor& tensor) {
+  if (is_plain(tensor)) work.pins.push_back(pin_in_flight(tensor, /*writer=*/false, &work));
+  at::Tensor plain = plain_of(tensor);
   work.tensors.push_back(plain);
   return plain;
 }
@@ -69,6 +96,8 @@ at::Tensor source(Work& work, const at::Tensor& tensor) {
 // A tensor that the operation writes, after it has read it if `reads`.
 at::Tensor target(Work& work, const at::Tensor& tensor, bool reads) {
   at::assert_no_internal_overlap(tensor);
+  // Also if the results get there at the end only, by a copy.
+  work.pins.push_back(pin_in_flight(tensor, /*writer=*/true, &work));
   at::Tensor plain = tensor.detach();
   if (!is_plain(plain)) {
     at::Tensor own = at::empty(plain.sizes(), plain.options().memory_format(std::nullopt));
@@ -183,7 +212,7 @@ TCH_EXTENSION_API Message tch_extension_group_start(
       case Op::Reduce: {
         // Gloo leaves partial sums on the other ranks.
         const bool writes = inner.getRank() == call->rank;
-        at::Tensor tensor = writes ? target(*work, *output, true) : source(*work, *output).clone();
+        at::Tensor tensor = writes ? target(*work, *output, true) : plain_of(*output).clone();
         work->tensors.push_back(tensor);
         work->work = reduce(inner, *call, tensor);
         break;
@@ -236,6 +265,7 @@ TCH_EXTENSION_API Message tch_extension_work_wait(Work* work, int64_t timeout) {
     work->copies.clear();
     work->tensors.clear();
     work->work.reset();
+    work->pins.clear();
   });
 }
 
@@ -253,9 +283,11 @@ TCH_EXTENSION_API Message tch_extension_group_broadcast_coalesced(const ProcessG
   return guard([&] {
     at::NoGradGuard no_grad;
     std::vector<at::Tensor> list;
+    std::vector<Pinned> pins;
     list.reserve(length);
     for (size_t i = 0; i < length; ++i) {
       at::assert_no_internal_overlap(*tensors[i]);
+      pins.push_back(pin_in_flight(*tensors[i], /*writer=*/true, &pins));
       list.push_back(tensors[i]->detach());
     }
     c10d::broadcast_coalesced(group->group, list, bytes, root);

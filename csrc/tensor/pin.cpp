@@ -1,6 +1,8 @@
 // Memory that safe Rust reads and writes. It stays allocated as long as a view of it exists,
 // whatever happens to its tensors.
 
+#include "pin.h"
+
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/COW.h>
 #include <c10/util/SmallVector.h>
@@ -14,20 +16,26 @@
 
 #include "tch_extension/c_abi.h"
 
-using namespace tch_extension;
-
-namespace {
+namespace tch_extension {
 
 // One view. While it lives, it is registered, unless it has no elements.
 struct Pin {
   at::Tensor tensor;
   bool writer = false;
+  // The operation that this view belongs to. Null for a view of Rust's.
+  const void* operation = nullptr;
   // The context of the memory's DataPtr or, if nobody frees that memory, its storage. Null if the
   // view is not registered.
   void* key = nullptr;
   const char* begin = nullptr;
   const char* end = nullptr;
 };
+
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+namespace {
 
 struct Entry {
   // The storage whose deleter must be restored.
@@ -77,6 +85,7 @@ enum Refusal : int {
   kLazyClone,
   kViewedForWriting,
   kViewed,
+  kInFlight,
 };
 
 Refusal refusal(const at::Tensor& tensor) {
@@ -110,8 +119,10 @@ void find_span(Pin& pin) {
 Refusal conflict(const Entry& entry, const Pin& pin) {
   for (const Pin* other : entry.pins) {
     const bool overlap = pin.begin < other->end && other->begin < pin.end;
-    if (overlap && other->writer) return kViewedForWriting;
-    if (overlap && pin.writer) return kViewed;
+    if (!overlap || (!other->writer && !pin.writer)) continue;
+    if (other->operation != nullptr && other->operation == pin.operation) continue;
+    if (other->operation != nullptr) return kInFlight;
+    return other->writer ? kViewedForWriting : kViewed;
   }
   return kNone;
 }
@@ -193,6 +204,34 @@ Refusal make(const at::Tensor& tensor, bool writer, void** data, Pin** pin) {
 }
 
 }  // namespace
+
+namespace tch_extension {
+
+void Unpin::operator()(Pin* pin) const {
+  if (pin->key != nullptr) leave(*pin);
+  delete pin;
+}
+
+Pinned pin_in_flight(const at::Tensor& tensor, bool writer, const void* operation) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return nullptr;
+  // A lazy clone gets memory of its own now, as the operation would see to later.
+  tensor.data_ptr();
+  Pinned pin(new Pin);
+  pin->tensor = tensor;
+  pin->writer = writer;
+  pin->operation = operation;
+  find_span(*pin);
+  switch (enter(*pin)) {
+    case kNone:
+      return pin;
+    case kInFlight:
+      TORCH_CHECK(false, "another operation in flight uses the tensor; wait for its Work first");
+    default:
+      TORCH_CHECK(false, "a view of the tensor lives; drop the View or ViewMut first");
+  }
+}
+
+}  // namespace tch_extension
 
 // Keeps a tensor's memory for a view of `dim` dimensions, which must be the tensor's number of
 // dimensions, and returns where its elements are. If `refused` is not zero, `pin` is not written.

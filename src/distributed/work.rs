@@ -5,7 +5,9 @@ use crate::Result;
 use crate::ffi::distributed as ffi;
 use std::time::{Duration, Instant};
 
-/// An operation in flight. The tensors must not be used until it has been waited for.
+/// An operation in flight. Until it has been waited for, the values of the tensors are undetermined,
+/// and operations of tch that use them race with it. A [`view`](crate::view) of them is an error, and
+/// so is another operation of a group: for CPU tensors, one that writes is alone.
 ///
 /// It keeps them alive. If it is dropped without [`wait`](Work::wait), the operation goes on, but
 /// results for a tensor that is not contiguous are lost, and errors stay unknown.

@@ -140,7 +140,7 @@ pub(crate) enum Refusal {
 impl Refusal {
     fn from_code(code: c_int) -> Option<Refusal> {
         use Refusal::*;
-        [Device, LazyValues, NoMemory, LazyClone, ViewedForWriting, Viewed]
+        [Device, LazyValues, NoMemory, LazyClone, ViewedForWriting, Viewed, InFlight]
             .into_iter()
             .find(|&refusal| refusal as c_int == code)
     }
@@ -180,6 +180,7 @@ impl Pinned {
         Pinned { data: std::ptr::null_mut(), pin: std::ptr::null_mut(), code: 0 }
     }
 
+    InFlight,
     /// The address of the first element, and the pin, which C++ made for us.
     fn finish<T>(
         self,

@@ -3,7 +3,8 @@
 
 use std::time::Duration;
 use tch::{Device, Kind, Tensor};
-use tch_extension::distributed::{ProcessGroup, ReduceOp, run_ranks};
+use tch_extension::distributed::{ProcessGroup, ReduceOp, Work, run_ranks};
+use tch_extension::view::{view, view_mut};
 use tch_extension::{Error, Result};
 
 pub const KINDS: [Kind; 9] = [
@@ -493,6 +494,93 @@ fn version_counters() {
         // A parameter may be written, since it belongs to no graph yet.
         group.broadcast(&leaf, 0)?;
         Ok(())
+    })
+    .expect("all ranks");
+}
+
+/// What a view says while an operation uses the memory.
+fn in_use<T>(view: Result<T>) -> bool {
+    match view {
+        Ok(_) => false,
+        Err(error) => {
+            let text = error.to_string();
+            assert!(text.contains("wait for its Work first"), "{text}");
+            true
+        }
+    }
+}
+
+#[test]
+fn memory_in_flight_has_no_views() {
+    // The operations of rank 0 are in flight until rank 1 begins them, too.
+    let turn = std::sync::Barrier::new(2);
+    super::unchecked(2, Duration::from_secs(20), |group| {
+        let ones = || Tensor::ones([4, 3], (Kind::Float, Device::Cpu));
+        let in_flight = |operation: &dyn Fn() -> Result<Work>, meanwhile: &mut dyn FnMut()| {
+            turn.wait();
+            let work = (group.rank() == 0).then(operation).transpose()?;
+            if work.is_some() {
+                meanwhile();
+            }
+            turn.wait();
+            work.map_or_else(operation, Ok)
+        };
+        for layout in [Layout::Contiguous, Layout::Transposed] {
+            let Placed { view: x, base, .. } = Placed::new(&ones(), layout);
+            let mut rest = base.narrow(0, 0, 1);
+            let reduce = || group.all_reduce_async(&x, ReduceOp::Sum);
+            let work = in_flight(&reduce, &mut || {
+                assert!(in_use(view::<f32, 2>(&x)));
+                assert!(in_use(view_mut::<f32, 2>(&mut rest)));
+                let error = reduce().expect_err("the same memory").to_string();
+                assert!(error.contains("wait for its Work first"), "{error}");
+            })?;
+            work.wait()?;
+            view_mut::<f32, 2>(&mut rest)?.fill(0.0);
+            let _view = view::<f32, 2>(&x)?;
+        }
+        // What is only read may be viewed for reading.
+        let (sent, received) = (ones(), ones());
+        let message = || match group.rank() {
+            0 => group.send_async(&sent, 1, 0),
+            _ => group.recv_async(&received, 0, 0),
+        };
+        let work = in_flight(&message, &mut || {
+            assert!(!in_use(view::<f32, 2>(&sent)));
+            assert!(in_use(view_mut::<f32, 2>(&mut sent.shallow_clone())));
+        })?;
+        work.wait()?;
+        view_mut::<f32, 2>(&mut received.shallow_clone())?.fill(0.0);
+        // An input that is part of the output, and an operation that nobody waits for.
+        let whole = Tensor::ones([2], (Kind::Float, Device::Cpu));
+        let own = whole.narrow(0, group.rank() as i64, 1);
+        let gather = || group.all_gather_into_async(&whole, &own);
+        drop(in_flight(&gather, &mut || assert!(in_use(view::<f32, 1>(&own))))?);
+        group.barrier()?;
+        let end = std::time::Instant::now() + Duration::from_secs(10);
+        while in_use(view::<f32, 1>(&whole)) {
+            assert!(std::time::Instant::now() < end, "still pinned");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
+    })
+    .expect("all ranks");
+}
+
+#[test]
+fn what_has_a_view_is_not_sent() {
+    run_ranks(1, |group| {
+        let (x, mut y) = (Tensor::from_slice(&[1.0, 2.0]), Tensor::from_slice(&[1.0, 2.0]));
+        let other = y.shallow_clone();
+        let (reads, writes) = (view::<f64, 1>(&x)?, view_mut::<f64, 1>(&mut y)?);
+        for tensor in [&x, &other] {
+            let error = group.all_reduce(tensor, ReduceOp::Sum).expect_err("a view").to_string();
+            assert!(error.contains("drop the View or ViewMut first"), "{error}");
+        }
+        assert!(group.broadcast_coalesced(&[&x], 0).is_err());
+        drop((reads, writes));
+        group.all_reduce(&x, ReduceOp::Sum)?;
+        group.broadcast_coalesced(&[&x, &other], 0)
     })
     .expect("all ranks");
 }
