@@ -102,13 +102,20 @@ TCH_EXTENSION_API Message tch_extension_canary_begin() {
   });
 }
 
-// Stops watching, and returns how many allocations had canaries overwritten, whether or not they
-// have been freed since.
-TCH_EXTENSION_API size_t tch_extension_canary_end() {
-  const std::shared_ptr<Watch> watch = std::exchange(watch_of_this_thread, nullptr);
+// How many allocations have had canaries overwritten so far, whether or not they have been freed
+// since.
+TCH_EXTENSION_API size_t tch_extension_canary_overwritten() {
+  const std::shared_ptr<Watch> watch = watch_of_this_thread;
   if (watch == nullptr) return 0;
   std::lock_guard<std::mutex> lock(watch->mutex);
   const auto dead = std::count_if(watch->living.begin(), watch->living.end(),
                                   [](auto* block) { return !block->intact(); });
   return watch->broken + static_cast<size_t>(dead);
+}
+
+// The same, and stops watching.
+TCH_EXTENSION_API size_t tch_extension_canary_end() {
+  const size_t overwritten = tch_extension_canary_overwritten();
+  watch_of_this_thread = nullptr;
+  return overwritten;
 }

@@ -10,6 +10,7 @@ use torch_sys::C_tensor;
 unsafe extern "C" {
     safe fn tch_extension_canary_begin() -> *mut c_char;
     safe fn tch_extension_canary_end() -> usize;
+    safe fn tch_extension_canary_overwritten() -> usize;
     fn tch_extension_record_begin(handle: *mut u64) -> *mut c_char;
     fn tch_extension_record_end(
         handle: u64,
@@ -42,6 +43,11 @@ impl Canaries {
         let message = take_message(tch_extension_canary_begin());
         message
             .map_or(Ok(Canaries { _not_send: PhantomData }), |message| Err(Error::Torch(message)))
+    }
+
+    /// How many of this thread's allocations have had canaries overwritten so far.
+    pub(crate) fn overwritten() -> usize {
+        tch_extension_canary_overwritten()
     }
 
     /// Stops watching, and returns how many allocations had canaries overwritten.
@@ -156,3 +162,4 @@ mod tests {
         assert!(bytes().resize_([1 << 20]).size() == [1 << 20]);
     }
 }
+                assert_eq!(Canaries::overwritten(), broken, "{offsets:?}");

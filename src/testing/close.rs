@@ -1,6 +1,8 @@
 //! Comparison of tensors: `torch.testing.assert_close`.
 
-use super::compare::{Bound, count_of, element_index, mismatch, values};
+use super::compare::{
+    Bound, Number, complex_values, count_of, element_index, is_complex, mismatch, values,
+};
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
@@ -9,24 +11,25 @@ use tch::{Kind, Tensor};
 ///
 /// | kind | rtol | atol |
 /// |---|---|---|
-/// | `Half` | 1e-3 | 1e-5 |
+/// | `Half`, `ComplexHalf` | 1e-3 | 1e-5 |
 /// | `BFloat16` | 1.6e-2 | 1e-5 |
-/// | `Float` | 1.3e-6 | 1e-5 |
-/// | `Double` | 1e-7 | 1e-7 |
+/// | `Float`, `ComplexFloat` | 1.3e-6 | 1e-5 |
+/// | `Double`, `ComplexDouble` | 1e-7 | 1e-7 |
 /// | others | 0 | 0 |
 pub fn tolerance(kind: Kind) -> (f64, f64) {
     match kind {
-        Kind::Half => (1e-3, 1e-5),
+        Kind::Half | Kind::ComplexHalf => (1e-3, 1e-5),
         Kind::BFloat16 => (1.6e-2, 1e-5),
-        Kind::Float => (1.3e-6, 1e-5),
-        Kind::Double => (1e-7, 1e-7),
+        Kind::Float | Kind::ComplexFloat => (1.3e-6, 1e-5),
+        Kind::Double | Kind::ComplexDouble => (1e-7, 1e-7),
         _ => (0.0, 0.0),
     }
 }
 
 /// Asserts that two tensors have the same shape and kind, and that `|actual - expected| <= atol +
 /// rtol |expected|` for each element. NaN is close only to NaN, and infinity only to the same
-/// infinity. Strides and devices may differ. Elements are compared as `f64`.
+/// infinity. Strides and devices may differ. Elements are compared as `f64`, complex ones by the
+/// absolute value of their difference.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -39,7 +42,7 @@ pub fn tolerance(kind: Kind) -> (f64, f64) {
 ///
 /// # Panics
 /// When the tensors are not close. The message has the worst element's index, both values, and the
-/// allowed difference. Also when a tensor is undefined or complex.
+/// allowed difference. Also when a tensor is undefined.
 #[track_caller]
 pub fn assert_close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) {
     if let Err(error) = close(actual, expected, rtol, atol) {
@@ -61,16 +64,22 @@ pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) ->
     if found != wanted {
         return Err(Error::msg(format!("actual is {found}, expected is {wanted}")));
     }
-    let bound = Bound { rtol, atol, equal_nan: true };
-    let (actual, size, expected) = (values(actual)?, expected.size(), values(expected)?);
-    let Some(found) = mismatch(&actual, &expected, bound) else { return Ok(()) };
+    let (bound, size) = (Bound { rtol, atol, equal_nan: true }, expected.size());
+    match is_complex(expected.f_kind()?) {
+        true => all_close(&complex_values(actual)?, &complex_values(expected)?, bound, &size),
+        false => all_close(&values(actual)?, &values(expected)?, bound, &size),
+    }
+}
 
+fn all_close<T: Number>(actual: &[T], expected: &[T], bound: Bound, size: &[i64]) -> Result<()> {
+    let Some(found) = mismatch(actual, expected, bound) else { return Ok(()) };
     let (a, e) = (actual[found.worst], expected[found.worst]);
+    let Bound { rtol, atol, .. } = bound;
     Err(Error::msg(format!(
         "element {:?}: actual {a:?}, expected {e:?}: they differ by {:?}, allowed is {:?} (rtol {rtol:?}, \
          atol {atol:?}); {} not close",
-        element_index(found.worst, &size),
-        (a - e).abs(),
+        element_index(found.worst, size),
+        a.distance(e),
         bound.allowed(e),
         count_of(found.count, actual.len(), "elements"),
     )))
@@ -173,6 +182,34 @@ mod tests {
 
     fn half(values: &[f64]) -> Tensor {
         Tensor::from_slice(values).to_kind(Kind::Half)
+    }
+
+    #[test]
+    fn complex_numbers_are_compared_by_their_distance() {
+        let complex = |parts: &[f64]| Tensor::from_slice(parts).reshape([-1, 2]).view_as_complex();
+        let (x, nan) = (complex(&[3.0, 4.0, 0.0, -2.0]), complex(&[f64::NAN, 1.0]));
+        assert_close(&x, &x.conj().conj(), 0.0, 0.0);
+        assert_close(&nan, &complex(&[2.0, f64::NAN]), 0.0, 0.0);
+        assert_close(&complex(&[f64::INFINITY, 1.0]), &complex(&[f64::INFINITY, 1.0]), 0.0, 0.0);
+        // 0.03 + 0.04i is 0.05 away, and 1 % of 5 are 0.05.
+        let off = complex(&[3.03, 4.04, 0.0, -2.0]);
+        assert!(close(&off, &x, 0.0101, 0.0).is_ok());
+        let error = close(&off, &x, 0.0, 0.045).unwrap_err().to_string();
+        for part in ["element [0]: actual 3.03+4.04i, expected 3.0+4.0i", "1 of 2 elements is not"]
+        {
+            assert!(error.contains(part), "{error}");
+        }
+        let wrong = [
+            (&x, &x.conj()),
+            (&nan, &complex(&[1.0, 1.0])),
+            (&complex(&[f64::INFINITY, 1.0]), &complex(&[f64::INFINITY, 2.0])),
+            (&complex(&[f64::INFINITY, f64::NAN]), &complex(&[1.0, 1.0])),
+        ];
+        for (actual, expected) in wrong {
+            assert!(close(actual, expected, 0.1, 0.1).is_err(), "{actual:?} {expected:?}");
+        }
+        assert!(close(&x, &x.real(), 0.1, 0.1).is_err());
+        assert_eq!(tolerance(Kind::ComplexFloat), tolerance(Kind::Float));
     }
 
     #[test]

@@ -2,7 +2,47 @@
 
 use crate::ffi::tensor::plain;
 use crate::{Error, Result};
+use std::fmt;
 use tch::{Device, Kind, Tensor};
+
+/// What can be compared.
+pub(super) trait Number: Copy + PartialEq + fmt::Debug {
+    fn magnitude(self) -> f64;
+    fn distance(self, other: Self) -> f64;
+}
+
+impl Number for f64 {
+    fn magnitude(self) -> f64 {
+        self.abs()
+    }
+
+    fn distance(self, other: f64) -> f64 {
+        (self - other).abs()
+    }
+}
+
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Complex {
+    re: f64,
+    im: f64,
+}
+
+impl Number for Complex {
+    fn magnitude(self) -> f64 {
+        // `hypot` of infinity and NaN is infinite.
+        if self.re.is_nan() || self.im.is_nan() { f64::NAN } else { self.re.hypot(self.im) }
+    }
+
+    fn distance(self, other: Complex) -> f64 {
+        Complex { re: self.re - other.re, im: self.im - other.im }.magnitude()
+    }
+}
+
+impl fmt::Debug for Complex {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}{:+?}i", self.re, self.im)
+    }
+}
 
 /// How far apart two numbers may be: `|actual - expected| <= atol + rtol |expected|`.
 #[derive(Clone, Copy)]
@@ -14,22 +54,22 @@ pub(super) struct Bound {
 }
 
 impl Bound {
-    pub fn allowed(&self, expected: f64) -> f64 {
-        self.atol + self.rtol * expected.abs()
+    pub fn allowed(&self, expected: impl Number) -> f64 {
+        self.atol + self.rtol * expected.magnitude()
     }
 
-    pub fn holds(&self, actual: f64, expected: f64) -> bool {
-        let difference = (actual - expected).abs();
+    pub fn holds<T: Number>(&self, actual: T, expected: T) -> bool {
+        let difference = actual.distance(expected);
         // If `expected` is infinite, so is the allowed difference; hence only finite differences
         // count.
         actual == expected
             || (difference.is_finite() && difference <= self.allowed(expected))
-            || (self.equal_nan && actual.is_nan() && expected.is_nan())
+            || (self.equal_nan && actual.magnitude().is_nan() && expected.magnitude().is_nan())
     }
 
     /// How far the bound is exceeded. NaN and infinity count as infinitely far.
-    fn excess(&self, actual: f64, expected: f64) -> f64 {
-        let excess = (actual - expected).abs() - self.allowed(expected);
+    fn excess<T: Number>(&self, actual: T, expected: T) -> f64 {
+        let excess = actual.distance(expected) - self.allowed(expected);
         if excess.is_nan() { f64::INFINITY } else { excess }
     }
 }
@@ -44,7 +84,7 @@ pub(super) struct Mismatch {
 }
 
 /// Compares two lists of the same length. `None` when the bound holds everywhere.
-pub(super) fn mismatch(actual: &[f64], expected: &[f64], bound: Bound) -> Option<Mismatch> {
+pub(super) fn mismatch<T: Number>(actual: &[T], expected: &[T], bound: Bound) -> Option<Mismatch> {
     let mut found: Option<(Mismatch, f64)> = None;
     for (index, (&actual, &expected)) in actual.iter().zip(expected).enumerate() {
         if bound.holds(actual, expected) {
@@ -98,6 +138,12 @@ pub(super) fn components(tensor: &Tensor) -> Result<Vec<f64>> {
     }
     // `plain` resolves a pending conjugation, for which view_as_real fails.
     values(&plain(&tensor.f_detach()?)?.f_view_as_real()?)
+}
+
+/// The elements of a complex kind, in row-major order.
+pub(super) fn complex_values(tensor: &Tensor) -> Result<Vec<Complex>> {
+    let pairs = components(tensor)?;
+    Ok(pairs.chunks_exact(2).map(|pair| Complex { re: pair[0], im: pair[1] }).collect())
 }
 
 /// The inverse of [`components`]: a tensor of these components, with the shape, kind and device of

@@ -30,6 +30,31 @@ fn operators_that_keep_to_the_rules() {
     });
 }
 
+#[test]
+fn complex_numbers() {
+    let conjugated = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        Ok([grad * w.conj(), grad * x.conj()].into())
+    };
+    let in_rows = |x: &Tensor, w: &Tensor| Ok(taken_for_contiguous(x) * w);
+    for device in devices() {
+        for kind in [Kind::ComplexFloat, Kind::ComplexDouble] {
+            let leaf = || Tensor::randn([4, 6], (kind, device)).set_requires_grad(true);
+            let inputs = [leaf(), leaf()];
+            let inputs = [&inputs[0], &inputs[1]];
+            conformance(product(value, conjugated), &inputs, &defaults()).unwrap();
+            let wrong = conformance(product(in_rows, conjugated), &inputs, &defaults());
+            let report = wrong.expect_err("strides are ignored").to_string();
+            assert!(report.contains("layouts: with inputs Transposed, output 0: "), "{report}");
+            let real = |inputs: &[Tensor]| Ok((&inputs[0] * &inputs[1]).abs());
+            conformance(real, &inputs, &defaults()).unwrap();
+        }
+        // Real inputs of complex numbers have second derivatives.
+        let square = |inputs: &[Tensor]| Ok(Tensor::complex(&inputs[0], &inputs[1]).square());
+        let (names, report) = broken(square, device, &defaults());
+        assert!(names.is_empty(), "{report}");
+    }
+}
+
 /// sin, which has no second derivative.
 struct Once;
 

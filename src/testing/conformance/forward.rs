@@ -3,7 +3,6 @@
 use super::caught;
 use super::run::{Case, detached, same_bits, tensors_of};
 use crate::autograd::Tensors;
-use crate::ffi::testing::Canaries;
 use crate::testing::replica::Replica;
 use crate::testing::samples::Layout;
 use crate::{Error, Result};
@@ -175,31 +174,6 @@ fn stretch(tensor: &Tensor) -> Result<(usize, usize)> {
         tensor.size().iter().zip(tensor.stride()).map(|(size, stride)| (size - 1) * stride).sum();
     let begin = tensor.data_ptr() as usize;
     Ok((begin, begin + (last as usize + 1) * tensor.f_kind()?.elt_size_in_bytes()))
-}
-
-pub(super) fn memory(case: &Case<'_>) -> Result<()> {
-    let written = |run: &dyn Fn() -> Result<()>| -> Result<usize> {
-        let canaries = Canaries::new()?;
-        run()?;
-        Ok(canaries.end())
-    };
-    let runs: [(&str, &dyn Fn() -> Result<()>); 2] = [
-        ("the forward without a graph", &|| {
-            let _guard = tch::no_grad_guard();
-            case.runner.call(&tensors_of(&case.copies()?)).map(drop)
-        }),
-        ("forward and backward", &|| case.again().map(drop)),
-    ];
-    for (what, run) in runs {
-        let written = written(run)?;
-        if written > 0 {
-            let text = format!(
-                "{what} wrote outside of the memory that was allocated, in {written} places"
-            );
-            return Err(Error::msg(text));
-        }
-    }
-    Ok(())
 }
 
 pub(super) fn determinism(case: &Case<'_>) -> Result<()> {

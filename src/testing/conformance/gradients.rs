@@ -2,7 +2,7 @@
 
 use super::run::{Case, Outcome, tensors_of};
 use crate::autograd::{GradOptions, grad};
-use crate::testing::compare::values;
+use crate::testing::compare::{is_complex, values};
 use crate::testing::samples::{Layout, noise};
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
@@ -165,7 +165,10 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
         let outputs = case.runner.call(&inputs)?;
         for (output, vector) in outputs.iter().zip(&case.vectors) {
             let (Some(output), Some(vector)) = (output, vector) else { continue };
-            let part = output.f_mul(vector)?.f_sum(output.f_kind()?)?;
+            let mut part = output.f_mul(vector)?.f_sum(output.f_kind()?)?;
+            if is_complex(part.f_kind()?) {
+                part = part.f_real()?;
+            }
             total = Some(match total {
                 Some(total) => {
                     total.f_add(&part.f_to_kind(total.f_kind()?)?.f_to_device(total.device())?)?

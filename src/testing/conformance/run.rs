@@ -4,11 +4,14 @@ use super::ConformanceOptions;
 use super::surroundings::Kept;
 use crate::autograd::{GradOptions, Tensors, grad};
 use crate::ffi::autograd::tch_extension_grad_mode as grad_mode;
+use crate::ffi::testing::Canaries;
 use crate::testing::close::close;
+use crate::testing::compare::is_complex;
 use crate::testing::replica::Replica;
 use crate::testing::samples::noise;
 use crate::testing::tolerance;
 use crate::{Error, Result};
+use std::sync::OnceLock;
 use tch::{Kind, Tensor};
 
 pub(super) type Operator<'a> = dyn Fn(&[Tensor]) -> Result<Tensors> + Sync + 'a;
@@ -29,6 +32,8 @@ pub(super) struct Outcome {
 pub(super) struct Runner<'a> {
     pub operator: &'a Operator<'a>,
     pub options: &'a ConformanceOptions<'a>,
+    /// Who wrote outside of the memory that was allocated. It is not called again.
+    pub overrun: &'a OnceLock<String>,
 }
 
 /// An operator, with the inputs to test it with.
@@ -48,8 +53,9 @@ impl<'a> Case<'a> {
         operator: &'a Operator<'a>,
         inputs: &'a [&'a Tensor],
         options: &'a ConformanceOptions<'a>,
+        overrun: &'a OnceLock<String>,
     ) -> Result<Self> {
-        let runner = Runner { operator, options };
+        let runner = Runner { operator, options, overrun };
         let variables = (0..inputs.len()).filter(|&index| inputs[index].requires_grad()).collect();
         let mut case = Case {
             runner,
@@ -99,8 +105,13 @@ impl<'a> Case<'a> {
 fn vector((index, output): (usize, &Option<Tensor>)) -> Result<Option<Tensor>> {
     let output = output.as_ref().filter(|output| output.defined() && output.requires_grad());
     let like = |output: &Tensor| -> Result<Tensor> {
-        let values = noise(&output.size(), 100 + index)?.f_add_scalar(0.1)?;
-        Ok(values.f_to_kind(output.f_kind()?)?.f_to_device(output.device())?)
+        let (mut size, kind) = (output.size(), output.f_kind()?);
+        if is_complex(kind) {
+            size.push(2);
+        }
+        let values = noise(&size, 100 + index)?.f_add_scalar(0.1)?;
+        let values = if is_complex(kind) { values.f_view_as_complex()? } else { values };
+        Ok(values.f_to_kind(kind)?.f_to_device(output.device())?)
     };
     output.map(like).transpose()
 }
@@ -119,7 +130,27 @@ impl Runner<'_> {
                 self.options.changed_inputs.contains(&index) && leaf.requires_grad() && grad_mode();
             if changed { no_leaf(leaf) } else { Ok(leaf.shallow_clone()) }
         });
-        (self.operator)(&given.collect::<Result<Vec<_>>>()?)
+        let given = given.collect::<Result<Vec<_>>>()?;
+        let what = if grad_mode() { "the forward" } else { "the forward without a graph" };
+        self.watched(what, || (self.operator)(&given))
+    }
+
+    /// Calls the operator or its backward pass, whose allocations have canaries, and looks at them.
+    fn watched<T>(&self, what: &str, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        let refuse = |text: &String| Err(Error::msg(text.clone()));
+        if let Some(text) = self.overrun.get() {
+            return refuse(text);
+        }
+        let result = call();
+        match Canaries::overwritten() {
+            0 => result,
+            places => refuse(self.overrun.get_or_init(|| {
+                format!(
+                    "{what} wrote outside of the memory that was allocated, in {places} places; \
+                     nothing more was checked"
+                )
+            })),
+        }
     }
 
     /// Computes the outputs, and the gradients of the leaves that require grad.
@@ -161,7 +192,8 @@ impl Runner<'_> {
         }
         let inputs: Vec<&Tensor> = variables.iter().map(|&index| &leaves[index]).collect();
         let options = GradOptions { grad_outputs: &with, allow_unused: true, ..Default::default() };
-        for (&index, gradient) in variables.iter().zip(grad(&of, &inputs, &options)?.into_vec()) {
+        let found = self.watched("the backward", || grad(&of, &inputs, &options))?;
+        for (&index, gradient) in variables.iter().zip(found.into_vec()) {
             gradients[index] = gradient;
         }
         Ok(gradients)

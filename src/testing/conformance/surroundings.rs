@@ -5,6 +5,8 @@ use super::run::{Case, Outcome, tensors_of};
 use crate::cuda::{Graph, Stream, StreamGuard, synchronize};
 use crate::ffi::amp::AutocastSetting;
 use crate::ffi::autograd::{tch_extension_grad_mode as grad_mode, tch_extension_set_grad_mode};
+use crate::ffi::testing::Canaries;
+use crate::testing::compare::is_complex;
 use crate::testing::replica::Replica;
 use crate::{Error, Result};
 use std::borrow::Borrow;
@@ -115,6 +117,7 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
     let run = |rounds: Vec<(Vec<Tensor>, Vec<Option<Tensor>>)>| {
         // New threads get the settings of the calling thread.
         set_autocast(&autocast);
+        let _canaries = Canaries::new()?;
         rounds
             .iter()
             .map(|(leaves, vectors)| runner.run(leaves, vectors))
@@ -197,8 +200,12 @@ pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     let copies = case.copies()?;
     let leaves = tensors_of(&copies);
     synchronize(device)?;
-    let (graph, captured) = Graph::capture(device, || case.run(&leaves))
-        .map_err(|error| Error::msg(format!("it cannot be captured: {error}")))?;
+    let (graph, (captured, _)) = Graph::capture(device, || {
+        // libtorch warns of a graph without nodes, as of an operator that has nothing to compute.
+        let something = Tensor::f_zeros([1], (Kind::Float, device))?;
+        Ok((case.run(&leaves)?, something))
+    })
+    .map_err(|error| Error::msg(format!("it cannot be captured: {error}")))?;
     for factor in [1.0, 0.5] {
         refill(case, &copies, factor)?;
         graph.replay()?;
@@ -210,11 +217,12 @@ pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Fills the copies with the inputs' values, multiplied by `factor` for floating-point kinds.
+/// Fills the copies with the inputs' values, multiplied by `factor` for floating-point and complex
+/// kinds.
 fn refill(case: &Case<'_>, copies: &[Replica], factor: f64) -> Result<()> {
     for (copy, original) in copies.iter().zip(case.copies()?) {
         let memory = original.memory()?;
-        copy.overwrite(&if memory.f_is_floating_point()? {
+        copy.overwrite(&if memory.f_is_floating_point()? || is_complex(memory.f_kind()?) {
             memory.f_mul_scalar(factor)?
         } else {
             memory
