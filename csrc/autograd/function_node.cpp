@@ -14,6 +14,8 @@
 #include <typeinfo>
 #include <utility>
 
+#include "../tensor/touched.h"
+
 namespace tch_extension {
 
 using torch::autograd::Edge;
@@ -117,7 +119,9 @@ at::Tensor FunctionNode::unpack(size_t slot) const {
                              " was asked for, but the forward saved " + std::to_string(len));
   }
   if (creates_graph()) check_history((*saved)[slot], slot);
-  return (*saved)[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
+  at::Tensor tensor = (*saved)[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
+  touch(tensor);
+  return tensor;
 }
 
 void FunctionNode::release_variables() {
@@ -210,10 +214,6 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
   }
 }
 
-variable_list FunctionNode::by_edge(variable_list&& gradients) const {
-  // If no input is absent, the indices of edges are those of inputs.
-  if (gradients.size() == num_outputs()) return std::move(gradients);
-  variable_list edges(num_outputs());
 // The engine would sum a gradient of a larger shape, and its error for a complex gradient of a real
 // input does not say whose it is.
 void FunctionNode::check_gradient(size_t input, const at::Tensor& gradient) const {
@@ -240,8 +240,12 @@ void FunctionNode::check_gradient(size_t input, const at::Tensor& gradient) cons
   }
 }
 
-  for (size_t i = 0; i < gradients.size(); ++i) {
+variable_list FunctionNode::by_edge(variable_list&& gradients) const {
   for (size_t i = 0; i < gradients.size(); ++i) check_gradient(i, gradients[i]);
+  // If no input is absent, the indices of edges are those of inputs.
+  if (gradients.size() == num_outputs()) return std::move(gradients);
+  variable_list edges(num_outputs());
+  for (size_t i = 0; i < gradients.size(); ++i) {
     if (edge_of_input_[i] != kNoEdge) {
       edges[edge_of_input_[i]] = std::move(gradients[i]);
     } else if (gradients[i].defined()) {

@@ -10,14 +10,18 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <vector>
 
 #include "../libtorch_versions.h"
+#include "../tensor/touched.h"
 #include "capture_watch.h"
 #include "tch_extension/c_abi.h"
 
@@ -50,6 +54,56 @@ void forget_workspaces(cudaStream_t stream) {
   forget_workspaces(at::cuda::cublaslt_handle_stream_to_workspace(), stream);
 }
 
+// The memory of a graph that is not in its own pool.
+class OthersMemory final : public Touched {
+ public:
+  explicit OthersMemory(at::cuda::MempoolId_t pool) : pool_(pool) {}
+
+  // Keeps it until all work is done that was launched on these streams so far. Its allocator knows
+  // only the stream on which it was made.
+  void use_on(const std::vector<c10::cuda::CUDAStream>& streams) {
+    for_each_storage([&](const c10::Storage& storage) {
+      if (!storage.device().is_cuda()) return;
+      for (const auto& stream : streams) {
+        c10::cuda::CUDACachingAllocator::recordStream(storage.data_ptr(), stream);
+      }
+    });
+  }
+
+ protected:
+  bool is_captured(c10::Device device) override {
+    if (!device.is_cuda()) return false;
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(device.index());
+    // The default stream cannot be captured, and asking about it may be an error.
+    if (stream == nullptr) return false;
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
+           status != cudaStreamCaptureStatusNone;
+  }
+
+  bool is_own(c10::Device device, const void* address) override {
+    if (!device.is_cuda()) return false;
+    const auto place = reinterpret_cast<uintptr_t>(address);
+    if (is_in_pool(place)) return true;
+    for (const auto& segment : c10::cuda::CUDACachingAllocator::snapshot(pool_).segments) {
+      if (segment.owner_private_pool_id == pool_) segments_[segment.address] = segment.total_size;
+    }
+    return is_in_pool(place);
+  }
+
+ private:
+  bool is_in_pool(uintptr_t place) const {
+    auto next = segments_.upper_bound(place);
+    if (next == segments_.begin()) return false;
+    --next;
+    return place - next->first < next->second;
+  }
+
+  const at::cuda::MempoolId_t pool_;
+  // Begin and size of the pool's memory, as far as it is known. A pool only grows during a capture.
+  std::map<uintptr_t, size_t> segments_;
+};
+
 }  // namespace
 
 class Graph final : public at::cuda::CUDAGraph {
@@ -60,13 +114,15 @@ class Graph final : public at::cuda::CUDAGraph {
 
   // keep_graph: capture_end then keeps the graph, so that its nodes can be counted before it is
   // instantiated.
-  Graph() : CUDAGraph(/*keep_graph=*/true) {}
+  explicit Graph(at::cuda::MempoolId_t pool)
+      : CUDAGraph(/*keep_graph=*/true), pool_(pool), memory_(pool) {}
 
   // Begins to capture the current stream.
-  void begin(at::cuda::MempoolId_t pool) {
+  void begin() {
     try {
       forget_workspaces(c10::cuda::getCurrentCUDAStream());
-      capture_begin(pool, cudaStreamCaptureModeThreadLocal);
+      capture_begin(pool_, cudaStreamCaptureModeThreadLocal);
+      memory_.start();
       watch_.start(capture_stream_);
     } catch (...) {
       abandon();
@@ -76,8 +132,12 @@ class Graph final : public at::cuda::CUDAGraph {
 
   void end() {
     watch_.stop();
+    memory_.stop();
     try {
       capture_end();
+      memory_.check();
+      require_memory();
+      memory_.is_left();  // notes what others hold now
       // Before the capture, libtorch has set where the random numbers of a replay begin, on the
       // capture's stream. A replay sets it, too, on its own stream, and must not be overtaken.
       C10_CUDA_CHECK(cudaStreamSynchronize(capture_stream_));
@@ -92,11 +152,26 @@ class Graph final : public at::cuda::CUDAGraph {
     }
   }
 
+  // Launches the graph on the current stream of its device.
+  void run() {
+    require_memory();
+    replay();
+    const auto stream = c10::cuda::getCurrentCUDAStream(capture_dev_);
+    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) {
+      streams_.push_back(stream);
+    }
+  }
+
+  // Whether a tensor that the graph uses is used by nobody else any more, or has other memory.
+  bool is_left() { return !memory_.is_intact() || memory_.is_left(); }
+
   // Cleans up after a capture that did not end. libtorch's own class would leave the stream
   // capturing, the allocator asking a destroyed object whether a stream is being captured, and the
   // random number generator refusing to draw.
   void abandon() noexcept {
     watch_.stop();
+    memory_.stop();
+    quietly([&] { memory_.use_on(streams_); });
     if (capture_ended_) return;  // reset() then releases everything
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(capture_stream_, &status) == cudaSuccess &&
@@ -124,7 +199,17 @@ class Graph final : public at::cuda::CUDAGraph {
   }
 
  private:
+  void require_memory() const {
+    TORCH_CHECK(memory_.is_intact(),
+                "a tensor that the graph uses has other memory than when the graph read or wrote "
+                "it, after a resize_ for example; capture the graph again");
+  }
+
   CaptureWatch watch_;
+  const at::cuda::MempoolId_t pool_;
+  OthersMemory memory_;
+  // Where the graph was launched.
+  std::vector<c10::cuda::CUDAStream> streams_;
 
   void count_nodes() {
     size_t len = 0;
@@ -168,8 +253,8 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph**
     // torch.cuda.graph does both, too.
     c10::cuda::device_synchronize();
     c10::cuda::CUDACachingAllocator::emptyCache();
-    auto graph = std::make_unique<Graph>();
-    graph->begin(pool);
+    auto graph = std::make_unique<Graph>(pool);
+    graph->begin();
     *result = graph.release();
   });
 }
@@ -212,9 +297,13 @@ TCH_EXTENSION_API void tch_extension_cuda_graph_count(const Graph* graph, size_t
 TCH_EXTENSION_API Message tch_extension_cuda_graph_replay(Graph* graph) {
   return guard([&] {
     std::lock_guard<std::mutex> lock(bookkeeping());
-    graph->replay();
+    graph->run();
   });
 }
+
+// Whether something that the graph uses has been left to it alone since the capture, or has other
+// memory now.
+TCH_EXTENSION_API bool tch_extension_cuda_graph_is_left(Graph* graph) { return graph->is_left(); }
 
 // A capture that is under way is given up; then this must be called in the thread of ..._begin.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_delete(Graph* graph) {

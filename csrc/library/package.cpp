@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "../tensor/touched.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
@@ -180,7 +181,7 @@ torch::inductor::CreateAOTIModelRunnerFunc runner_of(const std::string& type) {
 
 }  // namespace
 
-class Package {
+class Package : public std::enable_shared_from_this<Package> {
  public:
   // `library`: the compiled model. `folder`: where the kernels of a GPU lie. `weights`: a file of
   // constants that are not in the library; may be null.
@@ -210,6 +211,14 @@ class Package {
     }
   }
 
+  // Rust has one handle, and a CUDA graph that captured a run has another.
+  static Package* own(std::shared_ptr<Package> package) {
+    Package* const raw = package.get();
+    raw->handle_ = std::move(package);
+    return raw;
+  }
+  void disown() { const auto last = std::move(handle_); }
+
   c10::Device device() const { return device_; }
   size_t inputs() const { return inputs_; }
   size_t outputs() const { return outputs_; }
@@ -218,6 +227,9 @@ class Package {
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const Inside inside(turnstile_);
     const Surroundings surroundings(device_);
+    // Compiled code launches kernels without operations.
+    touch(device_, shared_from_this());
+    for (const auto& input : inputs) touch(input);
     auto outputs = NotingExecutor::checked([&] { return runner_->run(inputs); });
     for (auto& output : outputs) {
       // A model may return a view of a constant. Its memory is freed or overwritten sooner.
@@ -251,6 +263,11 @@ class Package {
   void update(const Tensors& values) {
     const Alone alone(turnstile_);
     const Surroundings surroundings(device_);
+    if (has_folded_ && handle_.use_count() > 1) {
+      throw std::runtime_error(
+          "a CUDA graph reads constants that are computed from others, which would get other "
+          "memory; drop the graph before the update");
+    }
     const auto all = constants();
     // The model copies as many bytes as the tensor's memory has, and takes over its strides,
     // although its kernels were compiled for those of the constant. So it gets tensors whose memory
@@ -362,6 +379,7 @@ class Package {
   }
 
   const c10::Device device_;
+  std::shared_ptr<Package> handle_;
   Turnstile turnstile_;
   std::unique_ptr<NotingExecutor> executor_;
   std::unique_ptr<AOTIModelContainerRunner> runner_;
@@ -383,11 +401,12 @@ TCH_EXTENSION_API Message tch_extension_load_package(const char* library, const 
                                                      int32_t index, size_t runners,
                                                      bool single_threaded, Package** result) {
   return guard([&] {
-    *result = new Package(library, folder, weights, type, index, runners, single_threaded);
+    *result = Package::own(
+        std::make_shared<Package>(library, folder, weights, type, index, runners, single_threaded));
   });
 }
 
-TCH_EXTENSION_API void tch_extension_free_package(Package* package) { delete package; }
+TCH_EXTENSION_API void tch_extension_free_package(Package* package) { package->disown(); }
 
 TCH_EXTENSION_API void tch_extension_package_facts(const Package* package, int32_t* index,
                                                    size_t* inputs, size_t* outputs) {

@@ -5,6 +5,7 @@
 
 #include <cstddef>
 
+#include "../tensor/touched.h"
 #include "params.h"
 #include "tch_extension/c_abi.h"
 
@@ -55,6 +56,7 @@ OptimFact fact_of_parameter(const at::Tensor& parameter) {
              parameter.is_conj() || parameter._is_zerotensor()) {
     fact.readiness = OptimReadiness::NotDense;
   } else if (fact.device != kOtherDevice) {
+    touch(parameter);
     fact.data = parameter.mutable_data_ptr();
     fact.layout = layout_of(parameter);
   }
@@ -82,6 +84,7 @@ OptimFact fact_of_gradient(const at::Tensor& gradient, const at::Tensor& paramet
     fact.readiness = OptimReadiness::OtherLayout;
   } else if (fact.device != kOtherDevice) {
     // Clipping writes to gradients.
+    touch(gradient);
     fact.data = gradient.mutable_data_ptr();
   }
   return fact;

@@ -14,6 +14,7 @@
 #include <memory>
 
 #include "tch_extension/c_abi.h"
+#include "touched.h"
 
 using namespace tch_extension;
 
@@ -58,6 +59,7 @@ TensorFacts facts_of(const at::Tensor* tensor) {
   facts.requires_grad = tensor->requires_grad();
   // The same condition as in tch_extension_is_in_memory.
   if (tensor->is_neg() || tensor->is_conj() || tensor->_is_zerotensor()) return facts;
+  touch(*tensor);
   facts.data = tensor->const_data_ptr();
   facts.is_in_memory = facts.data != nullptr || tensor->numel() == 0;
   return facts;

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "tch_extension/c_abi.h"
+#include "touched.h"
 
 using namespace tch_extension;
 
@@ -21,6 +22,8 @@ TCH_EXTENSION_API bool tch_extension_is_in_memory(const at::Tensor* tensor) {
 TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
   return tch_extension_is_in_memory(tensor) && tensor->is_contiguous();
 }
+
+TCH_EXTENSION_API void tch_extension_touch(const at::Tensor* tensor) { touch(*tensor); }
 
 // Returns the tensor itself if it is plain, otherwise a plain copy.
 TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tensor** result) {

@@ -22,8 +22,10 @@ use tch::Device;
 ///   that names the operation, even if the operation panics, as `double_value` does.
 ///   During the capture, no other thread may synchronise the whole device, empty libtorch's cache,
 ///   replay a graph or draw CUDA random numbers either; allocating is fine.
-/// - **The same memory**: a replay reads the tensors that the closure read, at the same addresses.
-///   Keep them alive as long as the graph, and change their values in place (`copy_`).
+/// - **The same memory**: a replay reads and writes the tensors that the closure did, at the same
+///   addresses. The graph keeps their memory, also if you drop them. Change their values in place
+///   (`copy_`): a tensor that gets other memory is no longer the graph's. After `set_data` a replay
+///   still uses the former memory; `resize_` frees it, and then a replay is an error.
 /// - **The results belong to the graph**: the memory of tensors that the closure makes is in the
 ///   graph's own pool, and each replay overwrites it. Before the first replay it is uninitialised.
 ///   Copy results that you want to keep.
@@ -156,9 +158,16 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// An error of CUDA.
+    /// An error of CUDA; when a tensor that the graph uses has got other memory (`resize_`).
     pub fn replay(&self) -> Result<()> {
         self.handle.replay("Graph::replay")
+    }
+
+    /// Whether a replay would use what nobody else has any more, though somebody had at the end of
+    /// the capture, or would be an error, because a tensor has other memory.
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
+    pub(crate) fn is_left(&self) -> bool {
+        self.handle.is_left()
     }
 
     /// The number of kernels that a replay launches. Use it to check that an operator is a single

@@ -66,6 +66,7 @@ unsafe extern "C" {
         others: *mut usize,
     );
     fn tch_extension_cuda_graph_replay(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_is_left(graph: *mut c_void) -> bool;
     fn tch_extension_cuda_graph_delete(graph: *mut c_void) -> *mut c_char;
 
     // The CUDA runtime, which libtorch loads.
@@ -435,6 +436,14 @@ impl GraphHandle {
     pub(crate) fn replay(&self, op: &str) -> Result<()> {
         // SAFETY: the graph is alive, and C++ refuses it if its capture has not ended.
         check(op, unsafe { tch_extension_cuda_graph_replay(self.0) })
+    }
+
+    /// Whether a tensor that the graph uses has been left to it alone since the capture, or has
+    /// other memory now.
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
+    pub(crate) fn is_left(&self) -> bool {
+        // SAFETY: the graph is alive, and nobody else uses it, because the handle is not `Sync`.
+        unsafe { tch_extension_cuda_graph_is_left(self.0) }
     }
 }
 

@@ -56,7 +56,7 @@ pub(crate) fn text(call: impl FnOnce(*mut *mut c_char) -> *mut c_char) -> Result
     }
 }
 
-/// The address of a tensor that is contiguous and has this shape, kind and device. Any other tensor
+/// The address, for a kernel, of a tensor that is contiguous and has this shape, kind and device. Any other tensor
 /// is a mistake inside this crate; it gives an error, so that it cannot become a wild pointer.
 pub(crate) fn checked(
     name: &str,
@@ -73,7 +73,7 @@ pub(crate) fn checked(
             "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {tensor:?}"
         )));
     }
-    Ok(tensor.data_ptr())
+    Ok(tensor::address(tensor))
 }
 
 /// [`checked`] for a tensor that may be absent; the address is then null.

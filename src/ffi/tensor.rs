@@ -45,6 +45,7 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_unpin(pin: *mut CPin);
     fn tch_extension_bump_version(tensor: *const C_tensor) -> *mut c_char;
+    fn tch_extension_touch(tensor: *const C_tensor);
     #[cfg(test)]
     safe fn tch_extension_pinned() -> usize;
 }
@@ -125,6 +126,20 @@ pub(crate) fn bump_version(tensor: &mut Tensor) -> Result<()> {
         None => Ok(()),
     }
 }
+/// Tells a capture that is under way that a kernel gets the address of the tensor's memory, which a
+/// graph must keep. The inputs of operations and of our functions, and the tensors that they saved,
+/// need no such call.
+pub(crate) fn touch(tensor: &Tensor) {
+    // SAFETY: the pointer is borrowed from a live tensor.
+    unsafe { tch_extension_touch(tensor.as_ptr()) }
+}
+
+/// The address of the tensor's first element, for a kernel.
+pub(crate) fn address(tensor: &Tensor) -> *mut c_void {
+    touch(tensor);
+    tensor.data_ptr()
+}
+
 
 /// Why a tensor cannot be viewed. C++ uses the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]

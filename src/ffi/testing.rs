@@ -51,6 +51,7 @@ impl Canaries {
     }
 
     /// Stops watching, and returns how many allocations had canaries overwritten.
+    #[cfg(test)]
     pub(crate) fn end(self) -> usize {
         // `drop` calls this a second time, which has no effect.
         tch_extension_canary_end()
@@ -122,7 +123,146 @@ unsafe extern "C" fn take_event(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, grad};
+    use crate::strided::Strided;
+    use std::sync::Mutex;
     use tch::{Device, Kind, Tensor};
+
+    #[repr(C)]
+    struct CTouched {
+        _opaque: [u8; 0],
+    }
+
+    unsafe extern "C" {
+        safe fn tch_extension_touched_here(is_captured: bool);
+        fn tch_extension_touched_begin(result: *mut *mut CTouched) -> *mut c_char;
+        fn tch_extension_touched_end(touched: *mut CTouched) -> *mut c_char;
+        fn tch_extension_touched_free(touched: *mut CTouched);
+        fn tch_extension_touched_has(touched: *const CTouched, tensor: *const C_tensor) -> bool;
+        fn tch_extension_touched_is_intact(touched: *const CTouched) -> bool;
+        fn tch_extension_touched_is_left(touched: *mut CTouched) -> bool;
+    }
+
+    /// What a graph would keep if it had been captured on the CPU.
+    struct Touched(*mut CTouched);
+
+    static RECORDINGS: Mutex<()> = Mutex::new(());
+
+    impl Touched {
+        fn of(body: impl FnOnce()) -> Touched {
+            let _alone = RECORDINGS.lock().unwrap();
+            let mut touched = std::ptr::null_mut();
+            // SAFETY: C++ writes the handle on success.
+            assert_eq!(take_message(unsafe { tch_extension_touched_begin(&mut touched) }), None);
+            tch_extension_touched_here(true);
+            body();
+            tch_extension_touched_here(false);
+            // SAFETY: the recording is alive.
+            assert_eq!(take_message(unsafe { tch_extension_touched_end(touched) }), None);
+            Touched(touched)
+        }
+
+        fn has(&self, tensor: &Tensor) -> bool {
+            // SAFETY: the recording and the tensor are alive.
+            unsafe { tch_extension_touched_has(self.0, tensor.as_ptr()) }
+        }
+
+        fn is_intact(&self) -> bool {
+            // SAFETY: the recording is alive.
+            unsafe { tch_extension_touched_is_intact(self.0) }
+        }
+
+        fn is_left(&self) -> bool {
+            // SAFETY: the recording is alive.
+            unsafe { tch_extension_touched_is_left(self.0) }
+        }
+    }
+
+    impl Drop for Touched {
+        fn drop(&mut self) {
+            // SAFETY: we own the recording, which has ended.
+            unsafe { tch_extension_touched_free(self.0) }
+        }
+    }
+
+    /// The square, whose kernels get addresses.
+    struct Square;
+
+    impl Function for Square {
+        const NAME: &'static str = "square";
+
+        fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> crate::Result<Tensors> {
+            saver.save(inputs.get(0)?);
+            Ok((inputs.get(0)? * inputs.get(0)?).into())
+        }
+
+        fn backward(&self, ctx: &Context<'_>, _: &Tensors) -> crate::Result<Tensors> {
+            // Asks for the tensor, and calls no operation with it.
+            Ok(Tensor::ones(ctx.saved(0)?.size(), (Kind::Float, Device::Cpu)).into())
+        }
+    }
+
+    fn floats() -> Tensor {
+        Tensor::ones([3], (Kind::Float, Device::Cpu))
+    }
+
+    #[test]
+    fn what_operations_and_kernels_use_is_kept() {
+        let (x, y, listed, strided) = (floats(), floats(), floats(), floats());
+        let (given, saved) = (floats().set_requires_grad(true), floats().set_requires_grad(true));
+        let output = apply(Square, &[Some(&saved)]).unwrap();
+        let (out_grad, elsewhere, untouched) = (floats(), floats(), floats());
+        let touched = Touched::of(|| {
+            let _ = x.shallow_clone().f_add_(&y).unwrap();
+            let _ = Tensor::cat(&[&listed, &x], 0);
+            Strided::<1>::new(&strided).unwrap();
+            apply(Square, &[Some(&given)]).unwrap();
+            grad(
+                &[&output[0]],
+                &[&saved],
+                &crate::autograd::GradOptions {
+                    grad_outputs: &[Some(&out_grad)],
+                    ..Default::default()
+                },
+            )
+            .unwrap();
+            // Another thread may launch work on the stream that is captured.
+            let other = elsewhere.shallow_clone();
+            let thread = std::thread::spawn(move || {
+                tch_extension_touched_here(true);
+                drop(other.neg());
+            });
+            thread.join().unwrap();
+        });
+        let used = [&x, &y, &listed, &strided, &given, &saved, &out_grad, &elsewhere];
+        for (place, tensor) in used.into_iter().enumerate() {
+            assert!(touched.has(tensor), "tensor {place}");
+        }
+        assert!(!touched.has(&untouched));
+        let _ = untouched.neg();
+        assert!(!touched.has(&untouched), "the recording has ended");
+    }
+
+    #[test]
+    fn memory_that_was_exchanged_or_left_is_known() {
+        let (x, mut other) = (floats(), floats());
+        let touched = Touched::of(|| drop(x.neg()));
+        assert!(touched.is_intact() && !touched.is_left());
+        // The memory is kept, but the tensor has other memory now.
+        other.set_data(&x);
+        drop(x);
+        assert!(touched.is_intact() && !touched.is_left());
+        other.set_data(&floats());
+        assert!(touched.is_intact() && touched.is_left());
+
+        let x = floats();
+        let touched = Touched::of(|| drop(x.neg()));
+        let _ = x.shallow_clone().resize_([1 << 20]);
+        assert!(!touched.is_intact() && !touched.is_left());
+        // Nobody else had this one at the end.
+        let x = floats();
+        assert!(!Touched::of(move || drop(x.neg())).is_left());
+    }
 
     fn bytes() -> Tensor {
         Tensor::zeros([100], (Kind::Uint8, Device::Cpu))
@@ -142,6 +282,7 @@ mod tests {
                 offsets.iter().for_each(|&offset| write(&tensor, offset));
                 assert_eq!(tensor.data_ptr() as usize % 64, other.data_ptr() as usize % 64);
                 let kept = (!freed).then_some(tensor);
+                assert_eq!(Canaries::overwritten(), broken, "{offsets:?}");
                 assert_eq!(canaries.end(), broken, "{offsets:?}");
                 drop(kept);
             }
@@ -162,4 +303,3 @@ mod tests {
         assert!(bytes().resize_([1 << 20]).size() == [1 << 20]);
     }
 }
-                assert_eq!(Canaries::overwritten(), broken, "{offsets:?}");

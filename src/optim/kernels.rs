@@ -1,5 +1,6 @@
 //! Calls of the kernels of `csrc/optim`, and what they need to know about tensors.
 
+use crate::ffi::tensor::touch;
 use crate::ffi::{kind_code, take_message};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
@@ -308,6 +309,12 @@ impl Owned {
     pub fn tensor(&self) -> &Tensor {
         &self.tensor
     }
+
+    /// The address, for a kernel.
+    fn address(&self) -> *mut c_void {
+        touch(&self.tensor);
+        self.data
+    }
 }
 
 /// What a step updates of one parameter. All tensors are on the parameter's device.
@@ -327,9 +334,11 @@ pub(super) struct Update<'a> {
 impl Update<'_> {
     fn span(&self) -> Result<Span> {
         let Facts { parameter, gradient } = self.facts;
-        let data = |owned: Option<&Owned>| owned.map_or(null_mut(), |owned| owned.data);
+        let data = |owned: Option<&Owned>| owned.map_or(null_mut(), Owned::address);
         let (weight, kind, rounded, rounded_kind) = match self.master {
-            Some(master) => (master.data, kind_code(Kind::Float)?, parameter.data, parameter.kind),
+            Some(master) => {
+                (master.address(), kind_code(Kind::Float)?, parameter.data, parameter.kind)
+            }
             None => (parameter.data, parameter.kind, null_mut(), -1),
         };
         Ok(Span {
@@ -338,8 +347,8 @@ impl Update<'_> {
             gradient: gradient.data,
             first: data(self.first),
             second: data(self.second),
-            step: self.step.data.cast(),
-            hyper: self.hyper.data.cast_const().cast(),
+            step: self.step.address().cast(),
+            hyper: self.hyper.address().cast_const().cast(),
             len: parameter.len,
             begin: 0,
             kind,
@@ -460,7 +469,7 @@ impl Call<'_> {
         prepares: bool,
     ) -> Result<Step> {
         let Spans { spans, chunk, chunks } = self.spans;
-        let data = |owned: Option<&Owned>| owned.map_or(null_mut(), |owned| owned.data);
+        let data = |owned: Option<&Owned>| owned.map_or(null_mut(), Owned::address);
         Ok(Step {
             spans: spans.as_ptr(),
             count: self.spans.len(),
@@ -476,7 +485,7 @@ impl Call<'_> {
             norm: data(self.norm).cast(),
             totals: if has_totals { scratch.totals.data_ptr().cast() } else { null_mut() },
             partials: scratch.partials.data_ptr().cast(),
-            ticket: self.ticket.data.cast(),
+            ticket: self.ticket.address().cast(),
             coefficients: scratch.coefficients.data_ptr().cast(),
         })
     }

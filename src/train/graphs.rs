@@ -139,6 +139,12 @@ impl Graphs {
         self.shapes.iter().flat_map(Shape::captured).count()
     }
 
+    /// Whether a graph uses memory that has been left to it: a tensor has got other memory, or
+    /// another has taken its place.
+    pub fn are_left(&self) -> bool {
+        self.shapes.iter().flat_map(Shape::captured).any(|captured| captured.graph.is_left())
+    }
+
     /// Makes the current stream wait for the last call, if that was on another stream.
     pub fn follow(&mut self, current: &Stream) -> Result<()> {
         if let Some(last) = self.last.replace(*current)

@@ -53,6 +53,10 @@
 //!   branches, counters and hooks of tensors; [`Step::recapture`] does it all anew. Numbers that
 //!   change from step to step belong into tensors: those of the batch, or others on the GPU that are
 //!   changed in place between steps.
+//! - All that it reads is kept for the graphs. If a tensor that is none of the optimizer's, such as a
+//!   frozen weight, gets other memory (`set_data`, `resize_`), the next call drops the graphs and warms
+//!   up. It cannot notice this while another tensor, such as a detached one, still has the former
+//!   memory, which the graphs then go on to read: call [`Step::recapture`].
 //! - It must not change the batch, and must not keep tensors that have a graph of autograd from one
 //!   call to the next. During a capture, no other such tensor that depends on the parameters may be
 //!   alive: its graph would draw another stream into the capture.

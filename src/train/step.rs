@@ -257,10 +257,10 @@ where
         Ok(Some(device))
     }
 
-    /// Drops the graphs if parameters were added, moved to other memory or frozen, or if the optimizer
-    /// or the scaler does other work than before.
+    /// Drops the graphs if parameters were added, moved to other memory or frozen, if another tensor
+    /// that they use was, or if the optimizer or the scaler does other work than before.
     fn follow_parameters(&mut self) -> Result<()> {
-        if std::mem::take(&mut self.has_new_sums) {
+        if std::mem::take(&mut self.has_new_sums) || self.graphs.are_left() {
             self.graphs.clear();
         }
         let others = self.is_touched && !self.work.parameters.are_of(&self.work.optimizer);

@@ -356,3 +356,194 @@ fn cuda_a_dropped_graph_gives_its_memory_back() {
     let after = stats();
     assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
 }
+
+/// Memory that was given back is taken by others, who must find their own values in it.
+struct Junk(Vec<Tensor>);
+
+impl Junk {
+    fn fill(device: Device) -> Junk {
+        let sizes = [1, 64, 128, 512, 1 << 10, 1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20];
+        let fill = |size: &i64| Tensor::full([*size], f64::NAN, (Kind::Float, device));
+        Junk(sizes.iter().flat_map(|size| (0..40).map(move |_| fill(size))).collect())
+    }
+
+    fn assert_untouched(&self, what: &str) {
+        let all = self.0.iter().map(|tensor| tensor.isnan().all());
+        assert!(all.into_iter().all(|all| all.int64_value(&[]) == 1), "{what}: others' memory");
+    }
+}
+
+fn sized(device: Device, size: &[i64]) -> Tensor {
+    (Tensor::randn(size, (Kind::Float, Device::Cpu)) * 0.1).to_device(device)
+}
+
+fn leaves(device: Device) -> Vec<Tensor> {
+    arguments(device, 3).into_iter().map(|input| input.set_requires_grad(true)).collect()
+}
+
+fn gradients(
+    output: &Tensor,
+    inputs: &[Tensor],
+    grad_outputs: &[Option<&Tensor>],
+) -> Result<Vec<Tensor>> {
+    let retain_graph = Some(true);
+    let options = GradOptions { grad_outputs, retain_graph, ..Default::default() };
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    Ok(grad(&[output], &inputs, &options)?.into_vec().into_iter().flatten().collect())
+}
+
+/// What is captured is all that has these tensors, and is dropped with them.
+type Body = Box<dyn Fn() -> Result<Vec<Tensor>>>;
+
+const BODIES: [(&str, fn(Device) -> Body); 8] = [
+    ("in place", |device| {
+        let x = sized(device, &[1 << 14]);
+        Box::new(move || Ok(vec![x.shallow_clone().f_add_scalar_(0.0)?.f_mul_scalar(2.0)?]))
+    }),
+    ("a list", |device| {
+        let (x, y) = (sized(device, &[1 << 12]), sized(device, &[1 << 12]));
+        Box::new(move || Ok(vec![Tensor::f_cat(&[&x, &y], 0)?]))
+    }),
+    ("our kernels", |device| {
+        let arguments = arguments(device, 3);
+        Box::new(move || cell(&arguments))
+    }),
+    ("our kernels with a graph", |device| {
+        let inputs = leaves(device);
+        Box::new(move || {
+            let outputs = cell(&inputs)?;
+            gradients(&(&outputs[0] * &outputs[1]).f_sum(Kind::Float)?, &inputs, &[])
+        })
+    }),
+    ("what our kernels saved", |device| {
+        let (inputs, vector) = (leaves(device), sized(device, &[16, 128]));
+        let outputs = cell(&inputs).expect("outputs");
+        Box::new(move || gradients(&outputs[0], &inputs, &[Some(&vector)]))
+    }),
+    ("page-locked memory", |device| {
+        let x = sized(Device::Cpu, &[1 << 12]).pin_memory(device);
+        Box::new(move || Ok(vec![x.f_to_device_(device, Kind::Float, true, false)?]))
+    }),
+    ("an index", |device| {
+        let (x, index) = (sized(device, &[64, 64]), Tensor::arange(64, (Kind::Int64, device)));
+        Box::new(move || Ok(vec![x.f_index(&[Some(&index)])?]))
+    }),
+    ("an optimizer", |device| {
+        let vs = tch::nn::VarStore::new(device);
+        let x = vs.root().var("x", &[1 << 14], tch::nn::Init::Const(1.0));
+        let mut optimizer =
+            tch_extension::optim::AdamW::default().build(&vs, 1e-9).expect("an optimizer");
+        let gradient = sized(device, &[1 << 14]);
+        optimizer.f_step_with(&[Some(&gradient)]).expect("a step");
+        let optimizer = std::cell::RefCell::new((optimizer, vs));
+        Box::new(move || {
+            optimizer.borrow_mut().0.f_step_with(&[Some(&gradient)])?;
+            Ok(vec![x.f_detach()?.f_mul_scalar(2.0)?])
+        })
+    }),
+];
+
+#[test]
+fn cuda_a_graph_keeps_what_it_uses() {
+    let Some(device) = caching_or_skip("cuda_a_graph_keeps_what_it_uses") else { return };
+    let _serial = serially();
+    for (name, body) in BODIES {
+        tch::manual_seed(7);
+        let stream = Stream::new(device).unwrap();
+        let on_stream = || StreamGuard::new(&stream).unwrap();
+        let (body, expected) = {
+            let _guard = on_stream();
+            let body = body(device);
+            let outputs = body().unwrap();
+            (body, outputs.iter().map(|x| x.to_device(Device::Cpu)).collect::<Vec<_>>())
+        };
+        synchronize(device).unwrap();
+        let (graph, outputs) = Graph::capture_on(&stream, move || body()).unwrap();
+        let _guard = on_stream();
+        let junk = Junk::fill(device);
+        for _ in 0..2 {
+            graph.replay().unwrap();
+        }
+        synchronize(device).unwrap();
+        junk.assert_untouched(name);
+        assert_eq!(outputs.len(), expected.len(), "{name}");
+        for (output, expected) in outputs.iter().zip(&expected) {
+            assert_close(&output.to_device(Device::Cpu), expected, 1e-5, 1e-6);
+        }
+    }
+}
+
+/// Work that another thread launches on the stream is in the graph, too.
+#[test]
+fn cuda_a_graph_keeps_what_another_thread_captured() {
+    let test = "cuda_a_graph_keeps_what_another_thread_captured";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let stream = Stream::new(device).unwrap();
+    let x = Tensor::ones([1 << 14], (Kind::Float, device));
+    synchronize(device).unwrap();
+    let (graph, y) = Graph::capture_on(&stream, || {
+        let thread = std::thread::spawn(move || {
+            let _guard = StreamGuard::new(&stream)?;
+            Ok::<_, Error>(x.f_mul_scalar(2.0)?)
+        });
+        thread.join().expect("a thread")
+    })
+    .unwrap();
+    let junk = Junk::fill(device);
+    graph.replay().unwrap();
+    synchronize(device).unwrap();
+    junk.assert_untouched(test);
+    assert_close(&y, &y.full_like(2.0), 0.0, 0.0);
+}
+
+#[test]
+fn cuda_memory_that_was_exchanged_ends_a_graph() {
+    let Some(device) = caching_or_skip("cuda_memory_that_was_exchanged_ends_a_graph") else {
+        return;
+    };
+    let _serial = serially();
+    let mut x = Tensor::ones([1 << 10], (Kind::Float, device));
+    let (graph, y) = Graph::capture(device, || Ok(x.f_add_scalar(1.0)?)).unwrap();
+    // The former memory is the graph's.
+    x.set_data(&Tensor::zeros([1 << 10], (Kind::Float, device)));
+    graph.replay().unwrap();
+    assert_close(&y, &y.full_like(2.0), 0.0, 0.0);
+    let (graph, _) = Graph::capture(device, || Ok(x.f_add_scalar(1.0)?)).unwrap();
+    let _ = x.resize_([1 << 20]);
+    refuses("Graph::replay", "has other memory than when the graph read", graph.replay());
+    // Also within a capture.
+    let capture = Graph::capture(device, || {
+        let _ = x.f_add_scalar(1.0)?;
+        Ok(x.f_resize_([1 << 22]).map(drop)?)
+    });
+    refuses("Graph::capture", "has other memory than when the graph read", capture);
+    let (graph, y) = Graph::capture(device, || Ok(x.f_zeros_like()?)).unwrap();
+    graph.replay().unwrap();
+    assert_close(&y, &y.zeros_like(), 0.0, 0.0);
+}
+
+/// The memory is given back, although it was not made on the stream that used it last.
+#[test]
+fn cuda_a_dropped_graph_lets_go_of_what_it_kept() {
+    let Some(device) = caching_or_skip("cuda_a_dropped_graph_lets_go_of_what_it_kept") else {
+        return;
+    };
+    let _serial = serially();
+    let allocated = || {
+        synchronize(device).unwrap();
+        empty_cache().unwrap();
+        memory_stats(device).unwrap().allocated
+    };
+    let before = allocated();
+    let x = Tensor::ones([16 << 20], (Kind::Float, device));
+    let (graph, y) = Graph::capture(device, move || Ok(x.f_sum(Kind::Float)?)).unwrap();
+    assert!(allocated() >= before + (64 << 20), "the graph keeps x");
+    let stream = Stream::new(device).unwrap();
+    {
+        let _guard = StreamGuard::new(&stream).unwrap();
+        graph.replay().unwrap();
+    }
+    drop((graph, y));
+    assert_eq!(allocated(), before);
+}

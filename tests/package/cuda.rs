@@ -105,6 +105,31 @@ fn cuda_a_run_is_captured_in_a_graph() {
     assert_equal(&on_cpu(&outputs), &expected(&changed, &eighths(&[3, 4]), &eighths(&[3])));
 }
 
+/// A graph keeps the model with its constants.
+#[test]
+fn cuda_a_captured_run_outlives_its_package() {
+    let test = "cuda_a_captured_run_outlives_its_package";
+    let Some((device, folder)) = gpu_packages(test) else { return };
+    let options = PackageOptions { single_threaded: true, ..Default::default() };
+    let package = Package::load_with(folder.join("model.pt2"), options).unwrap();
+    let inputs = inputs(8);
+    let on_gpu = on(device, &inputs);
+    run(&package, &on_gpu).unwrap();
+    synchronize(device).unwrap();
+    let (graph, outputs) = Graph::capture(device, move || {
+        let outputs = run(&package, &on_gpu);
+        drop(package);
+        outputs
+    })
+    .unwrap();
+    // Others take what was given back.
+    let junk = |size: i64| Tensor::full([size], f64::NAN, (Kind::Float, device));
+    let _junk: Vec<Tensor> = (0..200).map(|place| junk(1 << (place % 12))).collect();
+    graph.replay().unwrap();
+    synchronize(device).unwrap();
+    assert_equal(&on_cpu(&outputs), &expected(&inputs, &eighths(&[3, 4]), &eighths(&[3])));
+}
+
 #[test]
 fn cuda_constants_change_after_the_kernels_that_read_them() {
     let test = "cuda_constants_change_after_the_kernels_that_read_them";

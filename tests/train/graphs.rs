@@ -259,3 +259,40 @@ fn cuda_changes_on_the_cpu_are_captured_anew() {
     };
     same_bits(&run(true), &run(false));
 }
+
+fn losses<O, F>(step: &mut Step<O, F>, x: &Tensor) -> Vec<f64>
+where
+    O: Optimizer,
+    F: FnMut(&[Tensor]) -> Result<Tensor>,
+{
+    (0..4).map(|_| step.step(&[x]).expect("a loss").double_value(&[])).collect()
+}
+
+/// A tensor that is none of the optimizer's may get other memory, too.
+#[test]
+fn cuda_a_frozen_tensor_with_other_memory_is_captured_anew() {
+    let test = "cuda_a_frozen_tensor_with_other_memory_is_captured_anew";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let weight = Tensor::ones([8], (Kind::Float, device)).set_requires_grad(true);
+    let mut frozen = Tensor::ones([8], (Kind::Float, device));
+    let mut resized = Tensor::ones([8], (Kind::Float, device));
+    let (read, also) = (frozen.shallow_clone(), resized.shallow_clone());
+    let (optimizer, options) = (
+        AdamW::new(vec![weight.shallow_clone()]),
+        StepOptions { warm_up: 1, ..Default::default() },
+    );
+    let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
+        Ok((&weight * 0.0 + &read * &batch[0] + &also).sum(Kind::Float))
+    })
+    .expect("a step");
+    let x = Tensor::ones([8], (Kind::Float, device));
+    assert_eq!(losses(&mut step, &x), [16.0; 4]);
+    assert_eq!(step.stats().replays, 3);
+    frozen.set_data(&Tensor::full([8], 3.0, (Kind::Float, device)));
+    assert_eq!(losses(&mut step, &x), [32.0; 4]);
+    assert_eq!(step.stats().replays, 6, "warmed up and captured once more");
+    let _ = resized.resize_([1 << 16]).resize_([8]).fill_(0.0);
+    assert_eq!(losses(&mut step, &x), [24.0; 4]);
+    assert_eq!(step.stats().replays, 9);
+}

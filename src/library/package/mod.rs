@@ -97,7 +97,7 @@ use tempfile::TempDir;
 /// others wait. On a GPU, kernels run on libtorch's current stream of the model's device, and a run
 /// does not wait for them. But a runner is taken again only after the GPU has finished with it,
 /// unless [`PackageOptions::single_threaded`] is on. A CUDA graph that captured a run reads the
-/// constants at each replay, so the `Package` must outlive it.
+/// constants at each replay and keeps the model, also when the `Package` is dropped.
 ///
 /// # Files
 /// The package is unpacked into a temporary folder (`TMPDIR` says where), which is removed when the
@@ -269,7 +269,8 @@ impl Package {
     /// ```
     ///
     /// # Errors
-    /// When there is no such constant, or a value has another shape or kind; then nothing has
+    /// When there is no such constant, or a value has another shape or kind, and when a CUDA graph
+    /// that captured a run reads constants which the model computes from others; then nothing has
     /// changed.
     pub fn update_constants(&self, values: &[(&str, &Tensor)]) -> Result<()> {
         for (index, (name, value)) in values.iter().enumerate() {
