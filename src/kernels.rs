@@ -14,17 +14,30 @@ use tch::Device;
 pub trait Field {
     /// The device of the field's memory; `None` for a field without memory.
     fn device(&self) -> Option<Device>;
+
+    /// Whether the field's memory is still that of its tensor.
+    fn is_current(&self) -> bool {
+        true
+    }
 }
 
 impl<const N: usize> Field for Strided<'_, N> {
     fn device(&self) -> Option<Device> {
         Some(Strided::device(self))
     }
+
+    fn is_current(&self) -> bool {
+        Strided::is_current(self)
+    }
 }
 
 impl<const N: usize> Field for StridedMut<'_, N> {
     fn device(&self) -> Option<Device> {
         Some(StridedMut::device(self))
+    }
+
+    fn is_current(&self) -> bool {
+        StridedMut::is_current(self)
     }
 }
 
@@ -48,9 +61,15 @@ without_memory!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, bool);
 /// The device that all tensors among the fields are on.
 ///
 /// # Errors
-/// If the tensors are on several devices, or if there is no tensor.
+/// If the tensors are on several devices, if there is no tensor, or if a tensor has been given other
+/// memory since its field was made.
 #[doc(hidden)]
 pub fn common_device(op: &str, fields: &[(&str, &dyn Field)]) -> Result<Device> {
+    if let Some((name, _)) = fields.iter().find(|(_, field)| !field.is_current()) {
+        let expected = "the memory and the shape that the tensor had";
+        let hint = "make the parameters after what resizes tensors";
+        return Err(Error::argument(op, name, expected, "other ones", hint));
+    }
     let mut tensors = fields.iter().filter_map(|(name, field)| Some((name, field.device()?)));
     let Some((first, device)) = tensors.next() else {
         return Err(Error::msg(format!("{op}: a kernel's parameters have no tensor")));
@@ -221,5 +240,23 @@ mod tests {
             error,
             "op: y: expected device Cpu, as x, got Cuda(1); move it with to_device(Device::Cpu)"
         );
+    }
+
+    #[test]
+    fn memory_that_was_released_is_no_parameter() {
+        let like = (Kind::Float, Device::Cpu);
+        let (x, mut y) = (Tensor::zeros([2], like), Tensor::zeros([2], like));
+        let (mut of_x, of_y) = (x.shallow_clone(), y.shallow_clone());
+        let (reads, writes) =
+            (Strided::<1>::new(&x).unwrap(), StridedMut::<1>::new(&mut y).unwrap());
+        let refused = |name: &str| {
+            let error = common_device("op", &[("x", &reads), ("y", &writes)]).unwrap_err();
+            assert!(error.to_string().starts_with(&format!("op: {name}: expected the memory")));
+        };
+        assert!(common_device("op", &[("x", &reads), ("y", &writes)]).is_ok());
+        let _ = of_y.shallow_clone().resize_([1 << 20]);
+        refused("y");
+        of_x.set_data(&Tensor::zeros([2], like));
+        refused("x");
     }
 }

@@ -32,13 +32,14 @@
 //! ```
 //!
 //! The structs hold an address and keep nothing alive except the borrow. Use them for one call
-//! only, and do not let another handle of the tensor release its memory meanwhile (`resize_`,
-//! `set_data`). The address belongs to the tensor's device, and a kernel for another device must
+//! only. Another handle of the tensor may release its memory meanwhile (`resize_`, `set_data`): the
+//! functions of [`kernels!`](crate::kernels!) refuse such a struct, and a call of your own must see
+//! to it. The address belongs to the tensor's device, and a kernel for another device must
 //! not use it: [`check!`](crate::check!) and a `match` on the device make sure of that.
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
-use crate::ffi::tensor::{bump_version, is_in_memory, plain};
+use crate::ffi::tensor::{Handle, address, bump_version, is_in_memory, plain};
 use crate::overlap::overlaps;
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -54,7 +55,7 @@ pub struct Strided<'a, const N: usize> {
     strides: [i64; N],
     kind: i32,
     device: i32,
-    tensor: PhantomData<&'a Tensor>,
+    tensor: Handle<'a>,
 }
 
 /// A dense tensor of `N` dimensions that a kernel writes with strides.
@@ -66,7 +67,8 @@ pub struct StridedMut<'a, const N: usize> {
     strides: [i64; N],
     kind: i32,
     device: i32,
-    tensor: PhantomData<&'a mut Tensor>,
+    tensor: Handle<'a>,
+    writes: PhantomData<&'a mut Tensor>,
 }
 
 impl<'a, const N: usize> Strided<'a, N> {
@@ -88,8 +90,13 @@ impl<'a, const N: usize> Strided<'a, N> {
     /// pending negation or conjugation, zeros without memory).
     pub fn new(tensor: &'a Tensor) -> Result<Self> {
         let Parts { sizes, strides, kind, device } = parts("Strided::new", tensor)?;
-        let data = tensor.data_ptr();
-        Ok(Strided { data, sizes, strides, kind, device, tensor: PhantomData })
+        let data = address(tensor);
+        Ok(Strided { data, sizes, strides, kind, device, tensor: Handle::of(tensor) })
+    }
+
+    /// Whether the tensor is still where it was.
+    pub(crate) fn is_current(&self) -> bool {
+        self.tensor.is_at(self.data, &self.sizes, &self.strides)
     }
 
     /// The tensor's device.
@@ -132,8 +139,14 @@ impl<'a, const N: usize> StridedMut<'a, N> {
             ));
         }
         bump_version(tensor)?;
-        let data = tensor.data_ptr();
-        Ok(StridedMut { data, sizes, strides, kind, device, tensor: PhantomData })
+        let data = address(tensor);
+        let tensor = Handle::of(tensor);
+        Ok(StridedMut { data, sizes, strides, kind, device, tensor, writes: PhantomData })
+    }
+
+    /// Whether the tensor is still where it was.
+    pub(crate) fn is_current(&self) -> bool {
+        self.tensor.is_at(self.data, &self.sizes, &self.strides)
     }
 
     /// The tensor's device.

@@ -25,7 +25,7 @@ fn sizes_and_strides_are_the_tensors() {
     let strided = StridedMut::<2>::new(&mut part).unwrap();
     assert_eq!((strided.sizes(), strided.strides()), ([3, 4], [2, 6]));
     // A pointer, two arrays and a number, as in the C struct.
-    assert_eq!((size_of::<Strided<'_, 2>>(), size_of::<StridedMut<'_, 3>>()), (48, 64));
+    assert_eq!((size_of::<Strided<'_, 2>>(), size_of::<StridedMut<'_, 3>>()), (56, 72));
 }
 
 #[test]

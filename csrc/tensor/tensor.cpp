@@ -23,6 +23,18 @@ TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
   return tch_extension_is_in_memory(tensor) && tensor->is_contiguous();
 }
 
+// Whether the tensor has these sizes and strides, and its first element this address.
+TCH_EXTENSION_API bool tch_extension_is_at(const at::Tensor* tensor, const void* data,
+                                           const int64_t* sizes, const int64_t* strides,
+                                           size_t dim) {
+  try {
+    return tensor->const_data_ptr() == data && tensor->sizes() == at::IntArrayRef(sizes, dim) &&
+           tensor->strides() == at::IntArrayRef(strides, dim);
+  } catch (...) {
+    return false;
+  }
+}
+
 TCH_EXTENSION_API void tch_extension_touch(const at::Tensor* tensor) { touch(*tensor); }
 
 // Returns the tensor itself if it is plain, otherwise a plain copy.

@@ -4,6 +4,7 @@ use super::take_message;
 use super::value::kind_of_number;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_int, c_void};
+use std::marker::PhantomData;
 use std::mem::{size_of, transmute_copy};
 use std::rc::Rc;
 use tch::kind::Element;
@@ -44,8 +45,15 @@ unsafe extern "C" {
         refused: *mut c_int,
     ) -> *mut c_char;
     fn tch_extension_unpin(pin: *mut CPin);
-    fn tch_extension_bump_version(tensor: *const C_tensor) -> *mut c_char;
     fn tch_extension_touch(tensor: *const C_tensor);
+    fn tch_extension_is_at(
+        tensor: *const c_void,
+        data: *const c_void,
+        sizes: *const i64,
+        strides: *const i64,
+        dim: usize,
+    ) -> bool;
+    fn tch_extension_bump_version(tensor: *const C_tensor) -> *mut c_char;
     #[cfg(test)]
     safe fn tch_extension_pinned() -> usize;
 }
@@ -118,14 +126,6 @@ pub(crate) fn from_slice(values: &[i64]) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Tells autograd that the tensor's values change.
-pub(crate) fn bump_version(tensor: &mut Tensor) -> Result<()> {
-    // SAFETY: the pointer is borrowed from a live tensor.
-    match take_message(unsafe { tch_extension_bump_version(tensor.as_ptr()) }) {
-        Some(message) => Err(Error::Torch(message)),
-        None => Ok(()),
-    }
-}
 /// Tells a capture that is under way that a kernel gets the address of the tensor's memory, which a
 /// graph must keep. The inputs of operations and of our functions, and the tensors that they saved,
 /// need no such call.
@@ -140,6 +140,36 @@ pub(crate) fn address(tensor: &Tensor) -> *mut c_void {
     tensor.data_ptr()
 }
 
+/// A borrowed tensor, in a struct that is shared with C++.
+#[repr(transparent)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Handle<'a>(*const c_void, PhantomData<&'a Tensor>);
+
+impl<'a> Handle<'a> {
+    pub fn of(tensor: &'a Tensor) -> Self {
+        Handle(tensor.as_ptr().cast(), PhantomData)
+    }
+
+    /// Whether the tensor has these sizes and strides, and its first element this address.
+    pub fn is_at<const N: usize>(
+        &self,
+        data: *const c_void,
+        sizes: &[i64; N],
+        strides: &[i64; N],
+    ) -> bool {
+        // SAFETY: the tensor is borrowed, and both arrays have N entries.
+        unsafe { tch_extension_is_at(self.0, data, sizes.as_ptr(), strides.as_ptr(), N) }
+    }
+}
+
+/// Tells autograd that the tensor's values change.
+pub(crate) fn bump_version(tensor: &mut Tensor) -> Result<()> {
+    // SAFETY: the pointer is borrowed from a live tensor.
+    match take_message(unsafe { tch_extension_bump_version(tensor.as_ptr()) }) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok(()),
+    }
+}
 
 /// Why a tensor cannot be viewed. C++ uses the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -150,6 +180,7 @@ pub(crate) enum Refusal {
     LazyClone,
     ViewedForWriting,
     Viewed,
+    InFlight,
 }
 
 impl Refusal {
@@ -195,7 +226,6 @@ impl Pinned {
         Pinned { data: std::ptr::null_mut(), pin: std::ptr::null_mut(), code: 0 }
     }
 
-    InFlight,
     /// The address of the first element, and the pin, which C++ made for us.
     fn finish<T>(
         self,

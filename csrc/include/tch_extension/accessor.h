@@ -157,6 +157,7 @@ struct Strided {
   int64_t strides[N];
   int32_t kind;    // libtorch's number of the kind; see kind.h
   int32_t device;  // the index of a CUDA device, -1 for the CPU
+  const void* of_rust;
 
   template <typename T>
   TCH_EXTENSION_HOST_DEVICE Accessor<const T, N> of() const {
@@ -172,6 +173,7 @@ struct StridedMut {
   int64_t strides[N];
   int32_t kind;
   int32_t device;
+  const void* of_rust;
 
   template <typename T>
   TCH_EXTENSION_HOST_DEVICE Accessor<T, N> of() const {
