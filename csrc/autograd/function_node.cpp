@@ -105,6 +105,13 @@ void FunctionNode::set_outputs(const variable_list& outputs) {
   }
 }
 
+void FunctionNode::set_saved(std::vector<Saved> saved) {
+  if (saved.empty()) return;
+  has_hooks_ = std::any_of(saved.begin(), saved.end(),
+                           [](const Saved& each) { return each.variable.has_hooks(); });
+  saved_ = std::make_shared<const std::vector<Saved>>(std::move(saved));
+}
+
 at::Tensor FunctionNode::unpack(size_t slot) const {
   SavedList saved;
   {
@@ -119,8 +126,10 @@ at::Tensor FunctionNode::unpack(size_t slot) const {
     throw std::runtime_error("saved tensor " + std::to_string(slot) +
                              " was asked for, but the forward saved " + std::to_string(len));
   }
-  if (creates_graph()) check_history((*saved)[slot], slot);
-  at::Tensor tensor = (*saved)[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
+  const Saved& each = (*saved)[slot];
+  if (creates_graph()) check_history(each, slot);
+  at::Tensor tensor =
+      as_saved(each, each.variable.unpack(const_cast<FunctionNode*>(this)->getptr()));
   touch(tensor);
   return tensor;
 }
@@ -267,7 +276,8 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   grads = materialize(std::move(grads));
   const bool create_graph = at::GradMode::is_enabled();
   BackwardResults results{variable_list(edge_of_input_.size()), {}, {}};
-  results.is_last = is_last_.exchange(false, std::memory_order_relaxed);
+  // What an unpack hook returns may be its owner's, so no pass is the last one to read it.
+  results.is_last = is_last_.exchange(false, std::memory_order_relaxed) && !has_hooks_;
   c10::SmallVector<std::unique_ptr<at::Tensor>, 4> handles;
   for (auto& grad : grads) {
     handles.push_back(grad.defined() ? std::make_unique<at::Tensor>(grad) : nullptr);

@@ -42,9 +42,7 @@ class FunctionNode final : public OwnNode {
   // Records each output's shape and kind, from which zeros are made. Needed only if the node's own
   // metadata do not tell.
   void set_outputs(const torch::autograd::variable_list& outputs);
-  void set_saved(std::vector<Saved> saved) {
-    if (!saved.empty()) saved_ = std::make_shared<const std::vector<Saved>>(std::move(saved));
-  }
+  void set_saved(std::vector<Saved> saved);
 
   at::Tensor unpack(size_t slot) const;
   // Whether a backward pass that runs now is differentiable and has to be part of the graph.
@@ -80,6 +78,7 @@ class FunctionNode final : public OwnNode {
   std::vector<torch::autograd::VariableInfo>
       output_info_;                   // empty if the node's own metadata tell what zeros to make
   SavedList saved_;                   // guarded by mutex_; null if nothing is saved
+  bool has_hooks_ = false;            // whether hooks give the saved tensors
   bool freed_ = false;                // guarded by mutex_
   std::atomic<bool> is_last_{false};  // for the next pass only: one that fails may be repeated
 };

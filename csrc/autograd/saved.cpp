@@ -1,9 +1,11 @@
 #include "saved.h"
 
+#include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/saved_variable_hooks.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -66,6 +68,14 @@ class RustSavedHooks final : public torch::autograd::SavedVariableHooks {
   at::ScalarType kind_ = at::kFloat;
   at::Device device_ = at::kCPU;
 };
+
+bool is_regular(const at::Tensor& tensor) {
+  constexpr uintptr_t kBytes = 16;
+  // Tensors of Python's and of torch.func have no memory that may be asked for.
+  return tensor.layout() == at::kStrided && tensor.has_storage() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch() && tensor.is_contiguous() &&
+         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kBytes == 0;
+}
 
 const at::TensorBase& root(const at::TensorBase& tensor) {
   return tensor.is_view() ? tensor._base() : tensor;
@@ -162,8 +172,16 @@ std::vector<Saved> save(const ApplyParams& params, const Present& present,
       saved.back().variable.register_hooks(
           std::make_unique<RustSavedHooks>(vtable->start(params.saved_hooks), vtable));
     }
+    // Also hooks that libtorch has set, in Python.
+    saved.back().is_to_be_regular =
+        saved.back().variable.has_hooks() && is_regular(*params.saved[i]);
   }
   return saved;
+}
+
+at::Tensor as_saved(const Saved& saved, at::Tensor unpacked) {
+  if (!saved.is_to_be_regular || is_regular(unpacked)) return unpacked;
+  return unpacked.clone(at::MemoryFormat::Contiguous);
 }
 
 void check_history(const Saved& saved, size_t slot) {

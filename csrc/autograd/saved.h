@@ -25,7 +25,13 @@ enum class History {
 struct Saved {
   torch::autograd::SavedVariable variable;
   History history;
+  // Whether hooks give it back, and it was row-major and began at 16 bytes, as all memory of
+  // libtorch's does. Kernels rely on it.
+  bool is_to_be_regular = false;
 };
+
+// What was unpacked, or a copy of it that is as regular as the tensor that was saved.
+at::Tensor as_saved(const Saved& saved, at::Tensor unpacked);
 
 // Saves the tensors that the forward pass chose. `node` is the node that will hold them; it is
 // already attached to `outputs`.

@@ -17,7 +17,7 @@ struct BackwardResults {
   torch::autograd::variable_list gradients;  // one for each input; undefined if there is none
   std::string error;
   std::vector<size_t> constants;  // inputs whose gradient does not depend on the incoming gradients
-  bool is_last = false;           // saved tensors are released after this pass
+  bool is_last = false;           // nobody reads the saved tensors after this pass
 };
 
 // Throws what compiled autograd gets from a node or a hook of this library.

@@ -89,12 +89,10 @@ struct Row {
                         (weight == nullptr ? C(1) : weight[target]);
     const C all_weights = params.weight_sum == nullptr ? static_cast<C>(classes)
                                                        : *static_cast<const C*>(params.weight_sum);
-    // lse less the largest logit: their sum would lose the digits of a small part.
-    const C rest = std::log(sum);
-    const C lse = largest + rest, z_loss = static_cast<C>(params.z_loss);
+    const C rest = std::log(sum), lse = largest + rest, z_loss = static_cast<C>(params.z_loss);
     if (params.losses != nullptr) {
       C loss = of_target * (rest - (at_target - largest));
-      if (is_smooth) loss += smoothing * (all_weights * lse - weighted);
+      if (is_smooth) loss += smoothing * (all_weights * rest - weighted);
       if (z_loss != 0) loss += z_loss * lse * lse;
       static_cast<C*>(params.losses)[row] = loss;
     }
@@ -121,11 +119,12 @@ struct Row {
     T* const kept = kKeeps && softcap == 0 ? gradients : nullptr;
     V sums(C(0)), of_weights(C(0));
     for_each_vector<T>(classes, [&](int64_t at, int64_t count) {
-      const V values = capped(load(logits + at, count));
-      const V exps = exp_of(values);
+      const V less = capped(load(logits + at, count)) - V(largest);
+      // libtorch's log_softmax takes the same exponential: off by up to 20 units in the last place.
+      const V exps = less.exp_u20();
       if (kept != nullptr) store(exps, kept + at, count);
       sums = sums + only<C>(exps, count, C(0));
-      if (is_smooth) of_weights = of_weights + only<C>(weighted_by(values, at, count), count, C(0));
+      if (is_smooth) of_weights = of_weights + only<C>(weighted_by(less, at, count), count, C(0));
     });
     is_kept = kept != nullptr;
     const auto add = [](V& a, V& b) { return a + b; };
@@ -145,15 +144,13 @@ struct Row {
     return weight == nullptr ? values : values * load(weight + at, count);
   }
 
-  // libtorch's log_softmax takes the same exponential: off by up to 20 units in the last place.
-  V exp_of(const V& values) const { return (values - V(largest)).exp_u20(); }
-
   void write_gradients(C of_probability, C of_class) {
     write_row(classes, gradients, [&](int64_t at, int64_t count) {
       if (is_kept)
         return gradient_of(load(gradients + at, count), of_probability, of_class, at, count);
       const V values = capped(load(logits + at, count));
-      const V gradient = gradient_of(exp_of(values), of_probability, of_class, at, count);
+      const V gradient =
+          gradient_of((values - V(largest)).exp_u20(), of_probability, of_class, at, count);
       if (softcap == 0) return gradient;
       const V share = values / V(softcap);
       return gradient * (V(1) - share * share);

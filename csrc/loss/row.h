@@ -43,26 +43,32 @@ __device__ __forceinline__ float larger(float a, float b) {
 #endif
 }
 
-// The sums over some logits of a row, of_exp = Σ exp(z - most) and weighted = Σ w z.
+// The sums over some logits of a row, of_exp = Σ exp(z - most), weighted = Σ w (z - most) and
+// weights = Σ w. The last two are those of a row with smoothing only. As long as all logits are
+// -inf, weighted is Σ w z, because -inf - -inf would be a NaN.
 template <typename T>
 struct Sums {
   using C = Compute<T>;
 
   // Those over no logits.
-  static __device__ __forceinline__ Sums none() { return {kLeast<C>, C(0), C(0)}; }
+  static __device__ __forceinline__ Sums none() { return {kLeast<C>, C(0), C(0), C(0)}; }
 
-  // Adds those of other logits. exp(-inf - -inf) would be a NaN, so it is never computed.
-  __device__ __forceinline__ void add(const Sums& other) {
+  // Adds those of other logits.
+  __device__ __forceinline__ void add(Sums other, bool is_smooth) {
     const C larger_one = larger(most, other.most);
-    of_exp = raised(larger_one) + other.raised(larger_one);
+    raise(larger_one, is_smooth);
+    other.raise(larger_one, is_smooth);
+    of_exp += other.of_exp;
     weighted += other.weighted;
-    most = larger_one;
+    weights += other.weights;
   }
 
-  // of_exp with another maximum, which is not smaller.
-  __device__ __forceinline__ C raised(C to) const {
-    if (most == to) return of_exp;
-    return most == kLeast<C> ? C(0) : of_exp * exp_of<T>(most - to);
+  // The same sums with another maximum, which is not smaller.
+  __device__ __forceinline__ void raise(C to, bool is_smooth) {
+    if (most == to) return;
+    of_exp *= exp_of<T>(most - to);
+    if (is_smooth && most != kLeast<C>) weighted += weights * (most - to);
+    most = to;
   }
 
   __device__ __forceinline__ void add_over_warp(bool is_smooth) {
@@ -70,18 +76,19 @@ struct Sums {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2)
       all = larger(all, __shfl_xor_sync(kAllLanes, all, offset));
-    of_exp = raised(all);
-    most = all;
+    raise(all, is_smooth);
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2)
       of_exp += __shfl_xor_sync(kAllLanes, of_exp, offset);
     if (!is_smooth) return;
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       weighted += __shfl_xor_sync(kAllLanes, weighted, offset);
+      weights += __shfl_xor_sync(kAllLanes, weights, offset);
+    }
   }
 
-  C most, of_exp, weighted;
+  C most, of_exp, weighted, weights;
 };
 
 // kPlain: there are neither weights nor smoothing, softcap or z-loss, whose code would cost others
@@ -137,15 +144,18 @@ struct Row {
       most = larger(most, values.lane[lane]);
     }
     if (most != kLeast<C>) {
-      sums.of_exp = sums.raised(most);
-      sums.most = most;
+      sums.raise(most, is_smooth());
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) sums.of_exp += exp_of<T>(values.lane[lane] - most);
     }
     if (!is_smooth()) return;
+    const C from = most != kLeast<C> ? most : C(0);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (is_class(at + lane)) sums.weighted += weight_of(at + lane) * values.lane[lane];
+      if (!is_class(at + lane)) continue;
+      const C weight = weight_of(at + lane);
+      sums.weighted += weight * (values.lane[lane] - from);
+      sums.weights += weight;
     }
   }
 
@@ -160,11 +170,9 @@ struct Row {
 
   __device__ __forceinline__ void write_loss(const Sums<T>& sums, C at_target) const {
     if (params.losses == nullptr) return;
-    // lse less the largest logit: their sum would lose the digits of a small part.
-    const C rest = log_of(sums.of_exp);
-    const C lse = sums.most + rest;
+    const C rest = log_of(sums.of_exp), lse = sums.most + rest;
     C loss = of_target * (rest - (at_target - sums.most));
-    if (is_smooth()) loss += smoothing * (all_weights() * lse - sums.weighted);
+    if (is_smooth()) loss += smoothing * (all_weights() * rest - sums.weighted);
     if (has_z_loss()) loss += static_cast<C>(params.z_loss) * lse * lse;
     static_cast<C*>(params.losses)[row] = loss;
   }

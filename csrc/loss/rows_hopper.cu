@@ -98,14 +98,15 @@ class Team {
     }
     ++rows;
     Sums<T> all = Sums<T>::none();
-    for (int index = lane; index < cluster * kWarps; index += kWarp) all.add(of_warp[index]);
+    for (int index = lane; index < cluster * kWarps; index += kWarp)
+      all.add(of_warp[index], is_smooth);
     all.add_over_warp(is_smooth);
     return all;
   }
 
  private:
   using C = Compute<T>;
-  static constexpr int kValues = 3;
+  static constexpr int kValues = 4;
 
   __device__ __forceinline__ void send(const Sums<T>& sums, const Sums<T>* place, uint32_t barrier,
                                        int block) const {
@@ -114,6 +115,7 @@ class Team {
     hopper::store_async(to, there, sums.most);
     hopper::store_async(to + sizeof(C), there, sums.of_exp);
     hopper::store_async(to + 2 * sizeof(C), there, sums.weighted);
+    hopper::store_async(to + 3 * sizeof(C), there, sums.weights);
   }
 
   Exchange<T, kWarps>& exchange;

@@ -262,11 +262,13 @@ impl<'a> Context<'a> {
         unsafe { ffi::tch_extension_creates_graph(self.node) }
     }
 
-    /// Whether saved tensors are released after this backward pass, because its caller does not keep
-    /// the graph (`retain_graph`). A kernel may then write into a saved tensor that the forward pass
-    /// made for itself: neither an input nor an output, nor one that shares memory with them. As for
-    /// libtorch's own operators, no other thread may run a backward pass of the same graph meanwhile.
-    /// A pass that writes and then fails must refuse to be repeated.
+    /// Whether nobody reads the saved tensors after this backward pass: its caller does not keep the
+    /// graph (`retain_graph`), and they do not come from hooks
+    /// ([`saved_tensors_hooks`](super::saved_tensors_hooks)), whose owner may keep what `unpack`
+    /// returns. A kernel may then write into a saved tensor that the forward pass made for itself:
+    /// neither an input nor an output, nor one that shares memory with them. As for libtorch's own
+    /// operators, no other thread may run a backward pass of the same graph meanwhile. A pass that
+    /// writes and then fails must refuse to be repeated.
     ///
     /// ```
     /// use tch::Tensor;

@@ -29,11 +29,12 @@ pub struct SavedTensorsHooks {
 ///
 /// `pack` runs in [`apply`](super::apply()) with grad mode off and must not change the tensor.
 /// `unpack` may run in any thread, once for each time that a backward pass asks, and must return a
-/// tensor of the same shape, kind and device. A packed tensor is no longer checked for later
-/// changes in place, so `pack` must copy data that may change. An error or a panic in `pack` is an
-/// error of `apply`. An error or a panic in `unpack`, or a tensor of another shape, is an error for
-/// the caller of the backward pass. It is also an error if `unpack` runs a backward pass that needs
-/// the very tensor that it is restoring.
+/// tensor of the same shape, kind and device, in any strides. No operator of this crate writes into
+/// what it returns. A packed tensor is no longer checked for later changes in place, so `pack` must
+/// copy data that may change. An error or a panic in `pack` is an error of `apply`. An error or a
+/// panic in `unpack`, or a tensor of another shape, is an error for the caller of the backward pass.
+/// It is also an error if `unpack` runs a backward pass that needs the very tensor that it is
+/// restoring.
 ///
 /// Only tensors that a [`Function`](super::Function) saves are packed. libtorch's own nodes ask a
 /// Python interpreter for their hooks, and there is none here.

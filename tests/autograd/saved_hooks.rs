@@ -203,3 +203,35 @@ fn saved_on_the_cpu() {
         }
     }
 }
+
+/// What `unpack` returns may be the hooks' own, so that no backward pass is the last one to read it.
+#[test]
+fn what_hooks_hold_is_never_written_to() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let times = |held: bool| {
+        let held = held.then(|| {
+            let keep = |tensor: &Tensor| Ok(tensor.copy());
+            saved_tensors_hooks(keep, |packed: &Tensor| Ok(packed.shallow_clone()))
+        });
+        let seen = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&seen);
+        let y = apply_with(
+            "counted",
+            &[Some(&x)],
+            |saver, inputs| {
+                saver.save(&inputs.get(0)?.ones_like());
+                Ok((inputs.get(0)? * 1.0).into())
+            },
+            move |ctx, grads| {
+                counted.fetch_add(usize::from(ctx.is_last_backward()), Ordering::SeqCst);
+                Ok((grads.get(0)? * ctx.saved(0)?).into())
+            },
+        );
+        drop(held);
+        let y = y.and_then(Tensors::single).expect("y");
+        assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [1.0]);
+        seen.load(Ordering::SeqCst)
+    };
+    assert_eq!((times(false), times(true)), (1, 0));
+}

@@ -8,7 +8,7 @@ use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::Autocast;
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, Tensors, grad};
 use tch_extension::ops::{CrossEntropyOptions, cross_entropy_reference, f_cross_entropy};
 use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_as_accurate, assert_close, cuda_or_skip, devices,
@@ -161,6 +161,40 @@ fn the_formula_by_hand() {
     }
 }
 
+/// The loss depends on differences of logits only, which are exact here: with an offset that all logits
+/// share, it and its gradient have the same bits. The largest logit is the first one, the last one, or
+/// comes again and again.
+#[test]
+fn an_offset_of_all_logits_changes_nothing() {
+    for device in devices() {
+        for columns in [2, 3, 1000, 5001, 50_257, 140_000] {
+            let order = Tensor::arange(columns, (Kind::Int64, Device::Cpu));
+            let rising = (&order * 16).divide_scalar_mode(columns, "floor");
+            let rows = [&rising, &rising.flip([0]), &(&order * 7).remainder(13)];
+            let values = Tensor::stack(&rows, 0).to_kind(Kind::Float).to_device(device);
+            for case in cases().filter(|case| case.reduction == Reduction::None) {
+                let run = |op: Op, logits: &Tensor| {
+                    let logits = leaves(&[logits.shallow_clone()]).remove(0);
+                    let losses = case.call(op, &logits).expect("losses");
+                    let sum = losses.sum(Kind::Double);
+                    let found = grad(&[&sum], &[&logits], &GradOptions::default());
+                    [losses.detach(), found.and_then(Tensors::single).expect("a gradient")]
+                };
+                let exact = run(cross_entropy_reference, &values.to_kind(Kind::Double));
+                let expected = run(f_cross_entropy, &values);
+                assert_close(&expected[0], &exact[0].to_kind(Kind::Float), 2e-5, 1e-6);
+                for offset in [-1e4, 1e6, -4e6] {
+                    let found = run(f_cross_entropy, &(&values + offset));
+                    for (found, expected) in found.iter().zip(&expected) {
+                        let what = format!("{columns} {offset} {case:?} on {device:?}");
+                        assert!(found.equal(expected), "{what}: {found} {expected}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Values and gradients are at least as exact as those of libtorch's own loss, with and without
 /// autocast, and have its kinds. Without rows, and if all are ignored, the mean is NaN and the sum 0.
 #[test]
@@ -231,23 +265,30 @@ fn infinities_and_nan_are_those_of_libtorch() {
             let _ = values.get(6).narrow(0, 1, columns - 1).fill_(least);
             let _ = values.get(7).fill_(least);
             let _ = values.get(8).fill_(1000.0);
-            let run = |op: Op, values: &Tensor| {
+            let run = |op: Op, values: &Tensor, label_smoothing: f64| {
                 let logits = values.copy().set_requires_grad(true);
                 let targets = Tensor::zeros([9], (Kind::Int64, device));
+                let reduction = Reduction::None;
                 let options =
-                    CrossEntropyOptions { reduction: Reduction::None, ..Default::default() };
+                    CrossEntropyOptions { reduction, label_smoothing, ..Default::default() };
                 let losses = op(&logits, &targets, &options).expect("losses");
                 let vector = Tensor::ones([9], (values.kind(), device));
                 let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
                 let found = grad(&[&losses], &[&logits], &options).expect("a gradient");
                 [losses.detach(), found.into_vec().remove(0).expect("a gradient")]
             };
-            let theirs = run(libtorch, &values.to_kind(Kind::Float));
             let bound = if kind == Kind::Float { (1e-5, 1e-6) } else { (1e-2, 1e-4) };
-            for (ours, theirs) in run(f_cross_entropy, &values).iter().zip(&theirs) {
-                let ours = ours.to_kind(Kind::Float);
-                let is_alike = ours.allclose(theirs, bound.0, bound.1, true);
-                assert!(is_alike, "{kind:?} {columns} on {device:?}: {ours} {theirs}");
+            for smoothing in [0.0, 0.1] {
+                let [losses, _] = run(libtorch, &values.to_kind(Kind::Float), smoothing);
+                // In `Float` it adds up what smoothing takes from each class, and loses digits.
+                let [_, gradient] = run(libtorch, &values.to_kind(Kind::Double), smoothing);
+                let theirs = [losses, gradient.to_kind(Kind::Float)];
+                for (ours, theirs) in run(f_cross_entropy, &values, smoothing).iter().zip(&theirs) {
+                    let what = format!("{kind:?} {columns} {smoothing} on {device:?}");
+                    let ours = ours.to_kind(Kind::Float);
+                    let is_alike = ours.allclose(theirs, bound.0, bound.1, true);
+                    assert!(is_alike, "{what}: {ours} {theirs}");
+                }
             }
         }
     }

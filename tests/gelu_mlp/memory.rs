@@ -1,9 +1,8 @@
 //! Tests of what a call keeps for its backward pass, and of which gradients it computes.
 
 use super::*;
-use tch_extension::autograd::saved_tensors_hooks;
 use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
-use tch_extension::testing::{Layout, cuda_or_skip};
+use tch_extension::testing::cuda_or_skip;
 
 /// Each subset of the gradients, in the forward pass and in the backward pass.
 #[test]
@@ -57,33 +56,6 @@ fn tensors_that_change_between_the_passes() {
         let leaves: Vec<&Tensor> = leaves.iter().collect();
         let result = grad(&[&y.sum(Kind::Double)], &leaves, &GradOptions::default());
         assert_eq!(result.is_err(), is_error, "{place}");
-    }
-}
-
-/// Hooks of libtorch's may give a saved tensor back in another memory.
-#[test]
-fn saved_tensors_may_come_back_in_other_memory() {
-    for device in devices() {
-        for case in cases() {
-            let inputs = case.samples(&[[5, 3, 8, 4]], Kind::Double, device).remove(0).inputs;
-            let leaves = leaves(&inputs);
-            let run = || {
-                let y = case.call(f_gelu_mlp, &leaves).expect("y");
-                let all: Vec<&Tensor> = leaves.iter().collect();
-                let gradients = grad(&[&y.sum(Kind::Double)], &all, &GradOptions::default());
-                gradients.expect("gradients").into_vec().into_iter().flatten().collect::<Vec<_>>()
-            };
-            let expected = run();
-            let hooks = saved_tensors_hooks(
-                |tensor| Ok(tensor.copy()),
-                |tensor: &Tensor| Layout::Transposed.of(tensor),
-            );
-            let found = run();
-            drop(hooks);
-            for (found, expected) in found.iter().zip(&expected) {
-                assert_close(found, expected, 1e-12, 1e-12);
-            }
-        }
     }
 }
 

@@ -266,6 +266,42 @@ fn as_libtorch() {
     }
 }
 
+/// As for `cross_entropy`: an offset that all outputs of the layer share changes no bit.
+#[test]
+fn an_offset_of_all_logits_changes_nothing() {
+    for device in devices() {
+        for classes in [2, 1001] {
+            let of = |size: &[i64], by: i64| {
+                let count = Tensor::arange(size.iter().product::<i64>(), (Kind::Int64, device));
+                (count * by).remainder(5).view(size).to_kind(Kind::Float) - 2.0
+            };
+            let inputs = [of(&[6, 3], 3), of(&[classes, 3], 7), of(&[classes], 4)];
+            let options = LinearCrossEntropyOptions {
+                label_smoothing: 0.1,
+                ignore_index: IGNORED,
+                ..Default::default()
+            };
+            let run = |offset: f64| {
+                let mut leaves = leaves(&inputs);
+                leaves[2] = (&inputs[2] + offset).set_requires_grad(true);
+                let case = Case { options, has_bias: true };
+                let loss = case.call(f_linear_cross_entropy, &leaves).expect("a loss");
+                let wanted: Vec<&Tensor> = leaves.iter().collect();
+                let found = grad(&[&loss], &wanted, &GradOptions::default()).expect("gradients");
+                let mut all = vec![loss.detach()];
+                all.extend(found.into_vec().into_iter().map(Option::unwrap));
+                all
+            };
+            let expected = run(0.0);
+            for offset in [-1e4, 1e6, -4e6] {
+                for (found, expected) in run(offset).iter().zip(&expected) {
+                    assert!(found.equal(expected), "{classes} {offset}: {found} {expected}");
+                }
+            }
+        }
+    }
+}
+
 /// Gradients that were computed in the forward pass are multiplied in each backward pass.
 #[test]
 fn any_incoming_gradient_any_number_of_times() {
@@ -359,13 +395,18 @@ fn the_weight_s_gradient_is_exact_in_many_chunks() {
 #[test]
 fn classes_that_are_no_multiple_of_eight() {
     for device in devices() {
-        for (kind, has_bias) in [(Kind::BFloat16, false), (Kind::Half, true)] {
+        for (kind, has_bias, classes) in [
+            (Kind::BFloat16, false, 1001),
+            (Kind::Half, true, 1001),
+            (Kind::BFloat16, true, 1),
+            (Kind::Half, false, 1),
+        ] {
             let of = |size: &[i64], scale: f64| {
                 (Tensor::randn(size, (Kind::Float, device)) * scale).to_kind(kind)
             };
-            let mut inputs = vec![of(&[300, 24], 1.0), of(&[1001, 24], 0.3)];
+            let mut inputs = vec![of(&[300, 24], 1.0), of(&[classes, 24], 0.3)];
             if has_bias {
-                inputs.push(of(&[1001], 1.0));
+                inputs.push(of(&[classes], 1.0));
             }
             let ignored = targets_of(&inputs[0], &inputs[1]).eq(IGNORED).unsqueeze(1);
             let with_nan = inputs[0].masked_fill(&ignored, f64::NAN);

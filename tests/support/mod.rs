@@ -10,12 +10,13 @@ pub mod property;
 pub mod refusal;
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, grad, saved_tensors_hooks};
 use tch_extension::testing::{
-    ConformanceOptions, Sample, assert_as_accurate, assert_close, conformance, cuda_or_skip,
-    devices, gradcheck, gradgradcheck, tolerance,
+    ConformanceOptions, Layout, Sample, assert_as_accurate, assert_close, conformance,
+    cuda_or_skip, devices, gradcheck, gradgradcheck, tolerance,
 };
 
 pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -97,6 +98,51 @@ impl Suite<'_> {
             }
         });
         results.finish();
+        self.hooks_keep_what_they_packed();
+    }
+
+    /// Hooks on saved tensors may return what they hold, or a copy in other strides or that begins
+    /// anywhere: the gradients are the same, and no backward pass writes into what they hold.
+    fn hooks_keep_what_they_packed(&self) {
+        for (device, kind) in
+            devices().into_iter().flat_map(|device| KINDS.map(|kind| (device, kind)))
+        {
+            for sample in (self.small)(kind, device) {
+                let outputs = (self.fused)(&sample.inputs).expect("outputs").len();
+                let all: Vec<usize> = (0..outputs).collect();
+                let leaves = leaves(&sample.inputs);
+                let expected = gradients(self.fused, &leaves, &all);
+                for layout in [None, Some(Layout::Transposed), Some(Layout::Offset)] {
+                    let held = Arc::new(Mutex::new(Vec::new()));
+                    let holder = Arc::clone(&held);
+                    let hooks = saved_tensors_hooks(
+                        move |tensor| {
+                            let copy = tensor.copy();
+                            holder.lock().unwrap().push([copy.shallow_clone(), copy.copy()]);
+                            Ok(copy)
+                        },
+                        move |packed: &Tensor| match layout {
+                            Some(layout) => layout.of(packed),
+                            None => Ok(packed.shallow_clone()),
+                        },
+                    );
+                    let found = gradients(self.fused, &leaves, &all);
+                    drop(hooks);
+                    let what = format!("{} {kind:?} {device:?} {layout:?}", sample.name);
+                    for [now, then] in held.lock().unwrap().iter() {
+                        assert!(bytes(now).equal(&bytes(then)), "{what}: a hook's tensor changed");
+                    }
+                    let (rtol, atol) = self.bounds(&sample, kind);
+                    for (found, expected) in found.iter().zip(&expected) {
+                        let (Some(found), Some(expected)) = (found, expected) else {
+                            assert!(found.is_none() && expected.is_none(), "{what}");
+                            continue;
+                        };
+                        in_context(&sample, &what, || assert_close(found, expected, rtol, atol));
+                    }
+                }
+            }
+        }
     }
 
     pub fn with_and_without_a_graph_the_bits_are_the_same(&self) {
@@ -251,6 +297,11 @@ impl Suite<'_> {
         };
         (rtol * terms.sqrt(), atol * terms.sqrt())
     }
+}
+
+/// A tensor's bits, of which those of a NaN are equal, too.
+fn bytes(tensor: &Tensor) -> Tensor {
+    tensor.contiguous().view([-1]).view_dtype(Kind::Uint8)
 }
 
 pub fn is_half(kind: Kind) -> bool {

@@ -12,13 +12,13 @@ use support::{KINDS, Suite, leaves};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::autograd::{GradOptions, grad, saved_tensors_hooks};
+use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
 use tch_extension::nn::{MlpOp, SwiGluConfig, swiglu};
 use tch_extension::ops::{SwigluMlpOptions, f_swiglu_mlp, swiglu_mlp, swiglu_mlp_reference};
 use tch_extension::testing::{
-    ConformanceOptions, Layout, Sample, SampleTable, Shape, assert_as_accurate, assert_close,
-    conformance, cuda_or_skip, devices, tolerance,
+    ConformanceOptions, Sample, SampleTable, Shape, assert_as_accurate, assert_close, conformance,
+    cuda_or_skip, devices, tolerance,
 };
 
 const BOTH: [SwigluMlpOptions; 2] =
@@ -245,33 +245,6 @@ fn each_subset_of_the_gradients() {
                         assert_close(&found, &expected, 1e-12, 1e-12);
                     }
                 }
-            }
-        }
-    }
-}
-
-/// Hooks of libtorch's may give a saved tensor back in another memory.
-#[test]
-fn saved_tensors_may_come_back_in_other_memory() {
-    for device in devices() {
-        let inputs = samples(&[[5, 3, 8, 4]], Kind::Double, device).remove(0).inputs;
-        let leaves = leaves(&inputs);
-        for options in BOTH {
-            let run = || {
-                let y = call(&fused(options), &leaves).expect("y");
-                let all: Vec<&Tensor> = leaves.iter().collect();
-                let gradients = grad(&[&y.sum(Kind::Double)], &all, &GradOptions::default());
-                gradients.expect("gradients").into_vec().into_iter().flatten().collect::<Vec<_>>()
-            };
-            let expected = run();
-            let hooks = saved_tensors_hooks(
-                |tensor| Ok(tensor.copy()),
-                |tensor: &Tensor| Layout::Transposed.of(tensor),
-            );
-            let found = run();
-            drop(hooks);
-            for (found, expected) in found.iter().zip(&expected) {
-                assert_close(found, expected, 1e-12, 1e-12);
             }
         }
     }

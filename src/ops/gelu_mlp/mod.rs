@@ -2,9 +2,7 @@
 
 use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
 use super::mlp::plan::{self, Facts};
-use super::mlp::{
-    Activation, KINDS, Way, cast_or_own, layer, plain_if_any, product, weight_gradient,
-};
+use super::mlp::{Activation, KINDS, Way, cast_or_own, layer, product, weight_gradient};
 use super::way::forced;
 use super::{gemm, linear, rows};
 use crate::amp::{CastPolicy, autocast_inputs};
@@ -250,8 +248,8 @@ impl Function for GeluMlp {
             input: saved(needs[place::W1], place::INPUT)?,
             w1: saved(needs[place::INPUT], place::W1)?,
             w2: saved(needs_dz(needs), place::W2)?,
-            z: plain_if_any(ctx.saved_optional(Z)?)?,
-            a: plain_if_any(saved(needs[place::W2], A)?)?,
+            z: ctx.saved_optional(Z)?,
+            a: saved(needs[place::W2], A)?,
         };
         self.gradients(grads.get(0)?, saved, needs)
     }

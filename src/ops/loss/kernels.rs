@@ -181,7 +181,7 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     if factor_count != 1 && factor_count != rows {
         return Err(Error::msg("internal error: one factor, or one for each row"));
     }
-    let row_stride = row_stride(operands.logits)?;
+    let (logits, row_stride) = checked_rows("logits", operands.logits, like)?;
     let params = Rows {
         rows,
         classes,
@@ -193,7 +193,7 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         z_loss: operands.z_loss,
         kind: kind_code(kind)?,
         reserved: 0,
-        logits: checked_rows("logits", operands.logits, row_stride, like)?,
+        logits,
         targets: checked("targets", operands.targets, &[rows], (Kind::Int64, device))?
             .cast_const()
             .cast(),
@@ -202,10 +202,14 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         losses: optional_ptr("losses", wanted.losses.as_deref(), &[rows], compute)?,
         factors: optional_ptr("factors", factors, &[factor_count], compute)?,
         gradients: match gradients {
-            Some(gradients) if gradients.size() == [rows, classes] => {
-                checked_rows("gradients", gradients, row_stride, like)?
-            }
-            Some(_) => return Err(Error::msg("internal error: gradients unlike the logits")),
+            Some(gradients) => match checked_rows("gradients", gradients, like)? {
+                (address, stride)
+                    if stride == row_stride && gradients.size() == [rows, classes] =>
+                {
+                    address
+                }
+                _ => return Err(Error::msg("internal error: gradients unlike the logits")),
+            },
             None => std::ptr::null_mut(),
         },
     };
@@ -215,35 +219,17 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     unsafe { run_rows(device, &params) }
 }
 
-/// From a row of a row-major tensor `[M, V]` to the next one. A single row, and rows without a class,
-/// may have any stride.
-fn row_stride(tensor: &Tensor) -> Result<i64> {
+/// The address of a row-major tensor `[M, V]` of this kind and device, and from a row to the next one.
+fn checked_rows(name: &str, tensor: &Tensor, like: (Kind, Device)) -> Result<(*mut c_void, i64)> {
     let (rows, classes) = tensor.size2()?;
-    match tensor.stride()[..] {
-        [stride, 1] if stride >= classes && rows > 1 && classes > 1 => Ok(stride),
-        _ => Ok(classes),
-    }
-}
-
-/// The address of a tensor of kind and device `like`, whose rows are this far apart.
-fn checked_rows(
-    name: &str,
-    tensor: &Tensor,
-    row_stride: i64,
-    like: (Kind, Device),
-) -> Result<*mut c_void> {
-    let (rows, classes) = tensor.size2()?;
-    if row_stride == classes {
-        return checked(name, tensor, &[rows, classes], like);
+    let stride = tensor.stride();
+    // The stride of a dimension of one element says nothing, nor do strides without elements.
+    let is_row_contiguous = classes == 1 || (classes > 1 && stride[1] == 1);
+    if !(is_row_contiguous && rows > 1 && stride[0] > classes) {
+        return Ok((checked(name, tensor, &[rows, classes], like)?, classes));
     }
     // A view of one row is contiguous, and so is checked as any other tensor.
-    let row = tensor.f_narrow(0, 0, 1)?;
-    if tensor.stride() != [row_stride, 1] {
-        return Err(Error::msg(format!(
-            "internal error: the rows of a kernel's {name} should be {row_stride} apart, but are {tensor:?}"
-        )));
-    }
-    checked(name, &row, &[1, classes], like)
+    Ok((checked(name, &tensor.f_narrow(0, 0, 1)?, &[1, classes], like)?, stride[0]))
 }
 
 /// 1 / Σ w[t] over rows that are not ignored, `[1]` of this compute kind; of targets `[M]` and weights
@@ -330,4 +316,25 @@ fn multiply(from: &Tensor, factor: &Tensor, to: &Tensor) -> Result<()> {
     };
     // SAFETY: as in `rows`. Each value is read before it is written.
     unsafe { run_scale(like.1, &params) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dimension_of_one_element_may_have_any_stride() {
+        let like = (Kind::Float, Device::Cpu);
+        let wide = Tensor::zeros([6, 8], like);
+        let stride = |tensor: &Tensor| checked_rows("logits", tensor, like).map(|(_, by)| by).ok();
+        assert_eq!(stride(&wide), Some(8));
+        assert_eq!(stride(&wide.narrow(1, 2, 5)), Some(8));
+        assert_eq!(stride(&wide.narrow(1, 2, 1)), Some(8));
+        assert_eq!(stride(&wide.narrow(1, 2, 0)), Some(0));
+        assert_eq!(stride(&wide.narrow(0, 0, 1).narrow(1, 0, 5)), Some(5));
+        assert_eq!(stride(&Tensor::zeros([1, 6], like).transpose(0, 1)), Some(1));
+        for bad in [wide.transpose(0, 1), wide.narrow(0, 0, 1).expand([6, 8], false)] {
+            assert_eq!(stride(&bad), None);
+        }
+    }
 }

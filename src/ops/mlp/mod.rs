@@ -40,12 +40,6 @@ pub(super) fn layer(
     plain(&super::linear::forward(input, weight, bias, way)?)
 }
 
-/// A saved tensor as the kernels read it. A hook of libtorch's on saved tensors may have changed its
-/// strides.
-pub(super) fn plain_if_any(saved: Option<Tensor>) -> Result<Option<Tensor>> {
-    saved.as_ref().map(plain).transpose()
-}
-
 /// `lhs rhs` of matrices, contiguous.
 pub(super) fn product(lhs: &Tensor, rhs: &Tensor, way: ProductWay) -> Result<Tensor> {
     match gemm::product(lhs, rhs, way)? {

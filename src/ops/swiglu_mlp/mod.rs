@@ -1,7 +1,7 @@
 //! The feed-forward part of a transformer with a gate.
 
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
-use super::mlp::{KINDS, add_product, cast_or_own, layer, plain_if_any, product, weight_gradient};
+use super::mlp::{KINDS, add_product, cast_or_own, layer, product, weight_gradient};
 use super::way::forced;
 use super::{gemm, linear, rows};
 use crate::amp::{CastPolicy, autocast_inputs};
@@ -217,8 +217,8 @@ impl Function for SwigluMlp {
             w_gate: saved(needs[place::INPUT], place::GATE)?,
             w_up: saved(needs[place::INPUT], place::UP)?,
             w_down: saved(needs_gates(needs), place::DOWN)?,
-            gates: plain_if_any(ctx.saved_optional(G)?)?.zip(plain_if_any(ctx.saved_optional(U)?)?),
-            h: plain_if_any(saved(needs[place::DOWN], H)?)?,
+            gates: ctx.saved_optional(G)?.zip(ctx.saved_optional(U)?),
+            h: saved(needs[place::DOWN], H)?,
         };
         self.gradients(grads.get(0)?, saved, needs)
     }
