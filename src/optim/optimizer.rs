@@ -78,8 +78,8 @@ pub struct Optimizer {
     pub(super) places: Vec<Place>,
     pub(super) has_master_weights: bool,
     pub(super) max_norm: Option<f64>,
-    /// Whether a step has measured a norm since `max_norm` was set.
-    pub(super) has_norm: bool,
+    /// The first device of the last step that has measured a norm since `max_norm` was set.
+    pub(super) norm_on: Option<Device>,
 }
 
 #[derive(Debug)]
@@ -135,7 +135,7 @@ impl Optimizer {
             places: Vec::new(),
             has_master_weights: true,
             max_norm: None,
-            has_norm: false,
+            norm_on: None,
         }
     }
 
@@ -410,15 +410,17 @@ impl Optimizer {
                 kernels::store(&[max], &place.max_norm, place.device)?;
             }
         }
-        self.has_norm &= self.max_norm.is_some() && max.is_some();
+        if self.max_norm.is_none() || max.is_none() {
+            self.norm_on = None;
+        }
         self.max_norm = max;
         Ok(())
     }
 
     /// The norm of the gradients in the last step that clipped them, before the clipping: of kind
-    /// `Double`, with no dimensions, on the device of the first parameter. It is a copy, made after
-    /// the work of the current stream so far. `None` for an optimizer that does not clip, and before
-    /// its first step.
+    /// `Double`, with no dimensions, on the device of the first parameter that had a gradient in
+    /// that step. It is a copy, made after the work of the current stream so far. `None` for an
+    /// optimizer that does not clip, and before its first step.
     pub fn grad_norm(&self) -> Option<Tensor> {
         unwrap(self.f_grad_norm())
     }
@@ -428,12 +430,10 @@ impl Optimizer {
     /// # Errors
     /// Errors of CUDA.
     pub fn f_grad_norm(&self) -> Result<Option<Tensor>> {
-        let Some(place) = self.places.first().filter(|_| self.has_norm) else {
-            return Ok(None);
-        };
+        let Some(device) = self.norm_on else { return Ok(None) };
         let _no_grad = tch::no_grad_guard();
-        let copy = place.norm.tensor().f_to_device_(place.device, Kind::Double, true, true)?;
-        Ok(Some(copy.f_squeeze()?))
+        let norm = self.place(device)?.norm.tensor();
+        Ok(Some(norm.f_to_device_(device, Kind::Double, true, true)?.f_squeeze()?))
     }
 
     /// Whether parameters of a half kind have master weights: a copy of kind `Float`, which a step

@@ -67,12 +67,14 @@ impl Optimizer {
             .map(|device| self.batch(&gathered, device, scaling))
             .collect::<Result<Vec<_>>>()?;
         self.launch(batches.iter().map(|batch| self.call(batch)).collect(), &batches)?;
-        let has_norm = self.max_norm.is_some() && !batches.is_empty();
+        let first = batches.first().map(|batch| batch.device);
         gathered.bump_versions()?;
         let is_scaled = matches!(scaling, Scaling::Scaled(_));
         let found = batches.into_iter().filter(|_| is_scaled).filter_map(|batch| batch.found_inf);
         let found = found.collect();
-        self.has_norm |= has_norm;
+        if self.max_norm.is_some() {
+            self.norm_on = first.or(self.norm_on);
+        }
         Ok(found)
     }
 
@@ -91,7 +93,7 @@ impl Optimizer {
         Ok(all)
     }
 
-    fn place(&self, device: Device) -> Result<&Place> {
+    pub(super) fn place(&self, device: Device) -> Result<&Place> {
         let place = self.places.iter().find(|place| place.device == device);
         place.ok_or_else(|| Error::msg("internal error: no memory on a device"))
     }

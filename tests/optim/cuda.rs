@@ -259,6 +259,30 @@ fn cuda_steps_agree_with_the_cpus() {
     }
 }
 
+/// Parameters on two devices, of which only the second one's have a gradient in the last step.
+#[test]
+fn cuda_the_norm_is_that_of_the_last_step() {
+    let _alone = serially();
+    let Some(device) = cuda_or_skip("cuda_the_norm_is_that_of_the_last_step") else { return };
+    tch::manual_seed(48);
+    let leaves: Vec<Tensor> = [CPU, device]
+        .map(|device| normal(&[100], Kind::Float, device).set_requires_grad(true))
+        .into();
+    let mut optimizer = build(rules()[0], &leaves, 0.01);
+    optimizer.set_clip_norm(Some(f64::INFINITY));
+    for (some, on) in [(0..2, CPU), (1..2, device), (0..1, CPU)] {
+        optimizer.zero_grad();
+        accumulate(&leaves[some.clone()], 1.0);
+        optimizer.step();
+        let norm = optimizer.grad_norm().expect("a norm");
+        assert_eq!(norm.device(), on);
+        let expected = Reference::norm(
+            &gradients(&leaves[some]).iter().map(|g| g.to_device(CPU)).collect::<Vec<_>>(),
+        );
+        assert!((norm.double_value(&[]) / expected - 1.0).abs() < 1e-6, "{norm} and {expected}");
+    }
+}
+
 /// More values than a block's chunk times many blocks, so that several waves of blocks run.
 #[test]
 fn cuda_large_parameters_are_right() {
