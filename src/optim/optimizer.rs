@@ -8,7 +8,7 @@ use super::step::Scaling;
 use crate::amp::ScaledGradients;
 use crate::ffi::amp::identity;
 use crate::{Error, Result, check};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -160,19 +160,24 @@ impl Optimizer {
         if all <= self.joined {
             return Ok(());
         }
-        let named = variables.named_variables.iter();
-        let names: HashMap<usize, &String> =
-            named.map(|(name, tensor)| (identity(tensor), name)).collect();
-        let new = variables.trainable_variables.iter().enumerate().skip(self.joined);
-        let new = new.map(|(place, variable)| {
-            let name = names.get(&identity(&variable.tensor));
-            NamedTensor {
-                name: name.map_or_else(|| format!("parameter {place}"), |name| (*name).clone()),
-                tensor: variable.tensor.shallow_clone(),
-                group: variable.group,
-            }
-        });
-        self.add(new.collect())?;
+        // A tensor that was added twice has two names.
+        let mut names: HashMap<usize, BTreeSet<&String>> = HashMap::new();
+        for (name, tensor) in &variables.named_variables {
+            names.entry(identity(tensor)).or_default().insert(name);
+        }
+        let all_named =
+            variables.trainable_variables.iter().enumerate().map(|(place, variable)| {
+                let names = names.get_mut(&identity(&variable.tensor));
+                let name = names.and_then(BTreeSet::pop_first);
+                NamedTensor {
+                    name: name.map_or_else(|| format!("parameter {place}"), String::clone),
+                    tensor: variable.tensor.shallow_clone(),
+                    group: variable.group,
+                }
+            });
+        let mut new: Vec<NamedTensor> = all_named.collect();
+        drop(new.drain(..self.joined));
+        self.add(new)?;
         self.joined = all;
         Ok(())
     }

@@ -130,6 +130,23 @@ fn tensors_that_cannot_be_updated_are_refused() {
     }
 }
 
+/// The same tensor under two names, at once or later.
+#[test]
+fn a_tensor_with_two_names_is_refused_with_both() {
+    let _alone = serially();
+    let shared = "head: expected memory of its own, got memory that it shares with embedding; give each tensor to an \
+                  optimizer once";
+    let vs = VarStore::new(CPU);
+    let w = vs.root().ones("embedding", &[3]);
+    let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
+    let _ = vs.root().add("head", w.shallow_clone(), true);
+    assert_eq!(text(AdamW::default().build(&vs, 0.1)), format!("Optimizer::build: {shared}"));
+    w.sum(Kind::Float).backward();
+    let before = bits(&[w.shallow_clone()]);
+    assert_eq!(text(optimizer.f_step()), format!("Optimizer::build: {shared}"));
+    assert_eq!(bits(&[w]), before);
+}
+
 #[test]
 fn gradients_that_do_not_fit_are_refused_before_anything_changes() {
     let _alone = serially();
