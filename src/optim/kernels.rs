@@ -298,11 +298,14 @@ unsafe impl Send for Owned {}
 
 impl Owned {
     /// Takes a tensor of which no other handle exists, or none that is used for anything but
-    /// reading and writing values. The caller of `Optimizer::f_set_masters` has another handle, so
-    /// each step compares that tensor's address.
+    /// reading and writing values.
     pub fn new(tensor: Tensor) -> Self {
         let data = tensor.data_ptr();
         Owned { tensor, data }
+    }
+
+    pub fn data(&self) -> *mut c_void {
+        self.data
     }
 
     pub fn tensor(&self) -> &Tensor {
@@ -313,8 +316,8 @@ impl Owned {
 /// What a step updates of one parameter. All tensors are on the parameter's device.
 pub(super) struct Update<'a> {
     pub facts: Facts,
-    /// `[len]`, `Float`: for a parameter of a half kind.
-    pub master: Option<&'a Owned>,
+    /// The address of `[len]`, `Float`: for a parameter of a half kind.
+    pub master: Option<*mut c_void>,
     /// `[len]`, `Float`, or `Double` for a parameter of that kind.
     pub first: Option<&'a Owned>,
     pub second: Option<&'a Owned>,
@@ -329,7 +332,7 @@ impl Update<'_> {
         let Facts { parameter, gradient } = self.facts;
         let data = |owned: Option<&Owned>| owned.map_or(null_mut(), |owned| owned.data);
         let (weight, kind, rounded, rounded_kind) = match self.master {
-            Some(master) => (master.data, kind_code(Kind::Float)?, parameter.data, parameter.kind),
+            Some(master) => (master, kind_code(Kind::Float)?, parameter.data, parameter.kind),
             None => (parameter.data, parameter.kind, null_mut(), -1),
         };
         Ok(Span {
@@ -500,8 +503,9 @@ impl Call<'_> {
     /// Updates weights and moments.
     pub fn update(&self, device: Device, scratch: &Scratch) -> Result<()> {
         let params = self.params(device, scratch, true, false)?;
-        // SAFETY: as for `scan`. No two spans share memory that is written: parameters were
-        // compared when they were added, and all else belongs to one parameter.
+        // SAFETY: as for `scan`. No two spans share memory that is written: this step compared the
+        // parameters, the caller's master weights and the gradients, and all else belongs to one
+        // parameter.
         unsafe { update_raw(device, &params) }
     }
 
@@ -558,8 +562,8 @@ pub(super) fn rewrite(spans: &Spans, device: Device, limit: Limit<'_>) -> Result
         squares: squares.cast_const().cast(),
         max,
     };
-    // SAFETY: the spans describe gradients whose owner still borrows them; `squares` is on their
-    // device.
+    // SAFETY: the spans describe gradients whose owner still borrows them, and share no memory;
+    // `squares` is on their device.
     unsafe { rewrite_raw(device, &params) }
 }
 

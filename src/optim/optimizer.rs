@@ -2,7 +2,7 @@
 
 use super::config::{self, Algorithm};
 use super::gradients::{self, Gradients};
-use super::kernels::{self, Hyper, Limit, Rule, Spans};
+use super::kernels::{self, Hyper, Limit, Rule};
 use super::state::{Place, State, is_half};
 use super::step::Scaling;
 use crate::amp::ScaledGradients;
@@ -34,7 +34,9 @@ pub struct NamedTensor {
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
 /// CUDA, also on several devices. Their values fill their memory without gaps, in any order of
 /// strides. Gradients have the parameter's kind or, for a half kind, `Float`; one whose strides
-/// differ from its parameter's is copied. Parameters without a gradient are skipped.
+/// differ from its parameter's is copied. Parameters without a gradient are skipped. No two
+/// parameters that a step updates may share memory, nor may a gradient lie in that of parameters,
+/// unless it is exactly its own.
 /// Half kinds are computed in `Float`; see [`set_master_weights`](Self::set_master_weights).
 ///
 /// **On the device** are the learning rate and the other numbers of each group, the number of steps
@@ -90,14 +92,8 @@ pub(super) struct Parameter {
     pub group: usize,
     /// `None` before the first step with a gradient.
     pub state: Option<State>,
-    pub shared_master: Option<SharedMaster>,
-}
-
-/// Master weights that the caller keeps.
-#[derive(Debug)]
-pub(super) struct SharedMaster {
-    pub tensor: Tensor,
-    pub address: usize,
+    /// Master weights that the caller keeps: the caller's tensor itself, whose data may be replaced.
+    pub shared_master: Option<Tensor>,
 }
 
 /// Parameters with the same numbers.
@@ -261,8 +257,8 @@ impl Optimizer {
     ///
     /// # Errors
     /// For a gradient that is sparse, or of another size, kind or device; for a parameter that was
-    /// changed in one of these respects; in a capture, when the state must be made first. Then no
-    /// parameter was changed. Errors of CUDA.
+    /// changed in one of these respects; for memory that is shared (see [`Optimizer`]); in a capture,
+    /// when the state must be made first. Then no parameter was changed. Errors of CUDA.
     pub fn f_step(&mut self) -> Result<()> {
         self.run_step(Gradients::Accumulated, Scaling::None).map(drop)
     }
@@ -347,8 +343,7 @@ impl Optimizer {
         check_max(op, max)?;
         let _no_grad = tch::no_grad_guard();
         let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
-        for device in gathered.devices() {
-            let spans = Spans::of_gradients(&gathered.in_place(device), device);
+        for (device, spans) in gathered.in_place(op)? {
             kernels::rewrite(&spans, device, Limit::Value(max))?;
         }
         for gradient in gathered.not_in_place() {
@@ -358,7 +353,8 @@ impl Optimizer {
     }
 
     /// Scales the gradients, in place, so that their norm is at most `max`:
-    /// `torch.nn.utils.clip_grad_norm_`. The norm is that of all gradients as one vector. It is
+    /// `torch.nn.utils.clip_grad_norm_`. The norm is that of all gradients as one vector. Memory that
+    /// gradients share is scaled once, where torch scales it once for each. The norm is
     /// returned as it was before, on the device of the first gradient: of kind `Double`, with no
     /// dimensions. With [`set_clip_norm`](Self::set_clip_norm) the gradients need not be rewritten,
     /// which is faster.
@@ -376,8 +372,7 @@ impl Optimizer {
         let _no_grad = tch::no_grad_guard();
         let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
         let squares = self.sum_of_squares(&gathered)?;
-        for device in gathered.devices() {
-            let spans = Spans::of_gradients(&gathered.in_place(device), device);
+        for (device, spans) in gathered.in_place(op)? {
             let squares = super::step::moved(&squares, device)?;
             kernels::rewrite(&spans, device, Limit::Norm(&squares, max))?;
         }
@@ -474,6 +469,11 @@ impl Optimizer {
     /// that are shared are not part of the optimizer's state in files: save them with the model. A
     /// replay of a graph changes them without autograd's notice.
     ///
+    /// Each step updates what the caller's tensors hold then: after `set_data` with other values of
+    /// kind `Float`, these. It refuses master weights that were converted, resized or moved to another
+    /// device. A graph that was captured before writes to the old memory: capture anew, as
+    /// [`train::Step`](crate::train::Step) does by itself.
+    ///
     /// ```
     /// # use tch::{Device, Kind, Tensor};
     /// # use tch_extension::optim::{AdamW, NamedTensor, OptimizerConfig};
@@ -518,8 +518,7 @@ impl Optimizer {
         let parameters = self.parameters.iter().map(|known| (known.name.as_str(), &known.tensor));
         gradients::check_parameters(op, &parameters.chain(new).collect::<Vec<_>>())?;
         for (place, (_, master)) in places.into_iter().zip(masters) {
-            let (tensor, address) = (master.f_detach()?, master.data_ptr().addr());
-            self.parameters[place].shared_master = Some(SharedMaster { tensor, address });
+            self.parameters[place].shared_master = Some(master.shallow_clone());
         }
         Ok(())
     }
@@ -531,14 +530,20 @@ pub(super) fn check_master(op: &str, name: &str, tensor: &Tensor, master: &Tenso
         let hint = "a parameter of kind Float is its own master weight";
         return Err(Error::argument(op, name, "kind Half or BFloat16", format!("{kind:?}"), hint));
     }
-    let master = check!(op, name, master).defined()?.kind_in(&[Kind::Float])?;
+    let name = format!("the master of {name}");
+    let master = check!(op, &name, master).defined()?;
+    let kind = master.tensor().f_kind()?;
+    let hint = "build the optimizer and share them after parameters are converted or moved";
+    if kind != Kind::Float {
+        return Err(master.refuse("kind Float", format!("{kind:?}"), hint));
+    }
     let facts = |tensor: &Tensor| (tensor.size(), tensor.stride(), tensor.device());
     let (expected, found) = (facts(tensor), facts(master.tensor()));
     if expected != found {
         let shown = |(size, strides, device): (Vec<i64>, Vec<i64>, Device)| {
             format!("shape {size:?} with strides {strides:?} on {device:?}")
         };
-        return Err(master.refuse(shown(expected), shown(found), ""));
+        return Err(master.refuse(shown(expected), shown(found), hint));
     }
     Ok(())
 }
@@ -575,9 +580,10 @@ impl crate::amp::Optimizer for Optimizer {
     fn revision(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         (self.id, self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
-        for Parameter { group, state, .. } in &self.parameters {
+        for Parameter { group, state, shared_master, .. } in &self.parameters {
             let has_buffer = state.as_ref().is_some_and(|state| state.first.is_some());
-            (group, state.is_some(), has_buffer).hash(&mut hasher);
+            let master = shared_master.as_ref().map(|master| master.data_ptr().addr());
+            (group, state.is_some(), has_buffer, master).hash(&mut hasher);
         }
         hasher.finish()
     }

@@ -1,7 +1,7 @@
 //! What `distributed::ShardedOptimizer` needs of an optimizer: one that has parts of the parameters
 //! only, and whose steps agree with those of other ranks.
 
-use super::gradients::{AllGathered, Gradients};
+use super::gradients::{self, AllGathered, Gradients};
 use super::kernels;
 use super::optimizer::{Optimizer, Parameter, lock};
 use super::state::Needs;
@@ -61,7 +61,7 @@ impl Optimizer {
 
     /// The master weights of a parameter that the caller keeps.
     pub(crate) fn master_of_caller(&self, index: usize) -> Option<&Tensor> {
-        self.parameters[index].shared_master.as_ref().map(|shared| &shared.tensor)
+        self.parameters[index].shared_master.as_ref()
     }
 
     /// A text that is the same for all optimizers that do the same, given the same parameters.
@@ -85,9 +85,12 @@ impl Optimizer {
         self.parameters.iter().any(|parameter| parameter.state.is_some())
     }
 
-    /// Lets new variables of the store join.
-    pub(crate) fn join(&mut self) -> Result<()> {
-        self.add_missing_variables()
+    /// Lets new variables of the store join, and checks all parameters and the caller's master
+    /// weights as a step would.
+    pub(crate) fn join(&mut self, op: &str) -> Result<()> {
+        self.add_missing_variables()?;
+        gradients::parameter_facts(op, &self.parameters)?;
+        gradients::check_parameters(op, &self.named_parameters().collect::<Vec<_>>())
     }
 
     /// The store, to notice variables that were added later.
@@ -115,7 +118,7 @@ impl Optimizer {
         if !masters.is_empty() {
             let _no_grad = tch::no_grad_guard();
             let op = "ShardedOptimizer::new";
-            let mut needs: Vec<Needs> = super::gradients::parameter_facts(op, &self.parameters)?;
+            let mut needs: Vec<Needs> = gradients::parameter_facts(op, &self.parameters)?;
             needs.retain(|need| masters.iter().any(|(index, _)| *index == need.index));
             // Those of the caller are used even if the optimizer makes none of its own.
             let makes_masters = std::mem::replace(&mut self.has_master_weights, true);

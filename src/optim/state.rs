@@ -15,7 +15,7 @@ pub(super) struct State {
     pub len: i64,
     /// The order of the parameter's elements in memory, as in [`Fact`]; the state has the same.
     pub layout: i32,
-    /// Of kind `Float`: for a parameter of a half kind.
+    /// Of kind `Float`: for a parameter of a half kind, unless the caller keeps them.
     pub master: Option<Owned>,
     /// AdamW's mean of gradients, SGD's buffer.
     pub first: Option<Owned>,
@@ -158,19 +158,14 @@ impl Optimizer {
             // SGD without momentum got some.
             Some(state) => state.first = Some(moment()?),
             none => {
-                let master = match &parameter.shared_master {
-                    Some(shared) => Some(Owned::new(shared.tensor.shallow_clone())),
-                    None if has_master_weights && is_half(kind) => {
-                        Some(master_of(&parameter.tensor)?)
-                    }
-                    None => None,
-                };
+                let has_master =
+                    has_master_weights && is_half(kind) && parameter.shared_master.is_none();
                 *none = Some(State {
                     device,
                     kind,
                     len: fact.len,
                     layout: fact.layout,
-                    master,
+                    master: has_master.then(|| master_of(&parameter.tensor)).transpose()?,
                     first: has_buffer.then(moment).transpose()?,
                     second: (rule == Rule::AdamW).then(moment).transpose()?,
                     step: Owned::new(Tensor::f_zeros([1], (Kind::Int64, device))?),

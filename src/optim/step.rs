@@ -2,7 +2,7 @@
 //! step and one that updates all its parameters.
 
 use super::gradients::{AllGathered, Gathered, Gradients, gather};
-use super::kernels::{Call, Scratch, Spans, Update};
+use super::kernels::{Call, Owned, Scratch, Spans, Update};
 use super::optimizer::Optimizer;
 use super::state::{Needs, Place};
 use crate::{Error, Result};
@@ -82,6 +82,7 @@ impl Optimizer {
     /// as long as the result.
     pub(super) fn ready(&mut self, gradients: Gradients<'_>) -> Result<Vec<Gathered>> {
         let gathered = gather(OP, &self.parameters, gradients)?;
+        gathered.refuse_shared_memory(OP)?;
         let needs = gathered.all.iter().map(|each| Needs {
             index: each.index,
             fact: each.facts.parameter,
@@ -111,7 +112,10 @@ impl Optimizer {
             let state = state.ok_or_else(|| Error::msg("internal error: no state"))?;
             updates.push(Update {
                 facts: each.facts,
-                master: state.master.as_ref(),
+                master: match each.master {
+                    Some(shared) => Some(shared.data),
+                    None => state.master.as_ref().map(Owned::data),
+                },
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
                 step: &state.step,
@@ -178,7 +182,7 @@ impl Optimizer {
             let facts: Vec<_> = gathered.on(device).map(|each| each.facts.gradient).collect();
             let spans = Spans::of_gradients(&facts, device);
             let scratch = Scratch::new(&spans, device)?;
-            let ticket = super::kernels::Owned::new(Tensor::f_zeros([1], (Kind::Int, device))?);
+            let ticket = Owned::new(Tensor::f_zeros([1], (Kind::Int, device))?);
             let call = Call {
                 rule: self.rule,
                 spans: &spans,

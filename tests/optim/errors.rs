@@ -148,6 +148,80 @@ fn a_tensor_with_two_names_is_refused_with_both() {
 }
 
 #[test]
+fn parameters_that_are_tied_after_build_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        type Tie = fn(&mut [Tensor]);
+        let ties: [Tie; 3] = [
+            |w| w[1].set_data(&w[0].detach()),
+            // Only some values, in either order.
+            |w| {
+                let memory = Tensor::ones([6], (Kind::Float, w[0].device()));
+                w[0].set_data(&memory.narrow(0, 0, 4));
+                w[1].set_data(&memory.narrow(0, 2, 4));
+            },
+            |w| {
+                let memory = Tensor::ones([100], (Kind::Float, w[0].device()));
+                w[0].set_data(&memory);
+                w[1].set_data(&memory.narrow(0, 90, 4));
+            },
+        ];
+        for tie in ties {
+            let mut weights = leaves(&[&[4], &[4], &[4]], Kind::Float, device);
+            let mut optimizer = adamw(&weights).expect("an optimizer");
+            tie(&mut weights);
+            accumulate(&weights, 1.0);
+            let before = bits(&weights);
+            assert_eq!(
+                text(optimizer.f_step()),
+                "Optimizer::step: w1: expected memory of its own, got memory that it shares with w0; give each \
+                 tensor to an optimizer once"
+            );
+            assert_eq!(bits(&weights), before);
+            // Without a gradient, it is not updated itself.
+            let (first, third) = (weights[0].grad(), weights[2].grad());
+            optimizer.f_step_with(&[Some(&first), None, Some(&third)]).expect("a step");
+            assert_ne!(bits(&weights), before);
+        }
+    }
+}
+
+#[test]
+fn gradients_in_the_memory_of_weights_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let memory = Tensor::arange(12, (Kind::Float, device));
+        let of = |begin| memory.narrow(0, begin, 4);
+        let weights = [of(2), of(8)];
+        let mut optimizer = Sgd::default().build_of(named(&weights), 0.5).expect("an optimizer");
+        let before = bits(&[memory.shallow_clone()]);
+        let good = Tensor::ones([4], (Kind::Float, device));
+        for (gradient, whose, shares) in [
+            (of(4), "the gradient of w0", "w0"),
+            (of(0), "w0", "the gradient of w0"),
+            (of(5), "the gradient of w0", "w0"),
+            (of(8), "w1", "the gradient of w0"),
+        ] {
+            let message = text(optimizer.f_step_with(&[Some(&gradient), Some(&good)]));
+            assert_eq!(
+                message,
+                format!(
+                    "Optimizer::step: {whose}: expected memory of its own, got memory that it shares with {shares}; \
+                     copy the gradient"
+                )
+            );
+            assert_eq!(bits(&[memory.shallow_clone()]), before);
+        }
+        // A gradient may be the parameter itself, which libtorch takes, too, and one of both.
+        optimizer.f_step_with(&[Some(&weights[0]), Some(&good)]).expect("a step");
+        assert_eq!(Vec::<f32>::try_from(&weights[0]).expect("values"), [1.0, 1.5, 2.0, 2.5]);
+        optimizer.f_step_with(&[Some(&good), Some(&good)]).expect("a step");
+        assert_eq!(Vec::<f32>::try_from(&weights[0]).expect("values"), [0.5, 1.0, 1.5, 2.0]);
+        assert_eq!(Vec::<f32>::try_from(&weights[1]).expect("values"), [7.0, 8.0, 9.0, 10.0]);
+    }
+}
+
+#[test]
 fn gradients_that_do_not_fit_are_refused_before_anything_changes() {
     let _alone = serially();
     for device in devices() {

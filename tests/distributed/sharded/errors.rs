@@ -108,6 +108,23 @@ fn different_settings_are_refused_by_all_ranks() {
     });
 }
 
+/// Each parameter would get memory of its own, and would no longer be tied.
+#[test]
+fn parameters_that_are_tied_after_build_are_refused_by_all() {
+    let all = outcomes(2, |group| {
+        let leaves = model(&SIZES, Kind::Float, CPU);
+        let optimizer = adamw(&leaves)?;
+        if group.rank() == 1 {
+            let part = leaves[7].detach().view([-1]).narrow(0, 0, 1000);
+            leaves[6].shallow_clone().set_data(&part);
+        }
+        ShardedOptimizer::new(&group, optimizer, &small_buckets()).map(drop)
+    });
+    for error in errors(all) {
+        assert!(error.contains("w7: expected memory of its own"), "{error}");
+    }
+}
+
 /// What only one rank can see is an error on all.
 #[test]
 fn an_optimizer_that_one_rank_cannot_take_is_refused_by_all() {
