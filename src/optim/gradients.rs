@@ -1,8 +1,8 @@
 //! The parameters and gradients of a step: what they are, and whether they can be used. All are
 //! checked before anything is changed.
 
-use super::kernels::{self, Fact, Facts, Readiness};
-use super::optimizer::{KINDS, Parameter, SharedMaster, check_master};
+use super::kernels::{self, Fact, Facts, Readiness, Spans};
+use super::optimizer::{KINDS, Parameter, check_master};
 use super::state::Needs;
 use crate::{Error, Result};
 use std::collections::HashSet;
@@ -23,6 +23,8 @@ pub(super) struct Gathered {
     pub index: usize,
     pub device: Device,
     pub facts: Facts,
+    /// The master weights that the caller keeps.
+    pub master: Option<Fact>,
     /// The gradient, if it has another layout than the parameter.
     copied: Option<Tensor>,
     /// Its copy, which has the parameter's layout and which `facts` describes.
@@ -51,6 +53,7 @@ pub(super) fn gather<'a>(
     }
     let tensors: Vec<&Tensor> = parameters.iter().map(|parameter| &parameter.tensor).collect();
     let facts = kernels::facts(&tensors, given)?;
+    let masters = shared_masters(parameters)?;
     let mut all = Vec::with_capacity(facts.len());
     for (index, (mut facts, parameter)) in facts.into_iter().zip(parameters).enumerate() {
         if facts.gradient.readiness == Readiness::Absent {
@@ -58,7 +61,8 @@ pub(super) fn gather<'a>(
         }
         let device = check_parameter(op, &parameter.name, &facts.parameter)?;
         check_state(op, parameter, &facts.parameter, device)?;
-        check_shared_master(op, parameter)?;
+        let master = masters[index];
+        check_shared_master(op, parameter, &facts.parameter, master.as_ref())?;
         check_gradient(op, parameter, &facts)?;
         let (mut copied, mut copy) = (None, None);
         if facts.gradient.readiness == Readiness::OtherLayout {
@@ -71,7 +75,7 @@ pub(super) fn gather<'a>(
             facts = *of_copy.first().ok_or_else(|| Error::msg("internal error: no facts"))?;
             copied = Some(gradient);
         }
-        all.push(Gathered { index, device, facts, copied, _copy: copy });
+        all.push(Gathered { index, device, facts, master, copied, _copy: copy });
     }
     Ok(AllGathered { all, parameters })
 }
@@ -100,10 +104,58 @@ impl AllGathered<'_> {
         self.all.iter().filter(move |gathered| gathered.device == device)
     }
 
-    /// The gradients on a device that are read where they are.
-    pub fn in_place(&self, device: Device) -> Vec<Fact> {
+    /// The memory on each device of the gradients that are read where they are, each value once:
+    /// autograd may give two parameters one gradient, or parts of one.
+    pub fn in_place(&self, op: &str) -> Result<Vec<(Device, Spans)>> {
+        let on = |device| Ok((device, Spans::of_gradients(&self.memory_on(op, device)?, device)?));
+        self.devices().into_iter().map(on).collect()
+    }
+
+    fn memory_on(&self, op: &str, device: Device) -> Result<Vec<Fact>> {
         let in_place = self.on(device).filter(|gathered| gathered.copied.is_none());
-        in_place.map(|gathered| gathered.facts.gradient).collect()
+        let mut facts: Vec<Fact> = in_place.map(|gathered| gathered.facts.gradient).collect();
+        facts.retain(|fact| fact.len > 0);
+        facts.sort_unstable_by_key(|fact| fact.data.addr());
+        let mut merged: Vec<Fact> = Vec::with_capacity(facts.len());
+        for fact in facts {
+            let (begin, end) = range_of(&fact);
+            let Some(last) = merged.last_mut().filter(|last| range_of(last).1 > begin) else {
+                merged.push(fact);
+                continue;
+            };
+            if last.kind != fact.kind {
+                let (expected, got) = ("memory of one kind", "views of one memory in two kinds");
+                return Err(Error::argument(op, "gradients", expected, got, "copy the gradients"));
+            }
+            let (first, last_end) = range_of(last);
+            last.len = ((end.max(last_end) - first) / size_of_kind(last)) as i64;
+        }
+        Ok(merged)
+    }
+
+    /// Refuses memory that a step would write and use for something else, too. A gradient may lie
+    /// exactly where its own parameter or master weights do.
+    pub fn refuse_shared_memory(&self, op: &str) -> Result<()> {
+        let mut all = Vec::with_capacity(2 * self.all.len());
+        for Gathered { index, facts, master, .. } in &self.all {
+            let of = |fact: &Fact, role| Memory::of(fact, *index, role);
+            let parameter = of(&facts.parameter, Role::Parameter);
+            let master = master.as_ref().map(|fact| of(fact, Role::Master));
+            let gradient = of(&facts.gradient, Role::Gradient);
+            all.push(parameter);
+            all.extend(master);
+            if !gradient.is_at(&parameter) && !master.is_some_and(|own| gradient.is_at(&own)) {
+                all.push(gradient);
+            }
+        }
+        refuse_shared(op, all, |memory| {
+            let name = &self.parameters[memory.index].name;
+            match memory.role {
+                Role::Parameter => name.clone(),
+                Role::Master => format!("the master of {name}"),
+                Role::Gradient => format!("the gradient of {name}"),
+            }
+        })
     }
 
     /// The gradients that were copied.
@@ -114,8 +166,7 @@ impl AllGathered<'_> {
     /// Tells autograd that the parameters have changed.
     pub fn bump_versions(&self) -> Result<()> {
         let parameters = || self.all.iter().map(|gathered| &self.parameters[gathered.index]);
-        let masters =
-            parameters().filter_map(|parameter| Some(&parameter.shared_master.as_ref()?.tensor));
+        let masters = parameters().filter_map(|parameter| parameter.shared_master.as_ref());
         kernels::bump_versions(parameters().map(|parameter| &parameter.tensor).chain(masters))
     }
 
@@ -127,6 +178,92 @@ impl AllGathered<'_> {
             .collect::<Result<Vec<_>>>()?;
         kernels::bump_versions(gradients.iter())
     }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Role {
+    Parameter,
+    Master,
+    Gradient,
+}
+
+/// Where values lie, and whose they are.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Memory {
+    device: i32,
+    begin: usize,
+    end: usize,
+    index: usize,
+    role: Role,
+}
+
+fn size_of_kind(fact: &Fact) -> usize {
+    let kind = KINDS.into_iter().find(|kind| fact.is_of(*kind));
+    kind.map_or(0, Kind::elt_size_in_bytes)
+}
+
+/// The first byte of a dense tensor, and the one after its last.
+fn range_of(fact: &Fact) -> (usize, usize) {
+    let begin = fact.data.addr();
+    (begin, begin + size_of_kind(fact) * usize::try_from(fact.len).unwrap_or(0))
+}
+
+impl Memory {
+    fn of(fact: &Fact, index: usize, role: Role) -> Memory {
+        let (begin, end) = range_of(fact);
+        Memory { device: fact.device, begin, end, index, role }
+    }
+
+    fn is_at(&self, other: &Memory) -> bool {
+        (self.device, self.begin, self.end) == (other.device, other.begin, other.end)
+    }
+
+    fn reaches_into(&self, later: &Memory) -> bool {
+        self.device == later.device && self.end > later.begin
+    }
+}
+
+/// Refuses memory that is written and overlaps with other memory of the list. Gradients are read.
+fn refuse_shared(op: &str, mut all: Vec<Memory>, name: impl Fn(&Memory) -> String) -> Result<()> {
+    all.retain(|memory| memory.begin < memory.end);
+    all.sort_unstable();
+    // What reaches furthest of all memory so far, and of what is written.
+    let (mut furthest, mut written): (Option<&Memory>, Option<&Memory>) = (None, None);
+    for memory in &all {
+        let is_read = memory.role == Role::Gradient;
+        let before = if is_read { written } else { furthest };
+        if let Some(before) = before.filter(|before| before.reaches_into(memory)) {
+            let got = format!("memory that it shares with {}", name(before));
+            let hint = match is_read || before.role == Role::Gradient {
+                true => "copy the gradient",
+                false => "give each tensor to an optimizer once",
+            };
+            return Err(Error::argument(op, &name(memory), "memory of its own", got, hint));
+        }
+        let further = |known: Option<&Memory>| {
+            known.is_none_or(|known| (known.device, known.end) < (memory.device, memory.end))
+        };
+        if further(furthest) {
+            furthest = Some(memory);
+        }
+        if !is_read && further(written) {
+            written = Some(memory);
+        }
+    }
+    Ok(())
+}
+
+fn facts_of(tensors: &[&Tensor]) -> Result<Vec<Fact>> {
+    let facts = kernels::facts(tensors, Some(&vec![None; tensors.len()]))?;
+    Ok(facts.into_iter().map(|facts| facts.parameter).collect())
+}
+
+/// The master weights of each parameter that the caller keeps, as they are now.
+fn shared_masters(parameters: &[Parameter]) -> Result<Vec<Option<Fact>>> {
+    let masters = parameters.iter().map(|parameter| parameter.shared_master.as_ref());
+    let tensors: Vec<&Tensor> = masters.clone().flatten().collect();
+    let mut facts = facts_of(&tensors)?.into_iter();
+    Ok(masters.map(|master| master.and_then(|_| facts.next())).collect())
 }
 
 /// Checks tensors that are to be updated together.
@@ -144,38 +281,23 @@ pub(super) fn check_parameters(op: &str, parameters: &[(&str, &Tensor)]) -> Resu
         }
     }
     let tensors: Vec<&Tensor> = parameters.iter().map(|(_, tensor)| *tensor).collect();
-    let none = vec![None; tensors.len()];
-    let mut places = Vec::new();
-    for (facts, (name, _)) in kernels::facts(&tensors, Some(&none))?.iter().zip(parameters) {
-        check_parameter(op, name, &facts.parameter)?;
-        let Fact { data, len, device, kind, .. } = facts.parameter;
-        let size = KINDS.into_iter().find(|known| facts.parameter.is_of(*known));
-        let bytes = size.map_or(0, Kind::elt_size_in_bytes) * usize::try_from(len).unwrap_or(0);
-        debug_assert!(kind >= 0);
-        places.push((device, data.addr(), bytes, name));
+    let mut all = Vec::new();
+    for (index, (fact, (name, _))) in facts_of(&tensors)?.iter().zip(parameters).enumerate() {
+        check_parameter(op, name, fact)?;
+        all.push(Memory::of(fact, index, Role::Parameter));
     }
-    places.retain(|place| place.2 > 0);
-    places.sort();
-    for pair in places.windows(2) {
-        let (first, second) = (&pair[0], &pair[1]);
-        if first.0 == second.0 && first.1 + first.2 > second.1 {
-            let got = format!("memory that it shares with {}", first.3);
-            let hint = "give each tensor to an optimizer once";
-            return Err(Error::argument(op, second.3, "memory of its own", got, hint));
-        }
-    }
-    Ok(())
+    refuse_shared(op, all, |memory| parameters[memory.index].0.to_string())
 }
 
 /// What is known about the parameters, after the checks of a step.
 pub(super) fn parameter_facts(op: &str, parameters: &[Parameter]) -> Result<Vec<Needs>> {
     let tensors: Vec<&Tensor> = parameters.iter().map(|parameter| &parameter.tensor).collect();
-    let facts = kernels::facts(&tensors, Some(&vec![None; tensors.len()]))?;
-    let needs = facts.iter().zip(parameters).enumerate().map(|(index, (facts, parameter))| {
-        let fact = facts.parameter;
+    let masters = shared_masters(parameters)?;
+    let facts = facts_of(&tensors)?.into_iter();
+    let needs = facts.zip(parameters).enumerate().map(|(index, (fact, parameter))| {
         let device = check_parameter(op, &parameter.name, &fact)?;
         check_state(op, parameter, &fact, device)?;
-        check_shared_master(op, parameter)?;
+        check_shared_master(op, parameter, &fact, masters[index].as_ref())?;
         Ok(Needs { index, fact, has_buffer: false })
     });
     needs.collect()
@@ -227,18 +349,23 @@ fn check_state(op: &str, parameter: &Parameter, fact: &Fact, device: Device) -> 
     Err(Error::argument(op, &parameter.name, expected, got, hint))
 }
 
-/// Checks that the caller's master weights are where they were. Before the first step, also that the
-/// parameter is what it was.
-fn check_shared_master(op: &str, parameter: &Parameter) -> Result<()> {
-    let Some(SharedMaster { tensor, address }) = &parameter.shared_master else { return Ok(()) };
-    if tensor.data_ptr().addr() != *address {
-        let (argument, expected) = (&parameter.name, "master weights in the memory of before");
-        return Err(Error::argument(op, argument, expected, "other memory", "do not resize them"));
+/// Checks that the caller's master weights still fit the parameter: either may have got other data
+/// since they were shared. They may lie anywhere.
+fn check_shared_master(
+    op: &str,
+    parameter: &Parameter,
+    of_parameter: &Fact,
+    master: Option<&Fact>,
+) -> Result<()> {
+    let (Some(tensor), Some(master)) = (&parameter.shared_master, master) else { return Ok(()) };
+    let facts = |fact: &Fact| (fact.readiness, fact.device, fact.len, fact.layout);
+    let is_half = [Kind::Half, Kind::BFloat16].into_iter().any(|kind| of_parameter.is_of(kind));
+    if is_half && master.is_of(Kind::Float) && facts(master) == facts(of_parameter) {
+        return Ok(());
     }
-    match parameter.state {
-        Some(_) => Ok(()),
-        None => check_master(op, &parameter.name, &parameter.tensor, tensor),
-    }
+    // They say what does not fit.
+    check_parameter(op, &format!("the master of {}", parameter.name), master)?;
+    check_master(op, &parameter.name, &parameter.tensor, tensor)
 }
 
 fn check_gradient(op: &str, parameter: &Parameter, facts: &Facts) -> Result<()> {

@@ -13,6 +13,8 @@ use torch_sys::C_tensor;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
     AdamW,
+    /// AdamW with AMSGrad.
+    AmsGrad,
     Sgd,
 }
 
@@ -31,10 +33,12 @@ pub(super) struct Hyper {
     pub epsilon: f64,
     /// SGD: 1 for Nesterov's momentum, or else 0.
     pub nesterov: f64,
+    /// 1 if gradients are followed upward, or else 0.
+    pub maximize: f64,
 }
 
 /// The number of values in a [`Hyper`].
-pub(super) const HYPERS: i64 = 6;
+pub(super) const HYPERS: i64 = 7;
 
 /// What a step multiplies the values of a span with. The first kernel of a step computes it from
 /// the group's numbers, the number of steps and the gradients' norm.
@@ -43,7 +47,7 @@ pub(super) const HYPERS: i64 = 6;
 pub(super) struct Coefficients {
     /// Not 0: nothing is updated.
     skip: f64,
-    /// Gradients are multiplied by this, and then by `clip`.
+    /// Gradients are multiplied by this, and then by `clip`. Negative if they are followed upward.
     inverse_scale: f64,
     clip: f64,
     /// AdamW: lr / (1 - β₁ᵗ). SGD: lr.
@@ -78,16 +82,19 @@ pub(super) struct Span {
     first: *mut c_void,
     /// AdamW's mean of squared gradients; null for SGD.
     second: *mut c_void,
+    /// AMSGrad's largest `second` so far; null for others.
+    largest: *mut c_void,
     /// The number of steps so far. SGD counts the updates of its buffer.
     step: *mut i64,
     hyper: *const Hyper,
     len: i64,
     /// The number of chunks of the spans before this one.
     begin: i64,
-    kind: i32,
-    rounded_kind: i32,
-    gradient_kind: i32,
-    reserved: i32,
+    /// libtorch's numbers of the kinds. They are small, so that more spans fit into a launch.
+    kind: i16,
+    rounded_kind: i16,
+    gradient_kind: i16,
+    reserved: i16,
 }
 
 /// One step over spans whose tensors are on one device.
@@ -147,7 +154,7 @@ pub(super) struct Store {
     to: *mut f64,
     count: i64,
     /// `[count]`
-    values: [f64; 6],
+    values: [f64; 7],
 }
 
 /// Whether a tensor can be updated, and what is in the way. C++ makes the values.
@@ -299,8 +306,7 @@ unsafe impl Send for Owned {}
 
 impl Owned {
     /// Takes a tensor of which no other handle exists, or none that is used for anything but
-    /// reading and writing values. The caller of `Optimizer::f_set_masters` has another handle, so
-    /// each step compares that tensor's address.
+    /// reading and writing values.
     pub fn new(tensor: Tensor) -> Self {
         let data = tensor.data_ptr();
         Owned { tensor, data }
@@ -311,7 +317,7 @@ impl Owned {
     }
 
     /// The address, for a kernel.
-    fn address(&self) -> *mut c_void {
+    pub fn address(&self) -> *mut c_void {
         touch(&self.tensor);
         self.data
     }
@@ -320,11 +326,12 @@ impl Owned {
 /// What a step updates of one parameter. All tensors are on the parameter's device.
 pub(super) struct Update<'a> {
     pub facts: Facts,
-    /// `[len]`, `Float`: for a parameter of a half kind.
-    pub master: Option<&'a Owned>,
+    /// The address of `[len]`, `Float`: for a parameter of a half kind.
+    pub master: Option<*mut c_void>,
     /// `[len]`, `Float`, or `Double` for a parameter of that kind.
     pub first: Option<&'a Owned>,
     pub second: Option<&'a Owned>,
+    pub largest: Option<&'a Owned>,
     /// `[1]`, `Int64`
     pub step: &'a Owned,
     /// `[HYPERS]`, `Double`
@@ -336,9 +343,7 @@ impl Update<'_> {
         let Facts { parameter, gradient } = self.facts;
         let data = |owned: Option<&Owned>| owned.map_or(null_mut(), Owned::address);
         let (weight, kind, rounded, rounded_kind) = match self.master {
-            Some(master) => {
-                (master.address(), kind_code(Kind::Float)?, parameter.data, parameter.kind)
-            }
+            Some(master) => (master, kind_code(Kind::Float)?, parameter.data, parameter.kind),
             None => (parameter.data, parameter.kind, null_mut(), -1),
         };
         Ok(Span {
@@ -347,16 +352,22 @@ impl Update<'_> {
             gradient: gradient.data,
             first: data(self.first),
             second: data(self.second),
+            largest: data(self.largest),
             step: self.step.address().cast(),
             hyper: self.hyper.address().cast_const().cast(),
             len: parameter.len,
             begin: 0,
-            kind,
-            rounded_kind,
-            gradient_kind: gradient.kind,
+            kind: short(kind)?,
+            rounded_kind: short(rounded_kind)?,
+            gradient_kind: short(gradient.kind)?,
             reserved: 0,
         })
     }
+}
+
+/// libtorch's number of a kind, as spans have it.
+fn short(kind: i32) -> Result<i16> {
+    i16::try_from(kind).map_err(|_| Error::msg(format!("internal error: no kind: {kind}")))
 }
 
 /// The spans of one device, cut into chunks.
@@ -374,23 +385,27 @@ impl Spans {
     }
 
     /// Of gradients alone.
-    pub fn of_gradients(gradients: &[Fact], device: Device) -> Spans {
-        let span = |gradient: &Fact| Span {
-            weight: null_mut(),
-            rounded: null_mut(),
-            gradient: gradient.data,
-            first: null_mut(),
-            second: null_mut(),
-            step: null_mut(),
-            hyper: null_mut(),
-            len: gradient.len,
-            begin: 0,
-            kind: gradient.kind,
-            rounded_kind: -1,
-            gradient_kind: gradient.kind,
-            reserved: 0,
+    pub fn of_gradients(gradients: &[Fact], device: Device) -> Result<Spans> {
+        let span = |gradient: &Fact| {
+            let kind = short(gradient.kind)?;
+            Ok(Span {
+                weight: null_mut(),
+                rounded: null_mut(),
+                gradient: gradient.data,
+                first: null_mut(),
+                second: null_mut(),
+                largest: null_mut(),
+                step: null_mut(),
+                hyper: null_mut(),
+                len: gradient.len,
+                begin: 0,
+                kind,
+                rounded_kind: -1,
+                gradient_kind: kind,
+                reserved: 0,
+            })
         };
-        Spans::cut(gradients.iter().map(span).collect(), device)
+        Ok(Spans::cut(gradients.iter().map(span).collect::<Result<_>>()?, device))
     }
 
     fn cut(mut spans: Vec<Span>, device: Device) -> Spans {
@@ -509,8 +524,9 @@ impl Call<'_> {
     /// Updates weights and moments.
     pub fn update(&self, device: Device, scratch: &Scratch) -> Result<()> {
         let params = self.params(device, scratch, true, false)?;
-        // SAFETY: as for `scan`. No two spans share memory that is written: parameters were
-        // compared when they were added, and all else belongs to one parameter.
+        // SAFETY: as for `scan`. No two spans share memory that is written: this step compared the
+        // parameters, the caller's master weights and the gradients, and all else belongs to one
+        // parameter.
         unsafe { update_raw(device, &params) }
     }
 
@@ -567,16 +583,16 @@ pub(super) fn rewrite(spans: &Spans, device: Device, limit: Limit<'_>) -> Result
         squares: squares.cast_const().cast(),
         max,
     };
-    // SAFETY: the spans describe gradients whose owner still borrows them; `squares` is on their
-    // device.
+    // SAFETY: the spans describe gradients whose owner still borrows them, and share no memory;
+    // `squares` is on their device.
     unsafe { rewrite_raw(device, &params) }
 }
 
 /// Writes the numbers of a group to memory of a device, after the work that the current stream was
 /// given so far.
 pub(super) fn store_hyper(hyper: &Hyper, to: &Owned, device: Device) -> Result<()> {
-    let Hyper { lr, weight_decay, first, second, epsilon, nesterov } = *hyper;
-    store(&[lr, weight_decay, first, second, epsilon, nesterov], to, device)
+    let Hyper { lr, weight_decay, first, second, epsilon, nesterov, maximize } = *hyper;
+    store(&[lr, weight_decay, first, second, epsilon, nesterov, maximize], to, device)
 }
 
 /// Writes at most [`HYPERS`] numbers.

@@ -2,13 +2,13 @@
 
 use super::config::{self, Algorithm};
 use super::gradients::{self, Gradients};
-use super::kernels::{self, Hyper, Limit, Rule, Spans};
+use super::kernels::{self, Hyper, Limit, Rule};
 use super::state::{Place, State, is_half};
 use super::step::Scaling;
 use crate::amp::ScaledGradients;
 use crate::ffi::amp::identity;
 use crate::{Error, Result, check};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -34,7 +34,9 @@ pub struct NamedTensor {
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
 /// CUDA, also on several devices. Their values fill their memory without gaps, in any order of
 /// strides. Gradients have the parameter's kind or, for a half kind, `Float`; one whose strides
-/// differ from its parameter's is copied. Parameters without a gradient are skipped.
+/// differ from its parameter's is copied. Parameters without a gradient are skipped. No two
+/// parameters that a step updates may share memory, nor may a gradient lie in that of parameters,
+/// unless it is exactly its own.
 /// Half kinds are computed in `Float`; see [`set_master_weights`](Self::set_master_weights).
 ///
 /// **On the device** are the learning rate and the other numbers of each group, the number of steps
@@ -78,8 +80,8 @@ pub struct Optimizer {
     pub(super) places: Vec<Place>,
     pub(super) has_master_weights: bool,
     pub(super) max_norm: Option<f64>,
-    /// Whether a step has measured a norm since `max_norm` was set.
-    pub(super) has_norm: bool,
+    /// The first device of the last step that has measured a norm since `max_norm` was set.
+    pub(super) norm_on: Option<Device>,
 }
 
 #[derive(Debug)]
@@ -90,14 +92,8 @@ pub(super) struct Parameter {
     pub group: usize,
     /// `None` before the first step with a gradient.
     pub state: Option<State>,
-    pub shared_master: Option<SharedMaster>,
-}
-
-/// Master weights that the caller keeps.
-#[derive(Debug)]
-pub(super) struct SharedMaster {
-    pub tensor: Tensor,
-    pub address: usize,
+    /// Master weights that the caller keeps: the caller's tensor itself, whose data may be replaced.
+    pub shared_master: Option<Tensor>,
 }
 
 /// Parameters with the same numbers.
@@ -122,9 +118,10 @@ pub(super) fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
 }
 
 impl Optimizer {
-    fn new(Algorithm { rule, hyper }: Algorithm) -> Self {
+    fn new(Algorithm { op, rule, hyper }: Algorithm) -> Result<Self> {
         static LAST: AtomicU64 = AtomicU64::new(0);
-        Optimizer {
+        config::check(rule, &hyper).map_err(|refused| refused.into_error(op))?;
+        Ok(Optimizer {
             id: LAST.fetch_add(1, Ordering::Relaxed),
             rule,
             defaults: hyper,
@@ -135,19 +132,19 @@ impl Optimizer {
             places: Vec::new(),
             has_master_weights: true,
             max_norm: None,
-            has_norm: false,
-        }
+            norm_on: None,
+        })
     }
 
     pub(super) fn of_store(algorithm: Algorithm, vs: &VarStore) -> Result<Self> {
-        let mut optimizer = Optimizer::new(algorithm);
+        let mut optimizer = Optimizer::new(algorithm)?;
         optimizer.store = Some(Arc::clone(&vs.variables_));
         optimizer.add_missing_variables()?;
         Ok(optimizer)
     }
 
     pub(super) fn of_tensors(algorithm: Algorithm, tensors: Vec<NamedTensor>) -> Result<Self> {
-        let mut optimizer = Optimizer::new(algorithm);
+        let mut optimizer = Optimizer::new(algorithm)?;
         optimizer.add(tensors)?;
         Ok(optimizer)
     }
@@ -160,19 +157,24 @@ impl Optimizer {
         if all <= self.joined {
             return Ok(());
         }
-        let named = variables.named_variables.iter();
-        let names: HashMap<usize, &String> =
-            named.map(|(name, tensor)| (identity(tensor), name)).collect();
-        let new = variables.trainable_variables.iter().enumerate().skip(self.joined);
-        let new = new.map(|(place, variable)| {
-            let name = names.get(&identity(&variable.tensor));
-            NamedTensor {
-                name: name.map_or_else(|| format!("parameter {place}"), |name| (*name).clone()),
-                tensor: variable.tensor.shallow_clone(),
-                group: variable.group,
-            }
-        });
-        self.add(new.collect())?;
+        // A tensor that was added twice has two names.
+        let mut names: HashMap<usize, BTreeSet<&String>> = HashMap::new();
+        for (name, tensor) in &variables.named_variables {
+            names.entry(identity(tensor)).or_default().insert(name);
+        }
+        let all_named =
+            variables.trainable_variables.iter().enumerate().map(|(place, variable)| {
+                let names = names.get_mut(&identity(&variable.tensor));
+                let name = names.and_then(BTreeSet::pop_first);
+                NamedTensor {
+                    name: name.map_or_else(|| format!("parameter {place}"), String::clone),
+                    tensor: variable.tensor.shallow_clone(),
+                    group: variable.group,
+                }
+            });
+        let mut new: Vec<NamedTensor> = all_named.collect();
+        drop(new.drain(..self.joined));
+        self.add(new)?;
         self.joined = all;
         Ok(())
     }
@@ -256,8 +258,8 @@ impl Optimizer {
     ///
     /// # Errors
     /// For a gradient that is sparse, or of another size, kind or device; for a parameter that was
-    /// changed in one of these respects; in a capture, when the state must be made first. Then no
-    /// parameter was changed. Errors of CUDA.
+    /// changed in one of these respects; for memory that is shared (see [`Optimizer`]); in a capture,
+    /// when the state must be made first. Then no parameter was changed. Errors of CUDA.
     pub fn f_step(&mut self) -> Result<()> {
         self.run_step(Gradients::Accumulated, Scaling::None).map(drop)
     }
@@ -342,8 +344,7 @@ impl Optimizer {
         check_max(op, max)?;
         let _no_grad = tch::no_grad_guard();
         let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
-        for device in gathered.devices() {
-            let spans = Spans::of_gradients(&gathered.in_place(device), device);
+        for (device, spans) in gathered.in_place(op)? {
             kernels::rewrite(&spans, device, Limit::Value(max))?;
         }
         for gradient in gathered.not_in_place() {
@@ -353,7 +354,8 @@ impl Optimizer {
     }
 
     /// Scales the gradients, in place, so that their norm is at most `max`:
-    /// `torch.nn.utils.clip_grad_norm_`. The norm is that of all gradients as one vector. It is
+    /// `torch.nn.utils.clip_grad_norm_`. The norm is that of all gradients as one vector. Memory that
+    /// gradients share is scaled once, where torch scales it once for each. The norm is
     /// returned as it was before, on the device of the first gradient: of kind `Double`, with no
     /// dimensions. With [`set_clip_norm`](Self::set_clip_norm) the gradients need not be rewritten,
     /// which is faster.
@@ -371,8 +373,7 @@ impl Optimizer {
         let _no_grad = tch::no_grad_guard();
         let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
         let squares = self.sum_of_squares(&gathered)?;
-        for device in gathered.devices() {
-            let spans = Spans::of_gradients(&gathered.in_place(device), device);
+        for (device, spans) in gathered.in_place(op)? {
             let squares = super::step::moved(&squares, device)?;
             kernels::rewrite(&spans, device, Limit::Norm(&squares, max))?;
         }
@@ -410,15 +411,17 @@ impl Optimizer {
                 kernels::store(&[max], &place.max_norm, place.device)?;
             }
         }
-        self.has_norm &= self.max_norm.is_some() && max.is_some();
+        if self.max_norm.is_none() || max.is_none() {
+            self.norm_on = None;
+        }
         self.max_norm = max;
         Ok(())
     }
 
     /// The norm of the gradients in the last step that clipped them, before the clipping: of kind
-    /// `Double`, with no dimensions, on the device of the first parameter. It is a copy, made after
-    /// the work of the current stream so far. `None` for an optimizer that does not clip, and before
-    /// its first step.
+    /// `Double`, with no dimensions, on the device of the first parameter that had a gradient in
+    /// that step. It is a copy, made after the work of the current stream so far. `None` for an
+    /// optimizer that does not clip, and before its first step.
     pub fn grad_norm(&self) -> Option<Tensor> {
         unwrap(self.f_grad_norm())
     }
@@ -428,12 +431,10 @@ impl Optimizer {
     /// # Errors
     /// Errors of CUDA.
     pub fn f_grad_norm(&self) -> Result<Option<Tensor>> {
-        let Some(place) = self.places.first().filter(|_| self.has_norm) else {
-            return Ok(None);
-        };
+        let Some(device) = self.norm_on else { return Ok(None) };
         let _no_grad = tch::no_grad_guard();
-        let copy = place.norm.tensor().f_to_device_(place.device, Kind::Double, true, true)?;
-        Ok(Some(copy.f_squeeze()?))
+        let norm = self.place(device)?.norm.tensor();
+        Ok(Some(norm.f_to_device_(device, Kind::Double, true, true)?.f_squeeze()?))
     }
 
     /// Whether parameters of a half kind have master weights: a copy of kind `Float`, which a step
@@ -468,6 +469,11 @@ impl Optimizer {
     /// The parameters' values of the moment should be the rounded ones of `masters`. Master weights
     /// that are shared are not part of the optimizer's state in files: save them with the model. A
     /// replay of a graph changes them without autograd's notice.
+    ///
+    /// Each step updates what the caller's tensors hold then: after `set_data` with other values of
+    /// kind `Float`, these. It refuses master weights that were converted, resized or moved to another
+    /// device. A graph that was captured before writes to the old memory: capture anew, as
+    /// `train::Step` does by itself.
     ///
     /// ```
     /// # use tch::{Device, Kind, Tensor};
@@ -513,8 +519,7 @@ impl Optimizer {
         let parameters = self.parameters.iter().map(|known| (known.name.as_str(), &known.tensor));
         gradients::check_parameters(op, &parameters.chain(new).collect::<Vec<_>>())?;
         for (place, (_, master)) in places.into_iter().zip(masters) {
-            let (tensor, address) = (master.f_detach()?, master.data_ptr().addr());
-            self.parameters[place].shared_master = Some(SharedMaster { tensor, address });
+            self.parameters[place].shared_master = Some(master.shallow_clone());
         }
         Ok(())
     }
@@ -526,20 +531,30 @@ pub(super) fn check_master(op: &str, name: &str, tensor: &Tensor, master: &Tenso
         let hint = "a parameter of kind Float is its own master weight";
         return Err(Error::argument(op, name, "kind Half or BFloat16", format!("{kind:?}"), hint));
     }
-    let master = check!(op, name, master).defined()?.kind_in(&[Kind::Float])?;
+    let name = format!("the master of {name}");
+    let master = check!(op, &name, master).defined()?;
+    let kind = master.tensor().f_kind()?;
+    let hint = "build the optimizer and share them after parameters are converted or moved";
+    if kind != Kind::Float {
+        return Err(master.refuse("kind Float", format!("{kind:?}"), hint));
+    }
     let facts = |tensor: &Tensor| (tensor.size(), tensor.stride(), tensor.device());
     let (expected, found) = (facts(tensor), facts(master.tensor()));
     if expected != found {
         let shown = |(size, strides, device): (Vec<i64>, Vec<i64>, Device)| {
             format!("shape {size:?} with strides {strides:?} on {device:?}")
         };
-        return Err(master.refuse(shown(expected), shown(found), ""));
+        return Err(master.refuse(shown(expected), shown(found), hint));
     }
     Ok(())
 }
 
 fn check_max(op: &str, max: f64) -> Result<()> {
-    if max >= 0.0 { Ok(()) } else { Err(config::out_of_range(op, "max", "0 or more", max)) }
+    if max >= 0.0 {
+        Ok(())
+    } else {
+        Err(Error::argument(op, "max", "0 or more", format!("{max}"), ""))
+    }
 }
 
 /// An error if the current stream of one of the devices is being captured.
@@ -570,9 +585,10 @@ impl crate::amp::Optimizer for Optimizer {
     fn revision(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         (self.id, self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
-        for Parameter { group, state, .. } in &self.parameters {
+        for Parameter { group, state, shared_master, .. } in &self.parameters {
             let has_buffer = state.as_ref().is_some_and(|state| state.first.is_some());
-            (group, state.is_some(), has_buffer).hash(&mut hasher);
+            let master = shared_master.as_ref().map(|master| master.data_ptr().addr());
+            (group, state.is_some(), has_buffer, master).hash(&mut hasher);
         }
         hasher.finish()
     }

@@ -1,7 +1,7 @@
 //! What `distributed::ShardedOptimizer` needs of an optimizer: one that has parts of the parameters
 //! only, and whose steps agree with those of other ranks.
 
-use super::gradients::{AllGathered, Gradients};
+use super::gradients::{self, AllGathered, Gradients};
 use super::kernels;
 use super::optimizer::{Optimizer, Parameter, lock};
 use super::state::Needs;
@@ -29,6 +29,9 @@ pub(crate) trait AcrossRanks {
     /// Is called when the update of a batch was given to the device.
     fn updated(&mut self, batch: usize) -> Result<()>;
 }
+
+/// The number of tensors of a state that have a value for each value of the parameter.
+pub(crate) const PARTS: usize = Part::TENSORS.len();
 
 /// How many variables of a store have joined an optimizer.
 pub(crate) struct Joined {
@@ -61,7 +64,7 @@ impl Optimizer {
 
     /// The master weights of a parameter that the caller keeps.
     pub(crate) fn master_of_caller(&self, index: usize) -> Option<&Tensor> {
-        self.parameters[index].shared_master.as_ref().map(|shared| &shared.tensor)
+        self.parameters[index].shared_master.as_ref()
     }
 
     /// A text that is the same for all optimizers that do the same, given the same parameters.
@@ -85,9 +88,12 @@ impl Optimizer {
         self.parameters.iter().any(|parameter| parameter.state.is_some())
     }
 
-    /// Lets new variables of the store join.
-    pub(crate) fn join(&mut self) -> Result<()> {
-        self.add_missing_variables()
+    /// Lets new variables of the store join, and checks all parameters and the caller's master
+    /// weights as a step would.
+    pub(crate) fn join(&mut self, op: &str) -> Result<()> {
+        self.add_missing_variables()?;
+        gradients::parameter_facts(op, &self.parameters)?;
+        gradients::check_parameters(op, &self.named_parameters().collect::<Vec<_>>())
     }
 
     /// The store, to notice variables that were added later.
@@ -115,7 +121,7 @@ impl Optimizer {
         if !masters.is_empty() {
             let _no_grad = tch::no_grad_guard();
             let op = "ShardedOptimizer::new";
-            let mut needs: Vec<Needs> = super::gradients::parameter_facts(op, &self.parameters)?;
+            let mut needs: Vec<Needs> = gradients::parameter_facts(op, &self.parameters)?;
             needs.retain(|need| masters.iter().any(|(index, _)| *index == need.index));
             // Those of the caller are used even if the optimizer makes none of its own.
             let makes_masters = std::mem::replace(&mut self.has_master_weights, true);
@@ -188,16 +194,16 @@ impl Optimizer {
     }
 
     /// What the moments and the master weights of parts are called, in files, too.
-    pub(crate) fn state_words(&self) -> [&'static str; 3] {
-        [Part::First, Part::Second, Part::Master].map(|part| part.word(self.rule))
+    pub(crate) fn state_words(&self) -> [&'static str; PARTS] {
+        Part::TENSORS.map(|part| part.word(self.rule))
     }
 
     /// The moments and the master weights of a part, in the order of
     /// [`state_words`](Self::state_words), and the number of steps. Nobody may change them.
-    pub(crate) fn state_of(&self, index: usize) -> Option<([Option<&Tensor>; 3], &Tensor)> {
+    pub(crate) fn state_of(&self, index: usize) -> Option<([Option<&Tensor>; PARTS], &Tensor)> {
         let state = self.parameters[index].state.as_ref()?;
         let of = |part: Part| part.of(state).map(kernels::Owned::tensor);
-        Some(([Part::First, Part::Second, Part::Master].map(of), state.step.tensor()))
+        Some((Part::TENSORS.map(of), state.step.tensor()))
     }
 
     /// The numbers of groups as tensors, with their names in files.

@@ -15,12 +15,14 @@ pub(super) struct State {
     pub len: i64,
     /// The order of the parameter's elements in memory, as in [`Fact`]; the state has the same.
     pub layout: i32,
-    /// Of kind `Float`: for a parameter of a half kind.
+    /// Of kind `Float`: for a parameter of a half kind, unless the caller keeps them.
     pub master: Option<Owned>,
     /// AdamW's mean of gradients, SGD's buffer.
     pub first: Option<Owned>,
     /// AdamW's mean of squared gradients.
     pub second: Option<Owned>,
+    /// AMSGrad's largest `second` so far.
+    pub largest: Option<Owned>,
     /// `[1]`, `Int64`: the number of steps, or of updates of SGD's buffer.
     pub step: Owned,
 }
@@ -93,7 +95,7 @@ impl Optimizer {
             let Some(device) = fact.device() else { continue };
             let parameter = &self.parameters[*index];
             let group = &self.groups[parameter.group];
-            let has_momentum = self.rule == Rule::AdamW || group.hyper.first != 0.0;
+            let has_momentum = self.rule != Rule::Sgd || group.hyper.first != 0.0;
             let has_buffer = *has_buffer || has_momentum;
             let is_whole =
                 parameter.state.as_ref().is_some_and(|state| state.first.is_some() || !has_buffer);
@@ -158,21 +160,17 @@ impl Optimizer {
             // SGD without momentum got some.
             Some(state) => state.first = Some(moment()?),
             none => {
-                let master = match &parameter.shared_master {
-                    Some(shared) => Some(Owned::new(shared.tensor.shallow_clone())),
-                    None if has_master_weights && is_half(kind) => {
-                        Some(master_of(&parameter.tensor)?)
-                    }
-                    None => None,
-                };
+                let has_master =
+                    has_master_weights && is_half(kind) && parameter.shared_master.is_none();
                 *none = Some(State {
                     device,
                     kind,
                     len: fact.len,
                     layout: fact.layout,
-                    master,
+                    master: has_master.then(|| master_of(&parameter.tensor)).transpose()?,
                     first: has_buffer.then(moment).transpose()?,
-                    second: (rule == Rule::AdamW).then(moment).transpose()?,
+                    second: (rule != Rule::Sgd).then(moment).transpose()?,
+                    largest: (rule == Rule::AmsGrad).then(moment).transpose()?,
                     step: Owned::new(Tensor::f_zeros([1], (Kind::Int64, device))?),
                 });
             }

@@ -2,7 +2,7 @@
 //! step and one that updates all its parameters.
 
 use super::gradients::{AllGathered, Gathered, Gradients, gather};
-use super::kernels::{Call, Scratch, Spans, Update};
+use super::kernels::{Call, Owned, Scratch, Spans, Update};
 use super::optimizer::Optimizer;
 use super::state::{Needs, Place};
 use crate::{Error, Result};
@@ -67,12 +67,14 @@ impl Optimizer {
             .map(|device| self.batch(&gathered, device, scaling))
             .collect::<Result<Vec<_>>>()?;
         self.launch(batches.iter().map(|batch| self.call(batch)).collect(), &batches)?;
-        let has_norm = self.max_norm.is_some() && !batches.is_empty();
+        let first = batches.first().map(|batch| batch.device);
         gathered.bump_versions()?;
         let is_scaled = matches!(scaling, Scaling::Scaled(_));
         let found = batches.into_iter().filter(|_| is_scaled).filter_map(|batch| batch.found_inf);
         let found = found.collect();
-        self.has_norm |= has_norm;
+        if self.max_norm.is_some() {
+            self.norm_on = first.or(self.norm_on);
+        }
         Ok(found)
     }
 
@@ -80,6 +82,7 @@ impl Optimizer {
     /// as long as the result.
     pub(super) fn ready(&mut self, gradients: Gradients<'_>) -> Result<Vec<Gathered>> {
         let gathered = gather(OP, &self.parameters, gradients)?;
+        gathered.refuse_shared_memory(OP)?;
         let needs = gathered.all.iter().map(|each| Needs {
             index: each.index,
             fact: each.facts.parameter,
@@ -91,7 +94,7 @@ impl Optimizer {
         Ok(all)
     }
 
-    fn place(&self, device: Device) -> Result<&Place> {
+    pub(super) fn place(&self, device: Device) -> Result<&Place> {
         let place = self.places.iter().find(|place| place.device == device);
         place.ok_or_else(|| Error::msg("internal error: no memory on a device"))
     }
@@ -109,9 +112,13 @@ impl Optimizer {
             let state = state.ok_or_else(|| Error::msg("internal error: no state"))?;
             updates.push(Update {
                 facts: each.facts,
-                master: state.master.as_ref(),
+                master: match each.master {
+                    Some(shared) => Some(shared.data),
+                    None => state.master.as_ref().map(Owned::address),
+                },
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
+                largest: state.largest.as_ref(),
                 step: &state.step,
                 hyper: self.groups[parameter.group].numbers_on(device)?,
             });
@@ -174,9 +181,9 @@ impl Optimizer {
         let mut totals = Vec::new();
         for device in gathered.devices() {
             let facts: Vec<_> = gathered.on(device).map(|each| each.facts.gradient).collect();
-            let spans = Spans::of_gradients(&facts, device);
+            let spans = Spans::of_gradients(&facts, device)?;
             let scratch = Scratch::new(&spans, device)?;
-            let ticket = super::kernels::Owned::new(Tensor::f_zeros([1], (Kind::Int, device))?);
+            let ticket = Owned::new(Tensor::f_zeros([1], (Kind::Int, device))?);
             let call = Call {
                 rule: self.rule,
                 spans: &spans,

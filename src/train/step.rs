@@ -269,13 +269,10 @@ where
             self.position = 0;
             self.work.renew_parameters(STEP)?;
         }
-        if self.is_touched {
-            let revision = self.work.revision();
-            // Without graphs, this is the state that the warm-up makes.
-            if revision != std::mem::replace(&mut self.revision, revision) && self.graphs.len() > 0
-            {
-                self.graphs.clear();
-            }
+        let revision = self.work.revision();
+        // Without graphs, this is the state that the warm-up makes.
+        if revision != std::mem::replace(&mut self.revision, revision) && self.graphs.len() > 0 {
+            self.graphs.clear();
         }
         self.is_touched = false;
         Ok(())

@@ -139,6 +139,43 @@ fn gradients_in_another_order_are_clipped_where_they_are() {
     }
 }
 
+/// Autograd gives parameters that were only reshaped and added the same gradient, or parts of it.
+#[test]
+fn gradients_that_share_memory_are_clipped_once() {
+    let _alone = serially();
+    tch::manual_seed(16);
+    for device in devices() {
+        let weights = leaves(&[&[6000], &[3, 2000], &[4000], &[2000]], Kind::Float, device);
+        let x = normal(&[2, 3000], Kind::Float, device);
+        let backward = |optimizer: &mut Optimizer| {
+            optimizer.zero_grad();
+            let parts = Tensor::cat(&weights[2..], 0).view([2, 3000]);
+            let sum = weights[0].view([2, 3000]) + weights[1].view([2, 3000]) + parts;
+            (sum * &x).sum(Kind::Float).backward();
+            let addresses: Vec<usize> =
+                gradients(&weights).iter().map(|g| g.data_ptr().addr()).collect();
+            assert!(addresses[0] == addresses[1] && addresses[0] == addresses[2]);
+            assert_eq!(addresses[3], addresses[0] + 16_000);
+        };
+        let mut optimizer = build(rules()[0], &weights, 0.1);
+        let flat = x.view([6000]);
+        let expected =
+            [&flat, &x.view([3, 2000]), &flat.narrow(0, 0, 4000), &flat.narrow(0, 4000, 2000)];
+        backward(&mut optimizer);
+        let norm = optimizer.clip_grad_norm(1.0).double_value(&[]);
+        let of_x = Reference::norm(&[x.shallow_clone()]);
+        assert!((norm / (3.0_f64.sqrt() * of_x) - 1.0).abs() < 1e-6, "{norm} of {of_x}");
+        for (gradient, x) in gradients(&weights).iter().zip(expected) {
+            assert_close(gradient, &(x * (1.0 / (norm + 1e-6))), 1e-5, 1e-9);
+        }
+        backward(&mut optimizer);
+        optimizer.clip_grad_value(0.5);
+        for (gradient, x) in gradients(&weights).iter().zip(expected) {
+            assert!(bits(&[gradient.shallow_clone()]) == bits(&[x.clamp(-0.5, 0.5)]));
+        }
+    }
+}
+
 #[test]
 fn infinite_gradients_spoil_the_step_as_in_torch() {
     let _alone = serially();

@@ -15,10 +15,6 @@ fn numbers_out_of_range_are_refused() {
     let default = AdamW::default();
     for (message, expected) in [
         (
-            built(default.amsgrad(true), 0.1),
-            "AdamW::build: amsgrad: expected false, got true, which is not built; tch::nn::AdamW has it",
-        ),
-        (
             built(default.beta1(1.0), 0.1),
             "AdamW::build: beta1: expected 0 or more and below 1, got 1",
         ),
@@ -32,7 +28,7 @@ fn numbers_out_of_range_are_refused() {
         ),
         (
             built(default.wd(-1.0), 0.1),
-            "AdamW::build: wd: expected a finite number, 0 or more, got -1",
+            "AdamW::build: weight_decay: expected a finite number, 0 or more, got -1",
         ),
         (
             built(default, f64::NAN),
@@ -62,7 +58,7 @@ fn numbers_out_of_range_are_refused() {
         ),
         (
             text(optimizer.f_set_momentum(1.0)),
-            "Optimizer::set_momentum: momentum: expected 0 or more and below 1, got 1",
+            "Optimizer::set_momentum: beta1: expected 0 or more and below 1, got 1",
         ),
         (
             text(optimizer.f_set_clip_norm(Some(-1.0))),
@@ -127,6 +123,97 @@ fn tensors_that_cannot_be_updated_are_refused() {
             text(AdamW::default().build_of(vec![twice(), twice()], 0.1)),
             "Optimizer::build: name: expected a name for each tensor, got w twice"
         );
+    }
+}
+
+/// The same tensor under two names, at once or later.
+#[test]
+fn a_tensor_with_two_names_is_refused_with_both() {
+    let _alone = serially();
+    let shared = "head: expected memory of its own, got memory that it shares with embedding; give each tensor to an \
+                  optimizer once";
+    let vs = VarStore::new(CPU);
+    let w = vs.root().ones("embedding", &[3]);
+    let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
+    let _ = vs.root().add("head", w.shallow_clone(), true);
+    assert_eq!(text(AdamW::default().build(&vs, 0.1)), format!("Optimizer::build: {shared}"));
+    w.sum(Kind::Float).backward();
+    let before = bits(&[w.shallow_clone()]);
+    assert_eq!(text(optimizer.f_step()), format!("Optimizer::build: {shared}"));
+    assert_eq!(bits(&[w]), before);
+}
+
+#[test]
+fn parameters_that_are_tied_after_build_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        type Tie = fn(&mut [Tensor]);
+        let ties: [Tie; 3] = [
+            |w| w[1].set_data(&w[0].detach()),
+            // Only some values, in either order.
+            |w| {
+                let memory = Tensor::ones([6], (Kind::Float, w[0].device()));
+                w[0].set_data(&memory.narrow(0, 0, 4));
+                w[1].set_data(&memory.narrow(0, 2, 4));
+            },
+            |w| {
+                let memory = Tensor::ones([100], (Kind::Float, w[0].device()));
+                w[0].set_data(&memory);
+                w[1].set_data(&memory.narrow(0, 90, 4));
+            },
+        ];
+        for tie in ties {
+            let mut weights = leaves(&[&[4], &[4], &[4]], Kind::Float, device);
+            let mut optimizer = adamw(&weights).expect("an optimizer");
+            tie(&mut weights);
+            accumulate(&weights, 1.0);
+            let before = bits(&weights);
+            assert_eq!(
+                text(optimizer.f_step()),
+                "Optimizer::step: w1: expected memory of its own, got memory that it shares with w0; give each \
+                 tensor to an optimizer once"
+            );
+            assert_eq!(bits(&weights), before);
+            // Without a gradient, it is not updated itself.
+            let (first, third) = (weights[0].grad(), weights[2].grad());
+            optimizer.f_step_with(&[Some(&first), None, Some(&third)]).expect("a step");
+            assert_ne!(bits(&weights), before);
+        }
+    }
+}
+
+#[test]
+fn gradients_in_the_memory_of_weights_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let memory = Tensor::arange(12, (Kind::Float, device));
+        let of = |begin| memory.narrow(0, begin, 4);
+        let weights = [of(2), of(8)];
+        let mut optimizer = Sgd::default().build_of(named(&weights), 0.5).expect("an optimizer");
+        let before = bits(&[memory.shallow_clone()]);
+        let good = Tensor::ones([4], (Kind::Float, device));
+        for (gradient, whose, shares) in [
+            (of(4), "the gradient of w0", "w0"),
+            (of(0), "w0", "the gradient of w0"),
+            (of(5), "the gradient of w0", "w0"),
+            (of(8), "w1", "the gradient of w0"),
+        ] {
+            let message = text(optimizer.f_step_with(&[Some(&gradient), Some(&good)]));
+            assert_eq!(
+                message,
+                format!(
+                    "Optimizer::step: {whose}: expected memory of its own, got memory that it shares with {shares}; \
+                     copy the gradient"
+                )
+            );
+            assert_eq!(bits(&[memory.shallow_clone()]), before);
+        }
+        // A gradient may be the parameter itself, which libtorch takes, too, and one of both.
+        optimizer.f_step_with(&[Some(&weights[0]), Some(&good)]).expect("a step");
+        assert_eq!(Vec::<f32>::try_from(&weights[0]).expect("values"), [1.0, 1.5, 2.0, 2.5]);
+        optimizer.f_step_with(&[Some(&good), Some(&good)]).expect("a step");
+        assert_eq!(Vec::<f32>::try_from(&weights[0]).expect("values"), [0.5, 1.0, 1.5, 2.0]);
+        assert_eq!(Vec::<f32>::try_from(&weights[1]).expect("values"), [7.0, 8.0, 9.0, 10.0]);
     }
 }
 

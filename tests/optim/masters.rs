@@ -114,7 +114,7 @@ fn changes_before_the_first_step_are_refused() {
         (|leaf, _| leaf.set_data(&Tensor::zeros([1 << 12], (Kind::BFloat16, CPU))), "[4096]"),
         (|leaf, _| leaf.set_data(&leaf.detach().to_kind(Kind::Double)), "kind Half or BFloat16"),
         (|leaf, _| leaf.set_data(&leaf.detach().tr().contiguous().tr()), "strides [1, 3]"),
-        (|_, master| drop(master.resize_([1 << 12])), "master weights in the memory of before"),
+        (|_, master| drop(master.resize_([1 << 12])), "the master of w0: expected shape [3, 4]"),
     ];
     for (change, expected) in changes {
         let mut leaf = super::leaves(&[&[3, 4]], Kind::BFloat16, CPU).remove(0);
@@ -126,6 +126,80 @@ fn changes_before_the_first_step_are_refused() {
         let error = text(optimizer.f_step());
         assert!(error.contains(expected), "{error}");
     }
+}
+
+/// After `set_data`, as by `flatten_parameters`, the caller's tensor is in other memory.
+#[test]
+fn masters_with_other_data_are_updated_where_they_are() {
+    let _alone = serially();
+    for device in devices() {
+        let run = |replaces: bool| {
+            tch::manual_seed(23);
+            let leaves = leaves(&SIZES, Kind::BFloat16, device);
+            let mut masters = masters_of(&leaves);
+            let mut optimizer = build(&leaves);
+            share(&mut optimizer, &masters).expect("shared");
+            for step in 0..4 {
+                for master in masters.iter_mut().filter(|_| step == 2) {
+                    let values = master.shallow_clone() + 0.25;
+                    match replaces {
+                        true => master.set_data(&values),
+                        false => master.copy_(&values),
+                    }
+                }
+                accumulate(&leaves, 1.0);
+                optimizer.step();
+            }
+            let rounded: Vec<Tensor> =
+                masters.iter().map(|master| master.to_kind(Kind::BFloat16)).collect();
+            assert!(bits(&leaves) == bits(&rounded), "of the caller's own tensors");
+            bits(&masters)
+        };
+        assert!(run(true) == run(false), "{device:?}");
+    }
+}
+
+#[test]
+fn converted_masters_are_refused() {
+    let _alone = serially();
+    for device in devices() {
+        let mut vs = VarStore::new(device);
+        let master = vs.root().ones("w", &[4]);
+        let rounded = leaves(&[&[4]], Kind::BFloat16, device);
+        let mut optimizer = build(&rounded);
+        optimizer.f_set_masters(&[("w0", &master)]).expect("shared");
+        let mut step = || {
+            accumulate(&rounded, 1.0);
+            optimizer.f_step()
+        };
+        step().expect("a step");
+        vs.half();
+        let before = bits(&[rounded[0].shallow_clone(), master.shallow_clone()]);
+        assert_eq!(
+            text(step()),
+            "Optimizer::step: the master of w0: expected kind Float, got Half; build the optimizer and share them \
+             after parameters are converted or moved"
+        );
+        assert_eq!(bits(&[rounded[0].shallow_clone(), master.shallow_clone()]), before);
+        vs.float();
+        step().expect("a step as before");
+        assert_eq!(bits(&rounded), bits(&[master.to_kind(Kind::BFloat16)]));
+    }
+}
+
+#[test]
+fn masters_that_are_tied_later_are_refused() {
+    let _alone = serially();
+    let weights = leaves(&[&[4], &[4]], Kind::BFloat16, CPU);
+    let mut masters = masters_of(&weights);
+    let mut optimizer = build(&weights);
+    share(&mut optimizer, &masters).expect("shared");
+    let first = masters[0].shallow_clone();
+    masters[1].set_data(&first);
+    accumulate(&weights, 1.0);
+    let error = text(optimizer.f_step());
+    let expected = "the master of w1: expected memory of its own, got memory that it shares with the master of w0";
+    assert!(error.contains(expected), "{error}");
 }
 
 #[test]

@@ -36,7 +36,7 @@ pub(super) struct Buffers {
 impl Model {
     pub fn new(mut optimizer: Optimizer, options: &ShardedOptions) -> Result<Model> {
         let caps = options.caps(super::NEW)?;
-        optimizer.join()?;
+        optimizer.join(super::NEW)?;
         if optimizer.has_state() {
             let hint = "load its state into the sharded optimizer";
             let expected = "an optimizer without steps";

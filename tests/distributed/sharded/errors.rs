@@ -101,11 +101,31 @@ fn different_settings_are_refused_by_all_ranks() {
         1 => Sgd::default().build_of(named(leaves), 0.02),
         _ => adamw(leaves),
     });
+    assert_refused_by_all("AmsGrad", make, |group, leaves| {
+        AdamW::default().amsgrad(group.rank() == 1).build_of(named(leaves), 0.02)
+    });
     assert_refused_by_all("norms up to", make, |group, leaves| {
         let mut optimizer = adamw(leaves)?;
         optimizer.set_clip_norm((group.rank() == 1).then_some(1.0));
         Ok(optimizer)
     });
+}
+
+/// Each parameter would get memory of its own, and would no longer be tied.
+#[test]
+fn parameters_that_are_tied_after_build_are_refused_by_all() {
+    let all = outcomes(2, |group| {
+        let leaves = model(&SIZES, Kind::Float, CPU);
+        let optimizer = adamw(&leaves)?;
+        if group.rank() == 1 {
+            let part = leaves[7].detach().view([-1]).narrow(0, 0, 1000);
+            leaves[6].shallow_clone().set_data(&part);
+        }
+        ShardedOptimizer::new(&group, optimizer, &small_buckets()).map(drop)
+    });
+    for error in errors(all) {
+        assert!(error.contains("w7: expected memory of its own"), "{error}");
+    }
 }
 
 /// What only one rank can see is an error on all.
