@@ -29,7 +29,8 @@ use torch_sys::C_tensor;
 /// (a dual tensor), for which an operator with its own backward pass is not defined.
 #[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
-    let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };
+    let double_backward = F::DOUBLE_BACKWARD;
+    let operator = Operator { name: F::NAME, double_backward, reads_memory: true };
     operator.run(inputs, |saver, inputs| {
         let outputs = function.forward(saver, inputs)?;
         Ok((outputs, OfFunction(function)))
@@ -73,10 +74,11 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    apply_registered(name, false, inputs, forward, backward)
+    let operator = Operator { name, double_backward: false, reads_memory: true };
+    operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
-/// [`apply_with`] for an operator that libtorch knows.
+/// [`apply_with`] for an operator that libtorch knows. Its backward pass consists of operators, too.
 #[track_caller]
 pub(crate) fn apply_registered<Forward, Back>(
     name: &'static str,
@@ -89,7 +91,7 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    let operator = Operator { name, double_backward };
+    let operator = Operator { name, double_backward, reads_memory: false };
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
@@ -121,6 +123,8 @@ where
 struct Operator {
     name: &'static str,
     double_backward: bool,
+    /// Whether the backward pass may read memory, which gradients of a batch of vmap's do not have.
+    reads_memory: bool,
 }
 
 impl Operator {
@@ -198,6 +202,7 @@ impl Operator {
             needs_graph: saver.needs_graph,
             materialize_grads: saver.materialize_grads,
             double_backward: self.double_backward,
+            reads_memory: self.reads_memory,
         };
         let state = Box::into_raw(Box::new(State { backward, inputs_len: inputs.len() }));
         let mut wrapped = vec![std::ptr::null_mut(); outputs.len()];

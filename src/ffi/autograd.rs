@@ -76,6 +76,7 @@ pub(crate) struct ApplyParams {
     pub needs_graph: bool,
     pub materialize_grads: bool,
     pub double_backward: bool,
+    pub reads_memory: bool,
 }
 
 /// A profiler's record of a forward pass that is running.

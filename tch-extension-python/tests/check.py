@@ -473,6 +473,52 @@ def check_func(name, reference, args):
     close([torch.vmap(torch.func.grad(total))(batch)], [expected], "vmap of func.grad")
 
 
+def check_batched_gradients(name, reference, args):
+    """vmap over a backward pass: the gradients are those of one pass for each element of the batch."""
+    op = getattr(ops, name)
+    args = leaves(args, torch.float64)
+    wanted = [value for value in args if is_float(value) and value.requires_grad]
+    outputs = tuple_of(op(*args))
+
+    def once(grads, **options):
+        return torch.autograd.grad(outputs, wanted, grads, retain_graph=True, allow_unused=True, **options)
+
+    def one_by_one(batches, **options):
+        each = [once([batch[index] for batch in batches], **options) for index in range(len(batches[0]))]
+        return [None if parts[0] is None else torch.stack(parts) for parts in zip(*each)]
+
+    batches = [torch.randn(3, *output.shape, dtype=torch.float64, device=DEVICE) for output in outputs]
+    expected = one_by_one(batches)
+    close(once(batches, is_grads_batched=True), expected, "is_grads_batched")
+    used = [place for place, value in enumerate(expected) if value is not None]
+    func = lambda *grads: [once(grads)[place] for place in used]
+    close(torch.vmap(func)(*batches), [expected[place] for place in used], "vmap")
+    twice = [torch.stack([batch, -batch]).movedim(0, -1) for batch in batches]
+    found = torch.vmap(torch.vmap(func), in_dims=-1)(*twice)
+    close(found, [torch.stack([expected[place], -expected[place]]) for place in used], "vmap of vmap")
+
+    def second(first):
+        total = sum(grad.sin().sum() for grad in first if grad is not None)
+        return torch.autograd.grad(total, (*wanted, *batches), retain_graph=True, allow_unused=True)
+
+    for batch in batches:
+        batch.requires_grad_()
+    expected = second(one_by_one(batches, create_graph=True))
+    close(second(once(batches, is_grads_batched=True, create_graph=True)), expected, "second derivative")
+    first = next(index for index, value in enumerate(args) if value is wanted[0])
+    of_first = lambda function: lambda value: tuple_of(function(*args[:first], value, *args[first + 1 :]))[0]
+    jacobian = torch.autograd.functional.jacobian
+    value = args[first].detach()
+    close([jacobian(of_first(op), value, vectorize=True)], [jacobian(of_first(reference), value)], "jacobian")
+    places = [index for index, value in enumerate(args) if any(value is one for one in wanted)]
+
+    def of_wanted(*values):
+        given = dict(zip(places, values))
+        return op(*(given.get(index, value) for index, value in enumerate(args)))
+
+    assert torch.autograd.gradcheck(of_wanted, wanted, fast_mode=True, check_batched_grad=True)
+
+
 def check_dynamic(name, reference, args):
     """One graph for all numbers of rows."""
     has_lengths = name in ("lstm", "gru") and isinstance(args[-1], list)
@@ -523,6 +569,7 @@ CHECKS = [
     check_autocast,
     check_export,
     check_func,
+    check_batched_gradients,
     check_dynamic,
 ]
 

@@ -1,6 +1,6 @@
 //! Calls of the kernels of `csrc/loss`: rows of logits, the loss of each, and its gradient.
 
-use crate::ffi::tensor::plain;
+use crate::ffi::tensor::{describe, plain};
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -240,7 +240,8 @@ fn checked_rows(
     let row = tensor.f_narrow(0, 0, 1)?;
     if tensor.stride() != [row_stride, 1] {
         return Err(Error::msg(format!(
-            "internal error: the rows of a kernel's {name} should be {row_stride} apart, but are {tensor:?}"
+            "internal error: the rows of a kernel's {name} should be {row_stride} apart, but are {}",
+            describe(tensor)
         )));
     }
     checked(name, &row, &[1, classes], like)
