@@ -42,8 +42,9 @@ class RustKernel final : public c10::OperatorKernel {
 };
 
 // A kernel for the key Meta, which computes sizes and no values. The dispatcher calls it as soon as
-// one argument is on the meta device. A result on another device would then be uninitialised
-// memory, and an argument there that the operator writes to would stay unchanged: both are errors.
+// one argument is on the meta device. The values of the others would be lost, and a result on
+// another device would be uninitialised memory: both are errors, as for libtorch's operators. A
+// single number may be on the CPU, unless it is written to.
 class FakeKernel final : public c10::OperatorKernel {
  public:
   FakeKernel(KernelEntry entry, const void* kernel) : entry_(entry), kernel_(kernel) {}
@@ -51,13 +52,18 @@ class FakeKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     const auto has_memory = [](const at::Tensor& tensor) { return !tensor.is_meta(); };
+    const auto is_number = [](const at::Tensor& tensor) {
+      return tensor.dim() == 0 && tensor.is_cpu();
+    };
     const auto& declared = op.schema().arguments();
     const auto given = torch::jit::last(*stack, declared.size());
     bool is_mixed = false;
     for (size_t i = 0; i < declared.size(); ++i) {
       const auto* alias = declared[i].alias_info();
-      if (alias != nullptr && alias->isWrite())
-        is_mixed = is_mixed || any_tensor(given.slice(i, 1), has_memory);
+      const bool is_written = alias != nullptr && alias->isWrite();
+      is_mixed = is_mixed || any_tensor(given.slice(i, 1), [&](const at::Tensor& tensor) {
+                   return has_memory(tensor) && (is_written || !is_number(tensor));
+                 });
     }
     if (!is_mixed) {
       run(entry_, kernel_, op, keys, *stack);
