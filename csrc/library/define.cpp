@@ -24,7 +24,16 @@ void run(KernelEntry entry, const void* kernel, const c10::OperatorHandle& op,
          c10::DispatchKeySet keys, torch::jit::Stack& stack) {
   RustCall call;
   KernelFrame frame{op, keys, stack};
-  if (entry(kernel, &frame) != 0) call.fail(op.operator_name().name, frame.error);
+  if (entry(kernel, &frame) == 0) return;
+  const auto text = [&] { return named(op.operator_name().name, frame.error); };
+  switch (frame.exception) {
+    case Exception::kValueError:
+      throw c10::ValueError(text(), /*backtrace=*/nullptr);
+    case Exception::kIndexError:
+      throw c10::IndexError(text(), /*backtrace=*/nullptr);
+    case Exception::kRuntimeError:
+      call.fail(op.operator_name().name, frame.error);
+  }
 }
 
 class RustKernel final : public c10::OperatorKernel {
@@ -225,9 +234,10 @@ TCH_EXTENSION_API Message tch_extension_count_changes(const char* ns, const char
   });
 }
 
-TCH_EXTENSION_API void tch_extension_kernel_error(KernelFrame* frame, const char* text,
-                                                  size_t len) {
+TCH_EXTENSION_API void tch_extension_kernel_error(KernelFrame* frame, const char* text, size_t len,
+                                                  Exception exception) {
   frame->error.assign(text, len);
+  frame->exception = exception;
 }
 
 TCH_EXTENSION_API void* tch_extension_enter_below_autograd() {
