@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "../autograd/exceptions.h"
 #include "call.h"
@@ -181,11 +182,12 @@ TCH_EXTENSION_API Message tch_extension_check_version() {
 }
 
 // The strings live forever: libtorch keeps `file`.
-TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schema, const char* file,
-                                               uint32_t line) {
+TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schema, bool is_seeded,
+                                               const char* file, uint32_t line) {
   return guard([&] {
-    const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-    keep(torch::Library::FRAGMENT, ns, std::nullopt, file, line).def(schema, tags);
+    std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+    if (is_seeded) tags.push_back(at::Tag::nondeterministic_seeded);
+    keep(torch::Library::FRAGMENT, ns, std::nullopt, file, line).def(schema, std::as_const(tags));
   });
 }
 
@@ -246,4 +248,15 @@ TCH_EXTENSION_API void* tch_extension_enter_below_autograd() {
 
 TCH_EXTENSION_API void tch_extension_leave_below_autograd(void* guard) {
   delete static_cast<at::AutoDispatchBelowADInplaceOrView*>(guard);
+}
+
+// From now on, this thread calls no kernel for this key, until the guard is freed.
+TCH_EXTENSION_API Message tch_extension_enter_without_key(const char* key, void** guard) {
+  return tch_extension::guard([&] {
+    *guard = new c10::impl::ExcludeDispatchKeyGuard(c10::parseDispatchKey(key));
+  });
+}
+
+TCH_EXTENSION_API void tch_extension_leave_without_key(void* guard) {
+  delete static_cast<c10::impl::ExcludeDispatchKeyGuard*>(guard);
 }

@@ -27,6 +27,7 @@ unsafe extern "C" {
     fn tch_extension_define(
         namespace: *const c_char,
         schema: *const c_char,
+        is_seeded: bool,
         file: *const c_char,
         line: u32,
     ) -> *mut c_char;
@@ -98,11 +99,17 @@ pub(crate) struct Place<'a> {
     pub line: u32,
 }
 
-pub(crate) fn define(namespace: &str, schema: &str, place: Place<'_>) -> Result<()> {
+pub(crate) fn define(
+    namespace: &str,
+    schema: &str,
+    is_seeded: bool,
+    place: Place<'_>,
+) -> Result<()> {
     let (namespace, schema, file) = (kept(namespace)?, kept(schema)?, kept(place.file)?);
     // SAFETY: the texts are null-terminated and live forever.
     checked(unsafe {
-        tch_extension_define(namespace.as_ptr(), schema.as_ptr(), file.as_ptr(), place.line)
+        let (namespace, schema, file) = (namespace.as_ptr(), schema.as_ptr(), file.as_ptr());
+        tch_extension_define(namespace, schema, is_seeded, file, place.line)
     })
 }
 
@@ -522,6 +529,23 @@ pub(crate) fn below_autograd<T>(f: impl FnOnce() -> T) -> T {
         }
     }
     let _guard = Guard(tch_extension_enter_below_autograd());
+    f()
+}
+
+/// Runs `f` without the kernels for this dispatch key.
+pub(crate) fn without_key<T>(key: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    struct Guard(*mut c_void);
+    impl Drop for Guard {
+        fn drop(&mut self) {
+            // SAFETY: C++ made the guard for us, in this thread, and nobody uses it afterwards.
+            unsafe { tch_extension_leave_without_key(self.0) }
+        }
+    }
+    let key = CString::new(key).map_err(|_| Error::msg("a dispatch key contains a zero byte"))?;
+    let mut guard = std::ptr::null_mut();
+    // SAFETY: the text is null-terminated, and C++ writes the guard only if it succeeds.
+    checked(unsafe { tch_extension_enter_without_key(key.as_ptr(), &mut guard) })?;
+    let _guard = Guard(guard);
     f()
 }
 

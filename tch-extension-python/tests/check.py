@@ -696,22 +696,98 @@ def check_checkpoint():
     close(found[1], expected[1], "gradient")
 
 
+def raised(call):
+    try:
+        result = call()
+    except Exception as error:  # noqa: BLE001
+        return error
+    raise AssertionError(f"no error, but {result}")
+
+
+def check_dropout_within_vmap():
+    """Dropout obeys vmap's randomness as torch's own does, and draws the same numbers."""
+    x, residual = randn(5, 6), randn(6)
+    norms = {"add_rms_norm": lambda x, p: ops.add_rms_norm(x, residual, [6], None, None, p)}
+    norms["add_layer_norm"] = lambda x, p: ops.add_layer_norm(x, residual, [6], None, None, 1e-5, p)
+    for name, norm in norms.items():
+        assert torch.Tag.nondeterministic_seeded in getattr(ops, name).default.tags, name
+        for p in (0.5, 1.0):
+            for randomness in ("same", "different"):
+                sums = []
+                for function in (lambda x: norm(x, p)[0], lambda x: F.dropout(x, p) + residual):
+                    torch.manual_seed(3)
+                    sums.append(torch.vmap(function, randomness=randomness)(x))
+                assert torch.equal(*sums), (name, p, randomness)
+                masks = sums[0] == residual
+                assert p == 1.0 or (masks == masks[:1]).all() == (randomness == "same"), (name, randomness, masks)
+        assert "randomness" in str(raised(lambda: torch.vmap(lambda x: norm(x, 0.5))(x))), name
+        rows = [torch.stack(parts) for parts in zip(*(norm(row, 0.0) for row in x))]
+        close(torch.vmap(lambda x: norm(x, 0.0))(x), rows, "without dropout")
+
+
+def check_half_losses():
+    """The loss of half precision is float32, as the documentation says."""
+    for kind in (torch.float16, torch.bfloat16):
+        loss = ops.linear_cross_entropy(randn(5, 6).to(kind), randn(7, 6).to(kind), classes(5, 7))
+        assert loss.dtype == torch.float32, loss
+
+
+# Words of Rust's, and of Rust's functions.
+RUST = re.compile(r"Kind\b|Device::|to_kind|to_device|Some\(|&\[|\bkinds?\b|\b(Double|Float|Half|BFloat16|Int64|Cpu)\b|"
+                  r"\blogits\b|\btargets\b|\btch\b|cargo|\.rs\b")
+
+
 def check_errors():
-    """Wrong arguments are errors of one line, with the operator's name once."""
-    for call, words in [
-        (lambda: ops.layer_norm(randn(3, 6), [5]), "layer_norm: input: expected"),
-        (lambda: ops.linear(randn(3, 6), randn(5, 7)), "linear: weight: expected"),
-        (lambda: ops.cross_entropy(randn(5, 7), classes(5, 7), None, -100, "average"), "cross_entropy: reduction"),
-        (lambda: ops.gelu_mlp(randn(3, 6), *mlp_weights(), "tanh"), "gelu_mlp: activation"),
-        (lambda: ops.lstm(randn(6, 4, 3), *h6(), *rnn_weights(4), [1, 2, 3]), "lstm: lengths"),
-    ]:
-        try:
-            call()
-        except RuntimeError as error:
-            text = str(error)
-            assert words in text and text.count(words.split(":")[0] + ":") == 1, text
-        else:
-            raise AssertionError(f"no error: {words}")
+    """Wrong arguments are errors of one line in Python's words, with the operator's name once; of torch's classes."""
+    x, w, target = randn(5, 6), randn(7, 6), classes(5, 7)
+    double = x.double()
+    q, tables = randn(2, 5, 3, 8), rope_tables(16, 4)
+    for call, words, torchs in [
+        (lambda: ops.layer_norm(x, [5]), "layer_norm: input: expected", lambda: F.layer_norm(x, [5])),
+        (lambda: ops.layer_norm(x, []), "layer_norm: normalized_shape", lambda: F.layer_norm(x, [])),
+        (lambda: ops.rms_norm(x, []), "rms_norm: normalized_shape", lambda: F.rms_norm(x, [])),
+        (lambda: ops.layer_norm(double, [6], x[0]), "layer_norm: weight: expected dtype torch.float64, as input, got "
+         "torch.float32; cast one of the two with .to(dtype)", lambda: F.layer_norm(double, [6], x[0])),
+        (lambda: ops.linear(x, randn(5, 7)), "linear: weight: expected", lambda: F.linear(x, randn(5, 7))),
+        (lambda: ops.linear(double, w), "linear: weight: expected dtype torch.float64", lambda: F.linear(double, w)),
+        (lambda: ops.linear(x.int(), w), "linear: input: expected dtype torch.float", lambda: F.linear(x.int(), w)),
+        (lambda: ops.cross_entropy(x, target, None, -100, "average"), "cross_entropy: reduction",
+         lambda: F.cross_entropy(x, target, reduction="average")),
+        (lambda: ops.cross_entropy(x, target, None, -100, "mean", 1.5), "cross_entropy: label_smoothing",
+         lambda: F.cross_entropy(x, target, label_smoothing=1.5)),
+        (lambda: ops.cross_entropy(x, target[:4]), "cross_entropy: target: expected shape",
+         lambda: F.cross_entropy(x, target[:4])),
+        (lambda: ops.cross_entropy(x, target.int()), "cross_entropy: target: expected dtype torch.int64",
+         lambda: F.cross_entropy(x, target.int())),
+        (lambda: ops.cross_entropy(x, target, double[0]), "cross_entropy: weight: expected",
+         lambda: F.cross_entropy(x, target, double[0])),
+        (lambda: ops.linear_cross_entropy(x, w, target[:4]), "linear_cross_entropy: target: expected shape",
+         lambda: F.cross_entropy(F.linear(x, w), target[:4])),
+        (lambda: ops.linear_cross_entropy(x, w, target, softcap=0.0), "linear_cross_entropy: softcap: expected a finite "
+         "number above 0, got 0.0", ValueError),
+        (lambda: ops.linear_cross_entropy(x, w, target, z_loss=float("inf")), "linear_cross_entropy: z_loss", ValueError),
+        (lambda: ops.linear_cross_entropy(x, w, target, memory=-1), "linear_cross_entropy: memory", ValueError),
+        (lambda: ops.gelu_mlp(x, *mlp_weights(), "tanh"), "gelu_mlp: activation", ValueError),
+        (lambda: ops.add_rms_norm(x, x, [6], None, None, 1.5), "add_rms_norm: dropout", lambda: F.dropout(x, 1.5)),
+        (lambda: ops.add_rms_norm(x, double, [6]), "add_rms_norm: residual: expected dtype", RuntimeError),
+        (lambda: torch.vmap(lambda x: ops.add_rms_norm(x, x, [6], None, None, 1.5), randomness="same")(x),
+         "add_rms_norm: dropout", ValueError),
+        (lambda: ops.lstm(randn(6, 4, 3), *h6(), *rnn_weights(4), [1, 2, 3]), "lstm: lengths", RuntimeError),
+        (lambda: ops.rope(q, q, *tables, offset=-1), "rope: offset", ValueError),
+        (lambda: ops.rope(q, q, *tables, offset=12), "transpose(1, 2) makes [B, T, H, D] of [B, H, T, D]", RuntimeError),
+        (lambda: ops.rope(q, q[:, :4], *tables), "transpose(1, 2) makes [B, T, H, D] of [B, H, T, D]", RuntimeError),
+        (lambda: torch.func.jvp(lambda x: ops.linear(x, w), (x,), (x,)), "linear: forward-mode", RuntimeError),
+    ] + [
+        (lambda: ops.cross_entropy(x, target + 7), "cross_entropy: target: expected classes",
+         lambda: F.cross_entropy(x, target + 7)),
+        (lambda: ops.linear_cross_entropy(x, w, target + 7), "linear_cross_entropy: target: expected classes", IndexError),
+    ] * (DEVICE == "cpu"):
+        error = raised(call)
+        text = str(error)
+        assert words in text and text.count(words.split(":")[0] + ":") <= 1 and "\n" not in text, text
+        assert not RUST.search(text), text
+        expected = torchs if isinstance(torchs, type) else type(raised(torchs))
+        assert type(error) is expected, (type(error), expected, text)
 
 
 def run(name, function, *args):
@@ -746,6 +822,8 @@ def main():
             check_class_weights,
             check_script,
             check_checkpoint,
+            check_dropout_within_vmap,
+            check_half_losses,
             check_errors,
         ):
             failures += run(check.__name__, check)
