@@ -74,6 +74,49 @@ def another_torch_is_refused_before_the_library_is_loaded():
         raise AssertionError("a torch of another version was accepted")
 
 
+def message_of(kind, function):
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+@check
+def what_keeps_the_library_from_loading_is_in_the_message():
+    def load(file):
+        with unittest.mock.patch.object(_library, "LIBRARY", file):
+            _library.load(_build.VERSION, _build.TORCH, _build.CUDA)
+
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "libbroken.so"
+        broken.write_text("no library")
+        text = message_of(ImportError, lambda: load(broken))
+        assert str(broken) in text and "file too short" in text, text
+        copied = Path(folder) / _library.LIBRARY.name
+        shutil.copy(_library.LIBRARY, copied)
+        text = message_of(ImportError, lambda: load(copied))
+        assert str(copied) in text and str(_library.LIBRARY.resolve()) in text and "one copy" in text, text
+        assert ".rs" not in text, text
+    load(_library.LIBRARY)  # the same file again changes nothing
+
+
+@check
+def an_argument_of_another_type_is_a_type_error():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    F = torch.nn.functional
+    for ours, theirs in [
+        (lambda: tch_extension.linear(x, "weight"), lambda: F.linear(x, "weight")),
+        (lambda: tch_extension.layer_norm(x, 4), lambda: F.layer_norm(x, 4)),
+        (lambda: tch_extension.rms_norm(x, (4,), eps="small"), lambda: F.rms_norm(x, (4,), eps="small")),
+        (lambda: tch_extension.cross_entropy(x, [1, 2, 3]), lambda: F.cross_entropy(x, [1, 2, 3])),
+    ]:
+        message_of(TypeError, theirs)
+        text = message_of(TypeError, ours)
+        assert "Expected a value of type" in text and "\n" not in text and "::" not in text, text
+    message_of(RuntimeError, lambda: tch_extension.linear(x, weight[:, :3]))
+
+
 @check
 def functions_and_operators_have_the_same_arguments():
     names = [name for name in tch_extension.__all__ if name not in ("__version__", "nn")]
