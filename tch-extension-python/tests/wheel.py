@@ -11,10 +11,13 @@ import importlib.metadata
 import inspect
 import io
 import pickle
+import shutil
 import sys
+import tempfile
 import traceback
 import unittest.mock
 import warnings
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
@@ -301,6 +304,33 @@ def dropout_between_layers_is_torchs():
                     torch.manual_seed(11)
                     results.append(module.train(training)(x))
                 compare(f"{name}, dropout {dropout}, training {training}", *results)
+
+
+@check
+def a_state_can_be_detached_in_place_as_torchs_can():
+    """The idiom of truncated backpropagation, with one layer in one direction and with more."""
+    for name in ("LSTM", "GRU"):
+        for options in (dict(), dict(batch_first=True), dict(num_layers=2, bidirectional=True)):
+            ours, theirs = [module(4, 6, **options) for module in ours_and_torchs(name)]
+            theirs.load_state_dict(ours.state_dict())
+            x = torch.randn(3, 3, 4)
+            results = []
+            for module in (ours, theirs):
+                state = None
+                for _ in range(3):
+                    output, state = module(x, state)
+                    (output.sin().sum() + sum(part.sum() for part in leaves(state))).backward()
+                    for part in leaves(state):
+                        assert part.detach_().is_leaf
+                results.append([*leaves(state), *(parameter.grad for parameter in module.parameters())])
+            compare(f"{name} {options}", *results)
+            # Changing the state in place does not change what the backward pass reads.
+            output, state = ours(x)
+            expected = torch.autograd.grad(output.sum(), ours.weight_hh_l0, retain_graph=True)
+            with torch.no_grad():
+                for part in leaves(state):
+                    part.zero_()
+            compare(f"{name} {options}, zeroed", torch.autograd.grad(output.sum(), ours.weight_hh_l0), expected)
 
 
 @check
