@@ -3,6 +3,7 @@
 // less (docs/lab/methods.md, "Build times"). What is included here is not compiled by itself.
 
 #include "amp/autocast.cpp"
+#include "autograd/batch.cpp"
 #include "autograd/checkpoint.cpp"
 #include "autograd/engine.cpp"
 #include "autograd/function.cpp"

@@ -139,7 +139,7 @@ impl<'a> Check<'a> {
         Err(self.refuse(
             format!("kind {kind:?}, as {whose}"),
             format!("{:?}", self.kind()?),
-            format!("cast it with to_kind(Kind::{kind:?})"),
+            "cast one of the two with to_kind",
         ))
     }
 

@@ -24,6 +24,7 @@ pub mod ops;
 #[cfg(feature = "optim")]
 pub mod optim;
 mod overlap;
+mod python;
 pub mod strided;
 pub mod testing;
 #[cfg(feature = "train")]

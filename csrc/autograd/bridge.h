@@ -66,6 +66,7 @@ struct ApplyParams {
   bool materialize_grads;  // an absent incoming gradient becomes zeros
   bool double_backward;    // the backward pass consists of differentiable operations
   bool without_autocast;   // autocast casts nothing in the backward pass
+  bool reads_memory;       // the backward pass may do more than call operators
 };
 
 }  // namespace tch_extension

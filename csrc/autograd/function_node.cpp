@@ -15,6 +15,8 @@
 #include <utility>
 
 #include "../tensor/touched.h"
+#include "batch.h"
+#include "stand_ins.h"
 
 namespace tch_extension {
 
@@ -53,6 +55,34 @@ class ForwardTrace final : public torch::autograd::AnomalyMetadata {
 
 }  // namespace
 
+// Saved tensors of a node whose backward pass runs once for each element of a batch. A hook unpacks
+// each tensor once, as it does for other backward passes.
+class FunctionNode::UnpackedOnce {
+ public:
+  explicit UnpackedOnce(const FunctionNode& node) : node_(node), outer_(innermost) {
+    innermost = this;
+  }
+  UnpackedOnce(const UnpackedOnce&) = delete;
+  UnpackedOnce& operator=(const UnpackedOnce&) = delete;
+  ~UnpackedOnce() { innermost = outer_; }
+
+  // The place for a tensor of this node, or null if its backward pass does not run in this way.
+  static std::optional<at::Tensor>* find(const FunctionNode& node, size_t slot) {
+    if (innermost == nullptr || &innermost->node_ != &node) return nullptr;
+    auto& tensors = innermost->tensors_;
+    if (slot >= tensors.size()) tensors.resize(slot + 1);
+    return &tensors[slot];
+  }
+
+ private:
+  static thread_local UnpackedOnce* innermost;
+  const FunctionNode& node_;
+  UnpackedOnce* outer_;
+  std::vector<std::optional<at::Tensor>> tensors_;
+};
+
+thread_local FunctionNode::UnpackedOnce* FunctionNode::UnpackedOnce::innermost = nullptr;
+
 int64_t FunctionNode::live() { return live_nodes.load(std::memory_order_relaxed); }
 
 FunctionNode::FunctionNode(State state, const ApplyParams& params)
@@ -60,7 +90,12 @@ FunctionNode::FunctionNode(State state, const ApplyParams& params)
       name_(params.name, params.name_len),
       materialize_grads_(params.materialize_grads),
       double_backward_(params.double_backward),
-      without_autocast_(params.without_autocast) {
+      without_autocast_(params.without_autocast),
+      one_by_one_(params.reads_memory &&
+                  std::none_of(params.inputs, params.inputs + params.inputs_len,
+                               [](const at::Tensor* input) {
+                                 return is_present(input) && is_stand_in(*input);
+                               })) {
   live_nodes.fetch_add(1, std::memory_order_relaxed);
   if (params.trace == nullptr || anomaly_metadata_ == nullptr) return;
   // If Python runs in this process, the metadata object is Python's own, and Python relies on that:
@@ -126,11 +161,14 @@ at::Tensor FunctionNode::unpack(size_t slot) const {
     throw std::runtime_error("saved tensor " + std::to_string(slot) +
                              " was asked for, but the forward saved " + std::to_string(len));
   }
+  auto* place = UnpackedOnce::find(*this, slot);
   const Saved& each = (*saved)[slot];
   if (creates_graph()) check_history(each, slot);
+  if (place != nullptr && place->has_value()) return **place;
   at::Tensor tensor =
       as_saved(each, each.variable.unpack(const_cast<FunctionNode*>(this)->getptr()));
   touch(tensor);
+  if (place != nullptr) *place = tensor;
   return tensor;
 }
 
@@ -274,10 +312,21 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   // The lock must not be held here, because a backward pass may run another one that comes through
   // this very node.
   grads = materialize(std::move(grads));
+  const bool is_last = is_last_.exchange(false, std::memory_order_relaxed);
+  if (C10_UNLIKELY(one_by_one_ && std::any_of(grads.begin(), grads.end(), [](const auto& grad) {
+        return grad.defined() && is_stand_in(grad);
+      }))) {
+    const UnpackedOnce once(*this);
+    return by_edge(run_for_each(grads));
+  }
+  return by_edge(run(grads, is_last));
+}
+
+variable_list FunctionNode::run(const variable_list& grads, bool is_last) {
   const bool create_graph = at::GradMode::is_enabled();
   BackwardResults results{variable_list(edge_of_input_.size()), {}, {}};
   // What an unpack hook returns may be its owner's, so no pass is the last one to read it.
-  results.is_last = is_last_.exchange(false, std::memory_order_relaxed) && !has_hooks_;
+  results.is_last = is_last && !has_hooks_;
   c10::SmallVector<std::unique_ptr<at::Tensor>, 4> handles;
   for (auto& grad : grads) {
     handles.push_back(grad.defined() ? std::make_unique<at::Tensor>(grad) : nullptr);
@@ -292,7 +341,37 @@ variable_list FunctionNode::apply(variable_list&& grads) {
     state_.backward(name_, this, pointers.data(), pointers.size(), results);
   }
   if (create_graph) refuse_where_not_differentiable(grads, results);
-  return by_edge(std::move(results.gradients));
+  return std::move(results.gradients);
+}
+
+// The saved tensors are no batch, because the inputs were none: the gradients alone are.
+variable_list FunctionNode::run_for_each(const variable_list& grads) {
+  const auto any = [&](auto is_it) {
+    return std::any_of(grads.begin(), grads.end(),
+                       [&](const auto& grad) { return grad.defined() && is_it(grad); });
+  };
+  if (!any(is_stand_in)) {
+    // The transforms have nothing to do here, and the backward pass is one of tensors with memory.
+    const c10::impl::ExcludeDispatchKeyGuard without_transforms(
+        c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                             c10::DispatchKey::FuncTorchDynamicLayerBackMode,
+                             c10::DispatchKey::FuncTorchVmapMode, c10::DispatchKey::VmapMode}));
+    return run(grads, /*is_last=*/false);
+  }
+  // What a level of derivatives wraps may itself be a batch. Operations take it as it is.
+  const bool is_wrapped = any([](const auto& grad) {
+    return grad.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
+  });
+  const auto batch = is_wrapped ? std::nullopt : innermost_batch(grads);
+  if (!batch) return run(grads, /*is_last=*/false);
+  if (batch->size == 0) {
+    throw std::runtime_error(std::string(name_) +
+                             ": backward: expected a batch of gradients, got one of size 0");
+  }
+  std::vector<variable_list> gradients;
+  for (int64_t index = 0; index < batch->size; ++index)
+    gradients.push_back(run_for_each(element_of(grads, *batch, index)));
+  return batched(gradients, *batch);
 }
 
 void FunctionNode::compiled_args(torch::autograd::CompiledNodeArgs&) const {

@@ -61,6 +61,12 @@ class FunctionNode final : public OwnNode {
  private:
   static constexpr size_t kNoEdge = SIZE_MAX;
 
+  class UnpackedOnce;
+
+  // The gradients of all inputs.
+  torch::autograd::variable_list run(const torch::autograd::variable_list& grads, bool is_last);
+  // The same for gradients of a batch: element by element, because the backward pass reads memory.
+  torch::autograd::variable_list run_for_each(const torch::autograd::variable_list& grads);
   torch::autograd::variable_list materialize(torch::autograd::variable_list&& grads) const;
   void refuse_where_not_differentiable(const torch::autograd::variable_list& grads,
                                        BackwardResults& results);
@@ -74,6 +80,7 @@ class FunctionNode final : public OwnNode {
   bool materialize_grads_;
   bool double_backward_;
   bool without_autocast_;
+  bool one_by_one_;  // the gradients of a batch are given to the backward pass one by one
   c10::SmallVector<size_t, 8> edge_of_input_;
   std::vector<torch::autograd::VariableInfo>
       output_info_;                   // empty if the node's own metadata tell what zeros to make

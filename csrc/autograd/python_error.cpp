@@ -4,6 +4,8 @@
 
 #include <optional>
 
+#include "tch_extension/c_abi.h"
+
 namespace tch_extension {
 
 namespace {
@@ -107,3 +109,6 @@ std::string PythonError::text() const {
 }
 
 }  // namespace tch_extension
+
+// Whether a Python runs in this process.
+TCH_EXTENSION_API bool tch_extension_python_runs() { return tch_extension::python().has_value(); }

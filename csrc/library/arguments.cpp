@@ -22,6 +22,11 @@ TCH_EXTENSION_API const char* tch_extension_argument_name(const KernelFrame* fra
   return frame->op.schema().arguments()[index].name().c_str();
 }
 
+// The argument's type in the schema, as arguments_text has it. The caller frees it like a message.
+TCH_EXTENSION_API char* tch_extension_argument_type(const KernelFrame* frame, size_t index) {
+  return strdup(frame->op.schema().arguments()[index].real_type()->str().c_str());
+}
+
 // Element `index` of a value with the tag kIValues.
 TCH_EXTENSION_API void tch_extension_element(const Value* list, size_t index, Value* value) {
   *value = view(static_cast<const c10::IValue*>(list->data)[index]);

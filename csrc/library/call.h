@@ -10,6 +10,9 @@
 
 namespace tch_extension {
 
+// The exception that a kernel's error becomes. src/python.rs mirrors it.
+enum class Exception : int32_t { kRuntimeError, kValueError, kIndexError };
+
 // One call, while its kernel runs. Rust reads the arguments where they lie, on the dispatcher's
 // stack, and puts the results in their place.
 struct KernelFrame {
@@ -17,6 +20,7 @@ struct KernelFrame {
   c10::DispatchKeySet keys;
   torch::jit::Stack& stack;
   std::string error{};
+  Exception exception = Exception::kRuntimeError;
   // Storage of the lists that an untyped kernel reads.
   std::forward_list<std::vector<Value>> lists{};
 

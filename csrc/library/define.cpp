@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "../autograd/exceptions.h"
 #include "call.h"
@@ -24,7 +25,16 @@ void run(KernelEntry entry, const void* kernel, const c10::OperatorHandle& op,
          c10::DispatchKeySet keys, torch::jit::Stack& stack) {
   RustCall call;
   KernelFrame frame{op, keys, stack};
-  if (entry(kernel, &frame) != 0) call.fail(op.operator_name().name, frame.error);
+  if (entry(kernel, &frame) == 0) return;
+  const auto text = [&] { return named(op.operator_name().name, frame.error); };
+  switch (frame.exception) {
+    case Exception::kValueError:
+      throw c10::ValueError(text(), /*backtrace=*/nullptr);
+    case Exception::kIndexError:
+      throw c10::IndexError(text(), /*backtrace=*/nullptr);
+    case Exception::kRuntimeError:
+      call.fail(op.operator_name().name, frame.error);
+  }
 }
 
 class RustKernel final : public c10::OperatorKernel {
@@ -42,8 +52,9 @@ class RustKernel final : public c10::OperatorKernel {
 };
 
 // A kernel for the key Meta, which computes sizes and no values. The dispatcher calls it as soon as
-// one argument is on the meta device. A result on another device would then be uninitialised
-// memory, and an argument there that the operator writes to would stay unchanged: both are errors.
+// one argument is on the meta device. The values of the others would be lost, and a result on
+// another device would be uninitialised memory: both are errors, as for libtorch's operators. A
+// single number may be on the CPU, unless it is written to.
 class FakeKernel final : public c10::OperatorKernel {
  public:
   FakeKernel(KernelEntry entry, const void* kernel) : entry_(entry), kernel_(kernel) {}
@@ -51,13 +62,18 @@ class FakeKernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) {
     const auto has_memory = [](const at::Tensor& tensor) { return !tensor.is_meta(); };
+    const auto is_number = [](const at::Tensor& tensor) {
+      return tensor.dim() == 0 && tensor.is_cpu();
+    };
     const auto& declared = op.schema().arguments();
     const auto given = torch::jit::last(*stack, declared.size());
     bool is_mixed = false;
     for (size_t i = 0; i < declared.size(); ++i) {
       const auto* alias = declared[i].alias_info();
-      if (alias != nullptr && alias->isWrite())
-        is_mixed = is_mixed || any_tensor(given.slice(i, 1), has_memory);
+      const bool is_written = alias != nullptr && alias->isWrite();
+      is_mixed = is_mixed || any_tensor(given.slice(i, 1), [&](const at::Tensor& tensor) {
+                   return has_memory(tensor) && (is_written || !is_number(tensor));
+                 });
     }
     if (!is_mixed) {
       run(entry_, kernel_, op, keys, *stack);
@@ -166,11 +182,12 @@ TCH_EXTENSION_API Message tch_extension_check_version() {
 }
 
 // The strings live forever: libtorch keeps `file`.
-TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schema, const char* file,
-                                               uint32_t line) {
+TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schema, bool is_seeded,
+                                               const char* file, uint32_t line) {
   return guard([&] {
-    const std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
-    keep(torch::Library::FRAGMENT, ns, std::nullopt, file, line).def(schema, tags);
+    std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
+    if (is_seeded) tags.push_back(at::Tag::nondeterministic_seeded);
+    keep(torch::Library::FRAGMENT, ns, std::nullopt, file, line).def(schema, std::as_const(tags));
   });
 }
 
@@ -219,9 +236,10 @@ TCH_EXTENSION_API Message tch_extension_count_changes(const char* ns, const char
   });
 }
 
-TCH_EXTENSION_API void tch_extension_kernel_error(KernelFrame* frame, const char* text,
-                                                  size_t len) {
+TCH_EXTENSION_API void tch_extension_kernel_error(KernelFrame* frame, const char* text, size_t len,
+                                                  Exception exception) {
   frame->error.assign(text, len);
+  frame->exception = exception;
 }
 
 TCH_EXTENSION_API void* tch_extension_enter_below_autograd() {
@@ -230,4 +248,15 @@ TCH_EXTENSION_API void* tch_extension_enter_below_autograd() {
 
 TCH_EXTENSION_API void tch_extension_leave_below_autograd(void* guard) {
   delete static_cast<at::AutoDispatchBelowADInplaceOrView*>(guard);
+}
+
+// From now on, this thread calls no kernel for this key, until the guard is freed.
+TCH_EXTENSION_API Message tch_extension_enter_without_key(const char* key, void** guard) {
+  return tch_extension::guard([&] {
+    *guard = new c10::impl::ExcludeDispatchKeyGuard(c10::parseDispatchKey(key));
+  });
+}
+
+TCH_EXTENSION_API void tch_extension_leave_without_key(void* guard) {
+  delete static_cast<c10::impl::ExcludeDispatchKeyGuard*>(guard);
 }

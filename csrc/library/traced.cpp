@@ -1,34 +1,14 @@
 // Whether a call is traced rather than computed.
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include "../autograd/stand_ins.h"
 #include "tch_extension/c_abi.h"
 
-namespace {
-
 using c10::DispatchKey;
-
-// Keys of tensors that stand for others: fake and subclasses, functional, batched and other
-// wrappers of functorch, and those of tracers.
-constexpr c10::DispatchKeySet kStandIns({
-    DispatchKey::Python,
-    DispatchKey::Fake,
-    DispatchKey::Functionalize,
-    DispatchKey::FuncTorchBatched,
-    DispatchKey::FuncTorchGradWrapper,
-    DispatchKey::FuncTorchDynamicLayerBackMode,
-    DispatchKey::FuncTorchDynamicLayerFrontMode,
-    DispatchKey::BatchedNestedTensor,
-    DispatchKey::Batched,
-    DispatchKey::VmapMode,
-    DispatchKey::Tracer,
-    DispatchKey::PreDispatch,
-});
-
-}  // namespace
+using namespace tch_extension;
 
 // Each tensor is null or alive.
 TCH_EXTENSION_API bool tch_extension_is_traced(at::Tensor* const* tensors, size_t len) {
@@ -38,7 +18,7 @@ TCH_EXTENSION_API bool tch_extension_is_traced(at::Tensor* const* tensors, size_
     return true;
   for (size_t i = 0; i < len; ++i) {
     if (tensors[i] == nullptr || !tensors[i]->defined()) continue;
-    if (tensors[i]->is_meta() || tensors[i]->key_set().has_any(kStandIns)) return true;
+    if (tensors[i]->is_meta() || is_stand_in(*tensors[i])) return true;
   }
   return false;
 }

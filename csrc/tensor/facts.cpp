@@ -11,8 +11,11 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <memory>
+#include <sstream>
 
+#include "../autograd/stand_ins.h"
 #include "tch_extension/c_abi.h"
 #include "touched.h"
 
@@ -103,6 +106,22 @@ TCH_EXTENSION_API Message tch_extension_empty(const TensorSize* sizes, size_t le
     }
     for (size_t i = 0; i < len; ++i) tensors[i] = made[i].release();
   });
+}
+
+// What a message says of a tensor that a kernel cannot take. Only the tensor itself is asked,
+// because to print a wrapper of torch.func's would call torch.func. The caller frees the text like
+// a message.
+TCH_EXTENSION_API char* tch_extension_describe(const at::Tensor* tensor) {
+  try {
+    std::ostringstream text;
+    if (is_stand_in(*tensor)) text << "a tensor that stands for others, of ";
+    text << tensor->scalar_type();
+    if (!tensor->key_set().has(c10::DispatchKey::Python))
+      text << ' ' << tensor->sym_sizes() << " on " << tensor->device();
+    return strdup(text.str().c_str());
+  } catch (...) {
+    return strdup("another tensor");
+  }
 }
 
 // The layout of these structs, which a test compares with their Rust mirrors.

@@ -35,6 +35,7 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
         name: F::NAME,
         double_backward: F::DOUBLE_BACKWARD,
         without_autocast: F::WITHOUT_AUTOCAST,
+        reads_memory: true,
     };
     operator.run(inputs, |saver, inputs| {
         let outputs = function.forward(saver, inputs)?;
@@ -79,10 +80,11 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    apply_registered(name, false, inputs, forward, backward)
+    let operator = Operator { name, double_backward: false, reads_memory: true };
+    operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
-/// [`apply_with`] for an operator that libtorch knows.
+/// [`apply_with`] for an operator that libtorch knows. Its backward pass consists of operators, too.
 #[track_caller]
 pub(crate) fn apply_registered<Forward, Back>(
     name: &'static str,
@@ -95,7 +97,7 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    let operator = Operator { name, double_backward, without_autocast: false };
+    let operator = Operator { name, double_backward, without_autocast: false, reads_memory: false };
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
@@ -128,6 +130,8 @@ struct Operator {
     name: &'static str,
     double_backward: bool,
     without_autocast: bool,
+    /// Whether the backward pass may read memory, which gradients of a batch of vmap's do not have.
+    reads_memory: bool,
 }
 
 impl Operator {
@@ -206,6 +210,7 @@ impl Operator {
             materialize_grads: saver.materialize_grads,
             double_backward: self.double_backward,
             without_autocast: self.without_autocast,
+            reads_memory: self.reads_memory,
         };
         let state = Box::into_raw(Box::new(State { backward, inputs_len: inputs.len() }));
         let mut wrapped = vec![std::ptr::null_mut(); outputs.len()];

@@ -93,5 +93,9 @@ pub trait Function: Send + Sync + Sized + 'static {
     ///
     /// # Errors
     /// Anything that goes wrong in the backward pass.
+    ///
+    /// # Batches
+    /// Under vmap of Python's, the gradients of a whole batch come at once, without memory. `backward`
+    /// then runs once for each element of the batch.
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors>;
 }

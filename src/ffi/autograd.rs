@@ -77,6 +77,7 @@ pub(crate) struct ApplyParams {
     pub materialize_grads: bool,
     pub double_backward: bool,
     pub without_autocast: bool,
+    pub reads_memory: bool,
 }
 
 /// A profiler's record of a forward pass that is running.

@@ -5,6 +5,7 @@ use super::exceptions::failure;
 use super::sym_int::SymInt;
 use super::value::{Output, RawValue, Tag, Value, device_of, kind_of_number, read, slice};
 use super::{exceptions, take_message};
+use crate::python::{Exception, translated};
 use crate::{Error, Result};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -26,6 +27,7 @@ unsafe extern "C" {
     fn tch_extension_define(
         namespace: *const c_char,
         schema: *const c_char,
+        is_seeded: bool,
         file: *const c_char,
         line: u32,
     ) -> *mut c_char;
@@ -49,13 +51,22 @@ unsafe extern "C" {
         file: *const c_char,
         line: u32,
     ) -> *mut c_char;
-    fn tch_extension_kernel_error(frame: *mut Frame, text: *const c_char, len: usize);
+    fn tch_extension_kernel_error(
+        frame: *mut Frame,
+        text: *const c_char,
+        len: usize,
+        exception: Exception,
+    );
+    safe fn tch_extension_python_runs() -> bool;
     safe fn tch_extension_enter_below_autograd() -> *mut c_void;
     fn tch_extension_leave_below_autograd(guard: *mut c_void);
+    fn tch_extension_enter_without_key(key: *const c_char, guard: *mut *mut c_void) -> *mut c_char;
+    fn tch_extension_leave_without_key(guard: *mut c_void);
     fn tch_extension_is_traced(tensors: *const *const C_tensor, len: usize) -> bool;
     fn tch_extension_arguments_len(frame: *const Frame) -> usize;
     fn tch_extension_argument(frame: *const Frame, index: usize, value: *mut RawValue);
     fn tch_extension_argument_name(frame: *const Frame, index: usize) -> *const c_char;
+    fn tch_extension_argument_type(frame: *const Frame, index: usize) -> *mut c_char;
     fn tch_extension_element(list: *const RawValue, index: usize, value: *mut RawValue);
     fn tch_extension_all_arguments(frame: *mut Frame, values: *mut RawValue) -> *mut c_char;
     fn tch_extension_drop_arguments(frame: *mut Frame);
@@ -88,11 +99,17 @@ pub(crate) struct Place<'a> {
     pub line: u32,
 }
 
-pub(crate) fn define(namespace: &str, schema: &str, place: Place<'_>) -> Result<()> {
+pub(crate) fn define(
+    namespace: &str,
+    schema: &str,
+    is_seeded: bool,
+    place: Place<'_>,
+) -> Result<()> {
     let (namespace, schema, file) = (kept(namespace)?, kept(schema)?, kept(place.file)?);
     // SAFETY: the texts are null-terminated and live forever.
     checked(unsafe {
-        tch_extension_define(namespace.as_ptr(), schema.as_ptr(), file.as_ptr(), place.line)
+        let (namespace, schema, file) = (namespace.as_ptr(), schema.as_ptr(), file.as_ptr());
+        tch_extension_define(namespace, schema, is_seeded, file, place.line)
     })
 }
 
@@ -208,16 +225,40 @@ unsafe extern "C" fn run_untyped(kernel: *const c_void, frame: *mut Frame) -> c_
 /// # Safety
 /// `frame` must belong to the C++ frame that calls.
 unsafe fn run(frame: *mut Frame, body: impl FnOnce(&mut Call<'_>) -> Result<()>) -> c_int {
+    let mut exception = Exception::RuntimeError;
     let error = failure("its kernel", || {
         // SAFETY: the frame is alive (see `# Safety`).
         let len = unsafe { tch_extension_arguments_len(frame) };
         let mut call = Call { frame, len, _borrowed: PhantomData };
-        body(&mut call)
+        body(&mut call).map_err(|error| {
+            if !tch_extension_python_runs() {
+                return error;
+            }
+            // SAFETY: as above.
+            let (found, text) = translated(&error, &unsafe { schema_of(frame, len) });
+            exception = found;
+            Error::msg(text)
+        })
     });
     let Some(error) = error else { return 0 };
     // SAFETY: the frame belongs to the caller (see `# Safety`). C++ copies the text.
-    unsafe { tch_extension_kernel_error(frame, error.as_ptr().cast(), error.len()) };
+    unsafe { tch_extension_kernel_error(frame, error.as_ptr().cast(), error.len(), exception) };
     1
+}
+
+/// The names and types of the operator's arguments.
+///
+/// # Safety
+/// `frame` must be alive, and `len` the number of these arguments.
+unsafe fn schema_of(frame: *const Frame, len: usize) -> Vec<(String, String)> {
+    let argument = |index| {
+        // SAFETY: the caller guarantees both (see `# Safety`). The name lives as long as the operator.
+        let name = unsafe { CStr::from_ptr(tch_extension_argument_name(frame, index)) };
+        // SAFETY: as above; the text is ours.
+        let kind = take_message(unsafe { tch_extension_argument_type(frame, index) });
+        (name.to_string_lossy().into_owned(), kind.unwrap_or_default())
+    };
+    (0..len).map(argument).collect()
 }
 
 /// A call of an operator: its arguments, and the place for its results.
@@ -488,6 +529,23 @@ pub(crate) fn below_autograd<T>(f: impl FnOnce() -> T) -> T {
         }
     }
     let _guard = Guard(tch_extension_enter_below_autograd());
+    f()
+}
+
+/// Runs `f` without the kernels for this dispatch key.
+pub(crate) fn without_key<T>(key: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    struct Guard(*mut c_void);
+    impl Drop for Guard {
+        fn drop(&mut self) {
+            // SAFETY: C++ made the guard for us, in this thread, and nobody uses it afterwards.
+            unsafe { tch_extension_leave_without_key(self.0) }
+        }
+    }
+    let key = CString::new(key).map_err(|_| Error::msg("a dispatch key contains a zero byte"))?;
+    let mut guard = std::ptr::null_mut();
+    // SAFETY: the text is null-terminated, and C++ writes the guard only if it succeeds.
+    checked(unsafe { tch_extension_enter_without_key(key.as_ptr(), &mut guard) })?;
+    let _guard = Guard(guard);
     f()
 }
 

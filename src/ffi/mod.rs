@@ -70,7 +70,8 @@ pub(crate) fn checked(
         && tensor::is_plain(tensor);
     if !fits {
         return Err(Error::msg(format!(
-            "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {tensor:?}"
+            "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {}",
+            tensor::describe(tensor)
         )));
     }
     Ok(tensor::address(tensor))

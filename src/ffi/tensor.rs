@@ -18,6 +18,7 @@ struct CPin {
 }
 
 unsafe extern "C" {
+    fn tch_extension_describe(tensor: *const C_tensor) -> *mut c_char;
     fn tch_extension_is_in_memory(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_plain(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_strided(tensor: *const C_tensor) -> bool;
@@ -56,6 +57,13 @@ unsafe extern "C" {
     fn tch_extension_bump_version(tensor: *const C_tensor) -> *mut c_char;
     #[cfg(test)]
     safe fn tch_extension_pinned() -> usize;
+}
+
+/// What an internal error says of a tensor that a kernel cannot take. `Debug` would ask libtorch, and
+/// so torch.func, or panic.
+pub(crate) fn describe(tensor: &Tensor) -> String {
+    // SAFETY: the pointer is borrowed from a live tensor, and the text is ours.
+    take_message(unsafe { tch_extension_describe(tensor.as_ptr()) }).unwrap_or_default()
 }
 
 /// Whether the tensor's memory holds its values in row-major order, without gaps.
@@ -246,7 +254,7 @@ fn check_elements<T>(tensor: &Tensor, kind: Kind) -> Result<()> {
     if self::kind(tensor) == Some(kind) && kind.elt_size_in_bytes() == size_of::<T>() {
         return Ok(());
     }
-    Err(Error::msg(format!("internal error: a view of {kind:?} made of {tensor:?}")))
+    Err(Error::msg(format!("internal error: a view of {kind:?} made of {}", describe(tensor))))
 }
 
 impl<T: Element + Copy> Strided<T, 1> {
@@ -285,7 +293,10 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
     ) -> Result<std::result::Result<Self, Refusal>> {
         check_elements::<T>(tensor, kind)?;
         if tensor.dim() != N {
-            return Err(Error::msg(format!("internal error: a view [{N}] made of {tensor:?}")));
+            return Err(Error::msg(format!(
+                "internal error: a view [{N}] made of {}",
+                describe(tensor)
+            )));
         }
         let (mut pinned, mut sizes, mut strides) = (Pinned::none(), [0_i64; N], [0_i64; N]);
         // SAFETY: the pointer is borrowed from a live tensor. Both arrays have `N` entries, and C++

@@ -42,10 +42,15 @@ pub type Kernel = fn(&[Output]) -> Result<Vec<Output>>;
 pub fn define(namespace: &str, schema: &str) -> Result<()> {
     let location = Location::caller();
     let place = ffi::Place { file: location.file(), line: location.line() };
-    define_at(namespace, schema, place)
+    define_at(namespace, schema, false, place)
 }
 
-pub(super) fn define_at(namespace: &str, schema: &str, place: ffi::Place<'_>) -> Result<()> {
+pub(super) fn define_at(
+    namespace: &str,
+    schema: &str,
+    is_seeded: bool,
+    place: ffi::Place<'_>,
+) -> Result<()> {
     let name = schema.split('(').next().unwrap_or_default().trim();
     let qualified = format!("{namespace}::{name}");
     if schema.contains('\0') {
@@ -58,7 +63,7 @@ pub(super) fn define_at(namespace: &str, schema: &str, place: ffi::Place<'_>) ->
             "{qualified}: the namespace: expected letters, digits and _, got {namespace:?}"
         )));
     }
-    ffi::define(namespace, schema, place).map_err(|error| ffi::named(&qualified, &error))
+    ffi::define(namespace, schema, is_seeded, place).map_err(|error| ffi::named(&qualified, &error))
 }
 
 /// Gives an operator its kernel for a dispatch key: `TORCH_LIBRARY_IMPL` and `impl` in C++. The
@@ -114,6 +119,16 @@ pub(super) fn implement_at(
 /// ```
 pub fn below_autograd<T>(f: impl FnOnce() -> T) -> T {
     ffi::below_autograd(f)
+}
+
+/// Runs `f` without the kernels for this dispatch key: `c10::impl::ExcludeDispatchKeyGuard` in C++. A
+/// kernel for a key such as `FuncTorchVmapMode` calls its own operator in this way, where a plain call
+/// would come back to it.
+///
+/// # Errors
+/// Those of `f`, and if there is no such key.
+pub fn without_key<T>(key: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+    ffi::without_key(key, f)
 }
 
 /// Whether a call with these tensors is traced or transformed rather than computed: one of them

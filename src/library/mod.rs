@@ -49,7 +49,7 @@ mod with_backward;
 
 pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
-pub use define::{Kernel, below_autograd, define, implement, is_traced};
+pub use define::{Kernel, below_autograd, define, implement, is_traced, without_key};
 pub use load::{Library, LoadOptions};
 pub use operator::Operator;
 #[doc(hidden)]

@@ -117,8 +117,12 @@ pub fn normalized(
     let of_input = sizes(input);
     let end = of_input.len().checked_sub(wanted.len()).map(|first| &of_input[first..]);
     if wanted.is_empty() || end.is_none_or(|end| differ(end, &wanted)) {
-        let expected = format!("the last sizes of the input's shape, {of_input:?}");
-        return Err(Error::argument(op, "normalized_shape", expected, format!("{shape:?}"), ""));
+        if wanted.is_empty() {
+            let hint = "pass the last sizes of the input";
+            return Err(Error::argument(op, "normalized_shape", "a dimension or more", "[]", hint));
+        }
+        let expected = format!("a shape that ends in normalized_shape = {shape:?}");
+        return Err(Error::argument(op, "input", expected, format!("{of_input:?}"), ""));
     }
     for (name, parameter) in parameters {
         let Some(found) = parameter.map(sizes).filter(|found| differ(found, &wanted)) else {

@@ -11,10 +11,13 @@ import importlib.metadata
 import inspect
 import io
 import pickle
+import shutil
 import sys
+import tempfile
 import traceback
 import unittest.mock
 import warnings
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
@@ -72,6 +75,49 @@ def another_torch_is_refused_before_the_library_is_loaded():
         assert "torch 9.9" in str(error), error
     else:
         raise AssertionError("a torch of another version was accepted")
+
+
+def message_of(kind, function):
+    try:
+        function()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+@check
+def what_keeps_the_library_from_loading_is_in_the_message():
+    def load(file):
+        with unittest.mock.patch.object(_library, "LIBRARY", file):
+            _library.load(_build.VERSION, _build.TORCH, _build.CUDA)
+
+    with tempfile.TemporaryDirectory() as folder:
+        broken = Path(folder) / "libbroken.so"
+        broken.write_text("no library")
+        text = message_of(ImportError, lambda: load(broken))
+        assert str(broken) in text and "file too short" in text, text
+        copied = Path(folder) / _library.LIBRARY.name
+        shutil.copy(_library.LIBRARY, copied)
+        text = message_of(ImportError, lambda: load(copied))
+        assert str(copied) in text and str(_library.LIBRARY.resolve()) in text and "one copy" in text, text
+        assert ".rs" not in text, text
+    load(_library.LIBRARY)  # the same file again changes nothing
+
+
+@check
+def an_argument_of_another_type_is_a_type_error():
+    x, weight = torch.randn(3, 4), torch.randn(5, 4)
+    F = torch.nn.functional
+    for ours, theirs in [
+        (lambda: tch_extension.linear(x, "weight"), lambda: F.linear(x, "weight")),
+        (lambda: tch_extension.layer_norm(x, 4), lambda: F.layer_norm(x, 4)),
+        (lambda: tch_extension.rms_norm(x, (4,), eps="small"), lambda: F.rms_norm(x, (4,), eps="small")),
+        (lambda: tch_extension.cross_entropy(x, [1, 2, 3]), lambda: F.cross_entropy(x, [1, 2, 3])),
+    ]:
+        message_of(TypeError, theirs)
+        text = message_of(TypeError, ours)
+        assert "Expected a value of type" in text and "\n" not in text and "::" not in text, text
+    message_of(RuntimeError, lambda: tch_extension.linear(x, weight[:, :3]))
 
 
 @check
@@ -258,6 +304,33 @@ def dropout_between_layers_is_torchs():
                     torch.manual_seed(11)
                     results.append(module.train(training)(x))
                 compare(f"{name}, dropout {dropout}, training {training}", *results)
+
+
+@check
+def a_state_can_be_detached_in_place_as_torchs_can():
+    """The idiom of truncated backpropagation, with one layer in one direction and with more."""
+    for name in ("LSTM", "GRU"):
+        for options in (dict(), dict(batch_first=True), dict(num_layers=2, bidirectional=True)):
+            ours, theirs = [module(4, 6, **options) for module in ours_and_torchs(name)]
+            theirs.load_state_dict(ours.state_dict())
+            x = torch.randn(3, 3, 4)
+            results = []
+            for module in (ours, theirs):
+                state = None
+                for _ in range(3):
+                    output, state = module(x, state)
+                    (output.sin().sum() + sum(part.sum() for part in leaves(state))).backward()
+                    for part in leaves(state):
+                        assert part.detach_().is_leaf
+                results.append([*leaves(state), *(parameter.grad for parameter in module.parameters())])
+            compare(f"{name} {options}", *results)
+            # Changing the state in place does not change what the backward pass reads.
+            output, state = ours(x)
+            expected = torch.autograd.grad(output.sum(), ours.weight_hh_l0, retain_graph=True)
+            with torch.no_grad():
+                for part in leaves(state):
+                    part.zero_()
+            compare(f"{name} {options}, zeroed", torch.autograd.grad(output.sum(), ours.weight_hh_l0), expected)
 
 
 @check

@@ -2,7 +2,11 @@
 
 use super::*;
 use std::sync::OnceLock;
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use tch_extension::autograd::{
+    Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad,
+};
+use tch_extension::view::view_flat;
 use tch_extension::{Error, library};
 
 fn by_levels(name: &str) -> Operator {
@@ -109,4 +113,61 @@ fn below_autograd_there_is_no_graph() {
     let y = library::below_autograd(|| apply(Direct, &[Some(&x)])).and_then(Tensors::single);
     assert!(!y.expect("a forward").requires_grad());
     assert!(apply(Direct, &[Some(&x)]).and_then(Tensors::single).expect("one").requires_grad());
+}
+
+/// Twice its input. The backward pass reads the memory of its gradient, and counts itself.
+struct Twice;
+
+static PASSES: AtomicUsize = AtomicUsize::new(0);
+
+impl Function for Twice {
+    const NAME: &'static str = "twice";
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let x = inputs.get(0)?;
+        saver.save(x);
+        Ok((x * 2.0).into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        PASSES.fetch_add(1, Ordering::Relaxed);
+        assert!(!ctx.is_last_backward(), "another element needs what was saved");
+        assert_eq!(ctx.saved(0)?.size(), [2]);
+        let grad = view_flat::<f64>(grads.get(0)?)?;
+        let twice: Vec<f64> = grad.iter().map(|grad| grad * 2.0).collect();
+        Ok(doubles(&twice).into())
+    }
+}
+
+#[test]
+fn gradients_of_a_batch_are_computed_one_by_one() {
+    let x = leaf(&[1.0, 2.0]);
+    let y = apply(Twice, &[Some(&x)]).and_then(Tensors::single).expect("a forward");
+    let batch = Tensor::arange(12, (tch::Kind::Double, tch::Device::Cpu)).view([2, 3, 2]);
+    // As torch.autograd.grad(is_grads_batched=True) makes them, of one vmap and of two.
+    let add = Operator::find("aten::_add_batch_dim").expect("an operator");
+    let remove = Operator::find("aten::_remove_batch_dim").expect("an operator");
+    let gradient = |of: &Tensor| {
+        let options = GradOptions { grad_outputs: &[Some(of)], ..Default::default() };
+        let options = GradOptions { retain_graph: Some(true), ..options };
+        grad(&[&y], &[&x], &options).and_then(Tensors::single)
+    };
+    let of: Tensor = add.call(args![&batch.get(0), 0, 1]).expect("a batch");
+    let found = gradient(&of).expect("a batch of gradients");
+    let found: Tensor = remove.call(args![&found, 1, 3, 0]).expect("a tensor");
+    assert_eq!(found, batch.get(0) * 2.0);
+    assert_eq!(PASSES.load(Ordering::Relaxed), 3);
+    let of: Tensor = add.call(args![&batch, 0, 1]).expect("a batch");
+    let of: Tensor = add.call(args![&of, 0, 2]).expect("a batch of batches");
+    let found = gradient(&of).expect("a batch of gradients");
+    let found: Tensor = remove.call(args![&found, 2, 3, 0]).expect("a tensor");
+    let found: Tensor = remove.call(args![&found, 1, 2, 0]).expect("a tensor");
+    assert_eq!(found, batch * 2.0);
+    let none = Tensor::zeros([0, 2], (tch::Kind::Double, tch::Device::Cpu));
+    let of: Tensor = add.call(args![&none, 0, 1]).expect("an empty batch");
+    let error = gradient(&of).expect_err("no element").to_string();
+    assert!(
+        error.contains("twice: backward: expected a batch of gradients, got one of size 0"),
+        "{error}"
+    );
 }

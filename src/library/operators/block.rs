@@ -34,6 +34,8 @@ pub struct Implementation {
 pub struct Definition {
     /// Its name, without the namespace.
     pub name: &'static str,
+    /// Whether it draws random numbers.
+    pub is_seeded: bool,
     /// Its arguments.
     pub arguments: Vec<Argument>,
     /// The types of its results.
@@ -133,7 +135,7 @@ impl Block {
             }
         }
         for operator in &self.operators {
-            define_at(self.namespace, &operator.schema(), place)?;
+            define_at(self.namespace, &operator.schema(), operator.is_seeded, place)?;
             operator.check(self.namespace)?;
         }
         self.operators.iter().try_for_each(|operator| operator.implement(self.namespace, place))
@@ -143,7 +145,7 @@ impl Block {
 impl Block {
     fn defined_already(&self, name: &str, operator: &Definition, place: Place<'_>) -> Error {
         // libtorch's own refusal says who defined it.
-        let refusal = define_at(self.namespace, &operator.schema(), place).err();
+        let refusal = define_at(self.namespace, &operator.schema(), false, place).err();
         let refusal = refusal.map_or(String::new(), |error| error.to_string());
         let before =
             refusal.rsplit_once("Original registration: ").map(|(_, before)| before.trim());

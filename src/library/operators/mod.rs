@@ -119,6 +119,13 @@ pub mod expansion {
 /// | `composite` | everything, in place of all others: an operator that consists of others |
 /// | `key("AutocastCPU")` | any other key of the dispatcher |
 ///
+/// # Random numbers
+/// An operator that draws some has the tag `#[tag(nondeterministic_seeded)]` between its documentation and `fn`, so that
+/// `torch.compile` neither merges its calls nor computes them anew. Within vmap it must do what the
+/// caller chose as `randomness`. A kernel for `key("FuncTorchVmapMode")`, which runs first there, can
+/// draw the numbers by libtorch's operators, which do, and then call the operator without its random
+/// part by [`without_key`](crate::library::without_key).
+///
 /// # Gradients
 /// - `backward` is a function of a [`CallContext`](crate::library::CallContext) and the gradients of
 ///   the results. It returns a gradient for each argument that is a tensor, in their order; an absent
@@ -147,14 +154,14 @@ pub mod expansion {
 /// sees to it.
 #[macro_export]
 macro_rules! operators {
-    (namespace $namespace:ident; $($(#[doc = $doc:expr])* fn $name:ident($($arguments:tt)*) $(-> $result:ty)? { $($kernels:tt)* })*) => {
+    (namespace $namespace:ident; $($(#[doc = $doc:expr])* $(#[tag($tag:ident)])? fn $name:ident($($arguments:tt)*) $(-> $result:ty)? { $($kernels:tt)* })*) => {
         const _: () = {
             fn block() -> $crate::library::expansion::Block {
                 $crate::library::expansion::Block {
                     namespace: stringify!($namespace),
                     file: file!(),
                     line: line!(),
-                    operators: vec![$($crate::operators!(@operator $name ($($arguments)*) ($($result)?) { $($kernels)* })),*],
+                    operators: vec![$($crate::operators!(@operator ($($tag)?) $name ($($arguments)*) ($($result)?) { $($kernels)* })),*],
                 }
             }
             extern "C" fn initialize() {
@@ -164,9 +171,10 @@ macro_rules! operators {
         };
     };
 
-    (@operator $name:ident ($($argument:ident: $type:ty $(= $default:expr)?),* $(,)?) $result:tt { $($kernels:tt)* }) => {
+    (@operator $tag:tt $name:ident ($($argument:ident: $type:ty $(= $default:expr)?),* $(,)?) $result:tt { $($kernels:tt)* }) => {
         $crate::library::expansion::Definition {
             name: stringify!($name),
+            is_seeded: $crate::operators!(@is_seeded $tag),
             arguments: {
                 let mut index = 0_usize;
                 let mut arguments = Vec::new();
@@ -186,10 +194,18 @@ macro_rules! operators {
             kernels: $crate::operators!(@kernels [] [default all false] ($name $($argument: $type),*) $result $($kernels)*),
         }
     };
-    (@operator $name:ident $arguments:tt $result:tt $kernels:tt) => {
+    (@operator $tag:tt $name:ident $arguments:tt $result:tt $kernels:tt) => {
         compile_error!(concat!(
             "operators!: ", stringify!($name), stringify!($arguments),
             ": an argument is written as `name: Type` or `name: Type = default`"
+        ))
+    };
+
+    (@is_seeded ()) => { false };
+    (@is_seeded (nondeterministic_seeded)) => { true };
+    (@is_seeded ($tag:ident)) => {
+        compile_error!(concat!(
+            "operators!: #[tag(", stringify!($tag), ")]: the only tag is `nondeterministic_seeded`"
         ))
     };
 

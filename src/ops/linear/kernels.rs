@@ -1,7 +1,7 @@
 //! The kernels of `csrc/linear`.
 
 use crate::ffi::kind_code;
-use crate::ffi::tensor::{is_in_memory, plain};
+use crate::ffi::tensor::{describe, is_in_memory, plain};
 use crate::kernels::raw_kernels;
 use crate::ops::column_sums::{ColumnSums, is_aligned};
 use crate::{Error, Result};
@@ -64,7 +64,8 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
 fn rows(matrix: &Tensor) -> Result<Tensor> {
     let (&[_, columns], &[_, column_stride]) = (&matrix.size()[..], &matrix.stride()[..]) else {
         return Err(Error::msg(format!(
-            "internal error: linear's gradient should be a matrix: {matrix:?}"
+            "internal error: linear's gradient should be a matrix: {}",
+            describe(matrix)
         )));
     };
     if (column_stride == 1 || columns <= 1) && is_in_memory(matrix) {

@@ -1,7 +1,7 @@
 //! The kernels of `csrc/matmul_add_relu`.
 
 use super::plan;
-use crate::ffi::tensor::{is_in_memory, plain};
+use crate::ffi::tensor::{describe, is_in_memory, plain};
 use crate::ffi::{checked, kind_code, optional_ptr, take_message};
 use crate::kernels::raw_kernels;
 use crate::ops::column_sums::{ColumnSums, is_aligned};
@@ -133,7 +133,8 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
 fn operand(name: &str, tensor: &Tensor, size: &[i64], like: (Kind, Device)) -> Result<Tensor> {
     if (tensor.f_kind()?, tensor.device()) != like {
         return Err(Error::msg(format!(
-            "internal error: {name} should be of {like:?}, but is {tensor:?}"
+            "internal error: {name} should be of {like:?}, but is {}",
+            describe(tensor)
         )));
     }
     let tensor = if is_in_memory(tensor) { tensor.shallow_clone() } else { plain(tensor)? };

@@ -92,7 +92,7 @@ pub(super) fn check_arguments(
             true => format!("kind {kind:?}, as input, or Float"),
             false => format!("kind {kind:?}, as input"),
         };
-        let hint = format!("cast it with to_kind(Kind::{kind:?})");
+        let hint = "cast one of the two with to_kind";
         return Err(residual.refuse(expected, format!("{stream:?}"), hint));
     }
     let parameters = [weight.map(|weight| check!(op, weight)), bias.map(|bias| check!(op, bias))];

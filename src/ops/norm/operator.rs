@@ -112,7 +112,7 @@ pub(super) fn check_parameter(
     }
     let found = parameter.kind_in(&KINDS)?.tensor().f_kind()?;
     if !kinds.contains(&found) {
-        let hint = format!("cast it with to_kind(Kind::{kind:?})");
+        let hint = "cast one of the two with to_kind";
         let or_float = if kinds == [kind, Kind::Float] { ", or Float" } else { "" };
         return Err(parameter.refuse(
             format!("kind {kind:?}, as input{or_float}"),
@@ -121,7 +121,7 @@ pub(super) fn check_parameter(
         ));
     }
     if let Some(other) = parameter_kind.filter(|&other| other != found) {
-        let hint = format!("cast it with to_kind(Kind::{other:?})");
+        let hint = "cast one of the two with to_kind";
         return Err(parameter.refuse(
             format!("kind {other:?}, as weight"),
             format!("{found:?}"),

@@ -2,7 +2,7 @@
 
 use super::MOST_HEADS;
 use crate::ffi::kind_code;
-use crate::ffi::tensor::is_in_memory;
+use crate::ffi::tensor::{describe, is_in_memory};
 use crate::overlap::overlaps;
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -236,5 +236,6 @@ fn layout(name: &str, tensor: &Tensor, like: (Kind, Device)) -> Result<([i64; 4]
 }
 
 fn misfit(name: &str, tensor: &Tensor) -> Error {
-    Error::msg(format!("internal error: rope's kernel cannot take this {name}: {tensor:?}"))
+    let found = describe(tensor);
+    Error::msg(format!("internal error: rope's kernel cannot take this {name}: {found}"))
 }

@@ -16,6 +16,8 @@ const OP: &str = "rope";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 /// The kernels count the heads of q and k in 32 bits.
 const MOST_HEADS: i64 = 1 << 29;
+/// For shapes that another order of the dimensions would explain.
+const IF_HEADS_FIRST: &str = "transpose(1, 2) makes [B, T, H, D] of [B, H, T, D]";
 
 /// What [`rope`] may be told besides its tensors.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -261,7 +263,14 @@ fn check_arguments(
         return Err(Error::msg("internal error: the number of dimensions changed"));
     };
     let k = check!(OP, k).defined()?.like(&q)?.dim(4, "[B, T, Hk, D]")?;
-    k.shape("[B, T, Hk, D]", &[batch, tokens, k.tensor().size()[2], size])?;
+    let &[k_batch, k_tokens, k_heads, k_size] = &k.tensor().size()[..] else {
+        return Err(Error::msg("internal error: the number of dimensions changed"));
+    };
+    if [k_batch, k_tokens, k_size] != [batch, tokens, size] {
+        let expected = format!("shape [B, T, Hk, D] = [{batch}, {tokens}, Hk, {size}], as q");
+        let got = format!("[{k_batch}, {k_tokens}, {k_heads}, {k_size}]");
+        return Err(k.refuse(expected, got, IF_HEADS_FIRST));
+    }
     let kinds = [q.tensor().f_kind()?, Kind::Float];
     for each in [q, k] {
         let heads = each.tensor().size()[2];
@@ -283,7 +292,8 @@ fn check_arguments(
     if options.offset.checked_add(tokens).is_none_or(|end| end > positions) {
         let RopeOptions { offset, .. } = options;
         let expected = format!("at least offset + T = {offset} + {tokens} rows");
-        return Err(cos.refuse(expected, format!("{positions}"), "make the tables longer"));
+        let hint = format!("make the tables longer; {IF_HEADS_FIRST}");
+        return Err(cos.refuse(expected, format!("{positions}"), hint));
     }
     let sin = check!(OP, sin).defined()?.same_device_as(&q)?;
     sin.kind_as(cos.tensor().f_kind()?, "cos")?.shape("[P, R / 2]", &[positions, pairs])?;

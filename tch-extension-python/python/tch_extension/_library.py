@@ -2,7 +2,7 @@
 
 import ctypes
 from pathlib import Path
-from typing import Optional
+from typing import Iterable, Optional
 
 import torch
 
@@ -33,15 +33,28 @@ def mismatch(version: str, built_for: str, cuda: Optional[str]) -> Optional[str]
     return None
 
 
+def other_copy(loaded: Iterable[str]) -> Optional[str]:
+    """The file of a copy of the library at another path, among the libraries that torch has loaded."""
+    copies = (file for file in loaded if Path(file).name == LIBRARY.name)
+    return next((file for file in copies if Path(file).resolve() != LIBRARY.resolve()), None)
+
+
 def load(version: str, built_for: str, cuda: Optional[str]) -> None:
     """Loads the library, which registers the operators; an ImportError says why it cannot."""
     reason = mismatch(version, built_for, cuda)
     if reason is not None:
         raise ImportError(reason)
+    other = other_copy(torch.ops.loaded_libraries)
+    if other is not None:
+        raise ImportError(
+            f"tch_extension is in this process already, from {other}, and cannot be loaded again from {LIBRARY}: "
+            "import one copy only"
+        )
     try:
         torch.ops.load_library(LIBRARY)
     except OSError as error:
-        raise ImportError(f"{LIBRARY.name} cannot be loaded: {error}") from error
+        # torch says only that it failed; its cause is what the dynamic loader says.
+        raise ImportError(f"{LIBRARY} cannot be loaded: {error.__cause__ or error}") from error
     registration_error = ctypes.CDLL(str(LIBRARY)).tch_extension_registration_error
     registration_error.restype = ctypes.c_char_p
     text = registration_error()

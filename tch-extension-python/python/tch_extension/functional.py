@@ -1,19 +1,40 @@
 """The operators as functions.
 
 Each takes tensors of kind float64, float32, float16 or bfloat16 with any strides, on the CPU or (if this package was built with
-CUDA) on a GPU, has first and second derivatives, and obeys autocast. Wrong arguments raise a RuntimeError that names the operator
-and the argument. Where torch has a function of the same name, the arguments have the same names, order and defaults
+CUDA) on a GPU, has first and second derivatives, and obeys autocast. Wrong arguments raise what torch raises: a RuntimeError for
+tensors that do not fit, a ValueError for a number or a word that means nothing, a TypeError for another type, and an IndexError for
+a class that does not exist. Where torch has a function of the same name, the arguments have the same names, order and defaults
 (cross_entropy has no size_average and reduce).
 """
 
-from typing import List, Optional, Sequence, Tuple
+import functools
+from typing import Callable, List, Optional, Sequence, Tuple, TypeVar
 
 import torch
 from torch import Tensor
 
 _ops = torch.ops.tch_extension
 
+_Function = TypeVar("_Function", bound=Callable)
 
+
+def _typed(function: _Function) -> _Function:
+    """The function with a TypeError for an argument of another type, where torch.ops has a RuntimeError."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            text = str(error)
+            if "Expected a value of type" not in text:
+                raise
+            raise TypeError(text.split("\n")[0].replace("tch_extension::", "")) from None
+
+    return call
+
+
+@_typed
 def linear(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     """`input @ weight.T + bias`, as torch.nn.functional.linear, with a deterministic gradient of the bias.
 
@@ -22,11 +43,13 @@ def linear(input: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tens
     return _ops.linear(input, weight, bias)
 
 
+@_typed
 def matmul_add_relu(lhs: Tensor, rhs: Tensor, bias: Tensor) -> Tensor:
     """`relu(lhs @ rhs + bias)`, batched; all three are broadcast as `@` and `+` do it."""
     return _ops.matmul_add_relu(lhs, rhs, bias)
 
 
+@_typed
 def layer_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -41,6 +64,7 @@ def layer_norm(
     return _ops.layer_norm(input, normalized_shape, weight, bias, eps)
 
 
+@_typed
 def rms_norm(
     input: Tensor,
     normalized_shape: Sequence[int],
@@ -54,6 +78,7 @@ def rms_norm(
     return _ops.rms_norm(input, normalized_shape, weight, eps)
 
 
+@_typed
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -71,6 +96,7 @@ def add_layer_norm(
     return _ops.add_layer_norm(input, residual, normalized_shape, weight, bias, eps, dropout)
 
 
+@_typed
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -83,6 +109,7 @@ def add_rms_norm(
     return _ops.add_rms_norm(input, residual, normalized_shape, weight, eps, dropout)
 
 
+@_typed
 def cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -98,6 +125,7 @@ def cross_entropy(
     return _ops.cross_entropy(input, target, weight, ignore_index, reduction, label_smoothing)
 
 
+@_typed
 def linear_cross_entropy(
     input: Tensor,
     weight: Tensor,
@@ -113,9 +141,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """`cross_entropy(linear(input, weight, bias), target)`, whose logits are never in memory as a whole.
 
-    input `[N, D]`, weight `[V, D]`, target `[N]` (int64), bias `[V]`. The logits are computed for a chunk of rows at a time; memory is
-    how many bytes the call may take besides its operands and their gradients. softcap s makes `s tanh(logits / s)` of the logits; z_loss k adds `k lse²` to each
-    row's loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision.
+    input `[N, D]`, weight `[V, D]`, target `[N]` (int64), bias `[V]`. The loss is float64 of float64, and otherwise float32: unlike
+    torch's cross_entropy, also of half precision. The logits are computed for a chunk of rows at a time; memory is how many bytes the
+    call may take besides its operands and their gradients. softcap s makes `s tanh(logits / s)` of the logits; z_loss k adds
+    `k lse²` to each row's loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision.
     """
     return _ops.linear_cross_entropy(
         input,
@@ -132,6 +161,7 @@ def linear_cross_entropy(
     )
 
 
+@_typed
 def gelu_mlp(
     input: Tensor,
     w1: Tensor,
@@ -148,6 +178,7 @@ def gelu_mlp(
     return _ops.gelu_mlp(input, w1, b1, w2, b2, activation, save_activations)
 
 
+@_typed
 def swiglu_mlp(
     input: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, save_activations: bool = True
 ) -> Tensor:
@@ -155,18 +186,23 @@ def swiglu_mlp(
     return _ops.swiglu_mlp(input, w_gate, w_up, w_down, save_activations)
 
 
+@_typed
 def rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, offset: int = 0
 ) -> Tuple[Tensor, Tensor]:
     """Rotary positions of q and k, in one call; the results are new tensors.
 
     q `[B, T, H, D]`, k `[B, T, Hk, D]`, cos and sin `[P, R / 2]` with P ≥ offset + T and R ≤ D: the first R values of each head are
-    rotated. Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for one offset: in a
-    loop of single tokens pass cos[offset:] and sin[offset:] in its place.
+    rotated. Positions come before heads: a `[B, H, T, D]` has to be transposed (`q.transpose(1, 2)`, which copies nothing). Where
+    H = Hk and P ≥ offset + H, nothing tells it from a `[B, T, H, D]`, and its heads would be taken for positions.
+
+    Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for one offset: in a loop of
+    single tokens pass cos[offset:] and sin[offset:] in its place.
     """
     return _ops.rope(q, k, cos, sin, interleaved, offset)
 
 
+@_typed
 def lltm_cell(
     input: Tensor, weight: Tensor, bias: Optional[Tensor], h: Tensor, c: Tensor
 ) -> Tuple[Tensor, Tensor]:
@@ -177,6 +213,7 @@ def lltm_cell(
     return _ops.lltm_cell(input, weight, bias, h, c)
 
 
+@_typed
 def lltm(
     input: Tensor, weight: Tensor, bias: Optional[Tensor], h: Tensor, c: Tensor
 ) -> Tuple[Tensor, Tensor, Tensor]:
@@ -184,6 +221,7 @@ def lltm(
     return _ops.lltm(input, weight, bias, h, c)
 
 
+@_typed
 def lstm(
     input: Tensor,
     h: Tensor,
@@ -203,6 +241,7 @@ def lstm(
     return _ops.lstm(input, h, c, w_ih, w_hh, b_ih, b_hh, lengths)
 
 
+@_typed
 def gru(
     input: Tensor,
     h: Tensor,

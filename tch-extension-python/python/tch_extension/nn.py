@@ -139,8 +139,8 @@ class _Recurrent(torch.nn.RNNBase):
             x = torch.cat(outputs, -1) if self.bidirectional else outputs[0]
             if self.dropout and layer + 1 < self.num_layers:
                 x = torch.nn.functional.dropout(x, self.dropout, self.training)
-        # One state needs no copy.
-        return x, [after[0].unsqueeze(0) if len(after) == 1 else torch.stack(after) for after in last]
+        # Also of one state, whose view could not be detached in place, as truncated backpropagation does.
+        return x, [torch.stack(after) for after in last]
 
     def _check(self, x: Tensor, states: List[Tensor]) -> None:
         if x.shape[-1] != self.input_size:

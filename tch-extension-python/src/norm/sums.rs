@@ -7,17 +7,19 @@ use crate::node::{
     returned, traced,
 };
 use tch::Tensor;
-use tch_extension::Result;
 use tch_extension::autograd::Inputs;
+use tch_extension::library::without_key;
 use tch_extension::ops::{
     add_layer_norm_reference, add_rms_norm_reference, f_add_layer_norm, f_add_rms_norm, parts,
 };
+use tch_extension::{Error, Result};
 
 tch_extension::operators! {
     namespace tch_extension;
 
     /// h = dropout(input) + residual, and layer_norm(h), both of the shape of `input`. h has the kind of
     /// `residual`, which is that of `input` or, for half kinds, float32.
+    #[tag(nondeterministic_seeded)]
     fn add_layer_norm(
         input: &Tensor,
         residual: &Tensor,
@@ -33,6 +35,12 @@ tch_extension::operators! {
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
         autograd = add_layer_norm::autograd,
+        key("FuncTorchVmapMode") = |input, residual, shape, weight, bias, eps, dropout| {
+            let input = &dropped("add_layer_norm", input, dropout)?;
+            without_key("FuncTorchVmapMode", || {
+                call!("add_layer_norm", input, residual, shape, weight, bias, eps, 0.0)
+            })
+        },
     }
 
     /// h and its norm without dropout, and for the gradients the mean of each row of h and the inverse of
@@ -83,6 +91,7 @@ tch_extension::operators! {
     }
 
     /// h = dropout(input) + residual, and rms_norm(h); see `add_layer_norm`.
+    #[tag(nondeterministic_seeded)]
     fn add_rms_norm(
         input: &Tensor,
         residual: &Tensor,
@@ -97,6 +106,12 @@ tch_extension::operators! {
             Ok((like(input, residual.f_kind()?)?, like(input, input.f_kind()?)?))
         },
         autograd = add_rms_norm::autograd,
+        key("FuncTorchVmapMode") = |input, residual, shape, weight, eps, dropout| {
+            let input = &dropped("add_rms_norm", input, dropout)?;
+            without_key("FuncTorchVmapMode", || {
+                call!("add_rms_norm", input, residual, shape, weight, eps, 0.0)
+            })
+        },
     }
 
     /// h and its norm without dropout, and for the gradients the inverse of the root mean square of each
@@ -179,8 +194,12 @@ fn gradients_of_sum_alone(
     Ok(gradients)
 }
 
-/// Dropout by libtorch, which a trace knows.
-fn dropped(input: &Tensor, dropout: f64) -> Result<Tensor> {
+/// Dropout by libtorch, which a trace knows, and which does within vmap what its `randomness` says.
+fn dropped(op: &str, input: &Tensor, dropout: f64) -> Result<Tensor> {
+    if !(0.0..=1.0).contains(&dropout) {
+        let (expected, got) = ("a probability from 0 to 1", dropout.to_string());
+        return Err(Error::argument(op, "dropout", expected, got, ""));
+    }
     match dropout == 0.0 {
         true => Ok(input.shallow_clone()),
         false => Ok(input.f_dropout(dropout, true)?),
@@ -296,7 +315,7 @@ mod add_layer_norm {
         if is_eager(&[Some(input), Some(residual), weight, bias]) {
             return f_add_layer_norm(input, residual, shape, weight, bias, eps, dropout);
         }
-        let input = &dropped(input, dropout)?;
+        let input = &dropped("add_layer_norm", input, dropout)?;
         let pair = AddLayerNorm { shape: shape.to_vec(), eps };
         Ok(traced::<_, 2>(pair, &[Some(input), Some(residual), weight, bias])?.into())
     }
@@ -444,7 +463,7 @@ mod add_rms_norm {
         if is_eager(&[Some(input), Some(residual), weight]) {
             return f_add_rms_norm(input, residual, shape, weight, eps, dropout);
         }
-        let input = &dropped(input, dropout)?;
+        let input = &dropped("add_rms_norm", input, dropout)?;
         let pair = AddRmsNorm { shape: shape.to_vec(), eps: or_default(eps, residual.f_kind()?) };
         Ok(traced::<_, 2>(pair, &[Some(input), Some(residual), weight])?.into())
     }

@@ -4,7 +4,7 @@
 use crate::ffi::facts::{Facts, Fresh, empty, facts};
 #[cfg(not(tch_extension_cuda))]
 use crate::ffi::no_kernel;
-use crate::ffi::tensor::plain;
+use crate::ffi::tensor::{describe, plain};
 use crate::ops::lltm_cell::plan::Sizes;
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -171,7 +171,8 @@ impl Readable {
         let copy = plain(tensor)?;
         let facts = facts([Some(&copy)])?[0].of_one_step();
         if !is_readable(&facts) {
-            return Err(Error::msg(format!("internal error: lltm_cell cannot read {tensor:?}")));
+            let found = describe(tensor);
+            return Err(Error::msg(format!("internal error: lltm_cell cannot read {found}")));
         }
         Ok(Readable { _copy: Some(copy), facts })
     }
