@@ -44,9 +44,8 @@ fn stalled(check: bool) -> Result<()> {
 
 #[test]
 fn the_process_with_the_store_is_stopped() {
-    let cases = ["stalled", "stalled, compared"];
-    let running = cases.map(|case| Ranks::start(case, &[0, 1], 2, &[]));
-    for mut ranks in running {
+    for case in ["stalled", "stalled, compared"] {
+        let mut ranks = Ranks::start(case, &[0, 1], 2, &[]);
         ranks.wait_for(1, "ENDED after ");
         // Only this ends a process that is stopped.
         ranks.kill(0);
