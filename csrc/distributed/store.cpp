@@ -5,10 +5,10 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "tch_extension/c_abi.h"
+#include "timely_store.h"
 
 using namespace tch_extension;
 using Milliseconds = std::chrono::milliseconds;
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
 
 namespace {
 
@@ -35,9 +35,12 @@ TCH_EXTENSION_API Message tch_extension_store_tcp(const char* host, size_t lengt
     options.waitWorkers = workers > 0;
     if (workers > 0) options.numWorkers = workers;
     options.timeout = Milliseconds(timeout);
-    auto store = c10::make_intrusive<c10d::TCPStore>(text(host, length), options);
+    auto connect = [host = text(host, length), options] {
+      return c10::make_intrusive<c10d::TCPStore>(host, options);
+    };
+    auto store = in_time(options.timeout + kAnswer, std::move(connect));
     *port = store->getPort();
-    set(result, std::move(store), timeout);
+    set(result, c10::make_intrusive<TimelyStore>(std::move(store)), timeout);
   });
 }
 
@@ -59,9 +62,19 @@ TCH_EXTENSION_API Message tch_extension_store_prefix(const StorePtr* store, cons
   });
 }
 
-// A handle of the same store that has connections of its own.
-TCH_EXTENSION_API Message tch_extension_store_clone(const StorePtr* store, StorePtr** result) {
-  return guard([&] { *result = new StorePtr((*store)->clone()); });
+// A handle of the same store. If the store has a server, the handle has a connection of its own,
+// and waits for that long; the other stores are shared with their timeouts.
+TCH_EXTENSION_API Message tch_extension_store_clone(const StorePtr* store, int64_t timeout,
+                                                    StorePtr** result) {
+  return guard([&] {
+    StorePtr clone = (*store)->clone();
+    auto* prefix = dynamic_cast<c10d::PrefixStore*>(clone.get());
+    const StorePtr inner = prefix != nullptr ? prefix->getUnderlyingNonPrefixStore() : clone;
+    if (auto* server = dynamic_cast<TimelyStore*>(inner.get())) {
+      server->setTimeout(Milliseconds(timeout));
+    }
+    *result = new StorePtr(std::move(clone));
+  });
 }
 
 TCH_EXTENSION_API void tch_extension_store_free(StorePtr* store) { delete store; }

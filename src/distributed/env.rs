@@ -1,6 +1,6 @@
 //! What the launcher tells a rank.
 
-use super::failed;
+use super::{failed, report};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use tch::Device;
@@ -80,7 +80,9 @@ impl Env {
     /// | master | `MASTER_ADDR`, `MASTER_PORT`; for Slurm also the first machine of `SLURM_STEP_NODELIST` or `SLURM_JOB_NODELIST`, or `SLURM_LAUNCH_NODE_IPADDR`, and port 29500 |
     /// | restarts | `TORCHELASTIC_RESTART_COUNT`; 0 |
     ///
-    /// With `TORCHELASTIC_USE_AGENT_STORE=True`, the launcher has the store's server.
+    /// With `TORCHELASTIC_USE_AGENT_STORE=True`, the launcher has the store's server. Under `tch-run`,
+    /// which sets `TCH_RUN_ERROR_FILE`, panics are reported from now on: a hook writes the message and
+    /// the time into that file, and calls the hook that there was.
     ///
     /// # Errors
     /// For a variable that is missing or wrong, by its name.
@@ -88,6 +90,7 @@ impl Env {
         let text = |(name, value): (std::ffi::OsString, std::ffi::OsString)| {
             Some((name.into_string().ok()?, value.into_string().ok()?))
         };
+        report::watch_panics();
         Env::from_vars(std::env::vars_os().filter_map(text))
     }
 

@@ -1,6 +1,6 @@
 //! Groups of ranks: how one is made, ended and abandoned.
 
-use super::{Env, Store, TcpStoreOptions, failed};
+use super::{Env, Store, TcpStoreOptions, failed, report};
 use crate::ffi::distributed as ffi;
 use crate::{Error, Result};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -126,6 +126,9 @@ struct Inner {
 /// The key with the message of a rank that failed.
 const FAILED: &str = "tch_extension/failed";
 
+/// How long the store may take to answer when something has failed and nothing else is waited for.
+const SIGNAL: Duration = Duration::from_secs(5);
+
 /// How long rank 0, which may have the store's server, waits for the others at the end.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -217,6 +220,7 @@ impl ProcessGroup {
         };
         let group = ffi::Group::new(store.handle(), &parts)
             .map_err(|reason| failed(op, format!("rank {rank} of {size}: {reason}")))?;
+        let signals = own.reconnected(options.timeout.min(SIGNAL))?;
         let inner = Inner {
             abandoned: Mutex::new(Vec::new()),
             group,
@@ -224,7 +228,7 @@ impl ProcessGroup {
             size,
             options,
             device,
-            signals: own.reconnected()?,
+            signals,
             store: own,
             failed: Mutex::new(None),
             start: Mutex::new(()),
@@ -356,6 +360,7 @@ impl ProcessGroup {
             }
             *failed = Some(message.to_string());
         }
+        report::failure(message);
         // The others read the message when their operation fails, so it is set first.
         let text = format!("rank {}: {message}", self.rank());
         drop(self.inner.signals.set(FAILED, text.as_bytes()));
@@ -428,7 +433,9 @@ impl ProcessGroup {
         let cause = own.map(|message| format!("the group has failed: {message}")).or_else(|| {
             let store = &self.inner.signals;
             let message = if self.others_failed() { store.get(FAILED).ok() } else { None };
-            message.map(|message| String::from_utf8_lossy(&message).into_owned())
+            let cause = String::from_utf8_lossy(&message?).into_owned();
+            report::consequence(&cause);
+            Some(cause)
         });
         let reason = without_source(reason);
         match cause {
@@ -552,10 +559,9 @@ fn without_source(reason: &str) -> &str {
 
 /// What to do when c10d reports this.
 fn way_out(reason: &str) -> &'static str {
-    let has = |words: &[&str]| words.iter().any(|word| reason.contains(word));
-    if has(&["by peer", "Socket closed", "pair closure", "Broken pipe"]) {
+    if report::peer_has_ended(reason) {
         "; a rank ended or gave up: make a new group under another name, or end and let the launcher start all ranks again"
-    } else if has(&["imed out", "imeout"]) {
+    } else if ["imed out", "imeout"].iter().any(|word| reason.contains(word)) {
         "; a rank did not take part in time: see what it does, or raise GroupOptions::timeout"
     } else {
         ""

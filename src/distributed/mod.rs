@@ -58,6 +58,7 @@
 //! | a rank fails a step and goes on | wrong values, unless it says so: [`ProcessGroup::poison`], as [`Ddp`] does |
 //! | ranks call different operations, or with different shapes | an error on every rank, with [`GroupOptions::check`]; without it wrong values, an error after the timeout, or the end of the process |
 //! | the process with the store ends | errors of [`Store`] and of new groups; operations between the others go on |
+//! | the process with the store is stopped, or another program has its port | the same after the timeout, or up to ten seconds later |
 //! | not all ranks come | an error after the timeout |
 //! | the port is taken, or a variable is wrong | an error that names it |
 //! | NCCL fails, or waits too long | the process ends, or an error: [`OnNcclError`] |
@@ -80,6 +81,7 @@ mod env;
 pub mod functional;
 mod group;
 mod ranks;
+mod report;
 mod sampler;
 mod sharded;
 mod store;
@@ -103,5 +105,9 @@ fn failed(op: &str, reason: impl Into<String>) -> Error {
     // c10d's messages may have several lines, and some end with the list of its threads.
     let reason: String = reason.into();
     let lines: Vec<&str> = reason.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    Error::Distributed { op: op.to_string(), reason: lines.join(" ") }
+    let reason = lines.join(" ");
+    if report::peer_has_ended(&reason) {
+        report::consequence(&format!("{op}: {reason}"));
+    }
+    Error::Distributed { op: op.to_string(), reason }
 }

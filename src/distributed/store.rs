@@ -3,6 +3,7 @@
 use super::failed;
 use crate::Result;
 use crate::ffi::distributed as ffi;
+use std::net::{TcpStream, ToSocketAddrs};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,7 +14,13 @@ const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 /// Small values by key, which all ranks share: how ranks find one another.
 ///
 /// [`get`](Store::get) and [`wait`](Store::wait) wait for keys that other ranks set. A store can be
-/// used by several threads. Equivalent to: `torch.distributed.TCPStore`, `FileStore`, `HashStore` and
+/// used by several threads.
+///
+/// A call of a [`Store::tcp`] fails if the server does not answer within the timeout, or five seconds
+/// later if the call waits: the server's process may be stopped, or its machine out of reach. Later calls
+/// of this handle then fail at once.
+///
+/// Equivalent to: `torch.distributed.TCPStore`, `FileStore`, `HashStore` and
 /// `PrefixStore`, whose C++ classes it uses.
 ///
 /// ```
@@ -73,8 +80,8 @@ impl Store {
     /// With `port` 0, the server takes a free one, which [`Store::port`] tells.
     ///
     /// # Errors
-    /// When the port is taken, when there is no server until the timeout, or when not all ranks
-    /// come.
+    /// When the port is taken, when there is no server until the timeout, when what listens at the
+    /// port is no store, or when not all ranks come.
     pub fn tcp(host: &str, port: u16, options: &TcpStoreOptions) -> Result<Store> {
         let op = "Store::tcp";
         if port == 0 && !options.server {
@@ -85,8 +92,11 @@ impl Store {
         }
         let kind = (options.server, options.multi_tenant);
         let workers = options.workers.unwrap_or(0) as u64;
-        let (store, port) = ffi::Store::tcp(host, port, kind, workers, options.timeout)
-            .map_err(|reason| failed(op, format!("{host}:{port}: {reason}")))?;
+        let (store, port) =
+            ffi::Store::tcp(host, port, kind, workers, options.timeout).map_err(|reason| {
+                let hint = if answers(host, port) { NO_STORE } else { "" };
+                failed(op, format!("{host}:{port}: {reason}{hint}"))
+            })?;
         let is_local = ["127.0.0.1", "localhost", "::1"].contains(&host);
         Ok(Store::new(store, Some(port), options.timeout, is_local))
     }
@@ -132,10 +142,11 @@ impl Store {
         Ok(Store::new(store, self.port, self.timeout, self.is_local))
     }
 
-    /// The same store with a connection of its own, if it has connections.
-    pub(super) fn reconnected(&self) -> Result<Store> {
-        let store = self.inner.try_clone().map_err(|reason| failed("Store", reason))?;
-        Ok(Store::new(store, self.port, self.timeout, self.is_local))
+    /// The same store with a connection of its own, which waits at most for `timeout`, if it has
+    /// connections.
+    pub(super) fn reconnected(&self, timeout: Duration) -> Result<Store> {
+        let store = self.inner.try_clone(timeout).map_err(|reason| failed("Store", reason))?;
+        Ok(Store::new(store, self.port, timeout, self.is_local))
     }
 
     fn new(store: ffi::Store, port: Option<u16>, timeout: Duration, is_local: bool) -> Store {
@@ -220,6 +231,20 @@ impl std::fmt::Debug for Store {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Store").field("port", &self.port).field("timeout", &self.timeout).finish()
     }
+}
+
+/// What is said when a store cannot be had and the port can.
+const NO_STORE: &str = "; the port answers, but what answers is no store, or is stopped: correct MASTER_ADDR and MASTER_PORT";
+
+/// Whether something accepts connections there.
+fn answers(host: &str, port: u16) -> bool {
+    let connects = |address| {
+        let stream = TcpStream::connect_timeout(&address, Duration::from_secs(1)).ok()?;
+        // Without a listener, Linux may connect a socket to itself.
+        Some(stream.local_addr().ok()? != stream.peer_addr().ok()?)
+    };
+    let addresses = (host, port).to_socket_addrs();
+    addresses.is_ok_and(|mut addresses| addresses.any(|address| connects(address) == Some(true)))
 }
 
 fn of_key(op: &str, key: &str, reason: &str) -> crate::Error {

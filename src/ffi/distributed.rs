@@ -96,7 +96,11 @@ unsafe extern "C" {
         length: usize,
         result: *mut *mut CStore,
     ) -> *mut c_char;
-    fn tch_extension_store_clone(store: *const CStore, result: *mut *mut CStore) -> *mut c_char;
+    fn tch_extension_store_clone(
+        store: *const CStore,
+        timeout: i64,
+        result: *mut *mut CStore,
+    ) -> *mut c_char;
     fn tch_extension_store_free(store: *mut CStore);
     fn tch_extension_store_set(
         store: *const CStore,
@@ -219,7 +223,7 @@ unsafe extern "C" fn take_bytes(context: *mut c_void, bytes: *const u8, length: 
 /// A handle of a store.
 pub(crate) struct Store(*mut CStore);
 
-// SAFETY: c10d's stores lock a mutex in every operation, and the handle itself never changes.
+// SAFETY: c10d's stores and ours lock a mutex in every operation, and the handle itself never changes.
 unsafe impl Send for Store {}
 // SAFETY: as above.
 unsafe impl Sync for Store {}
@@ -282,11 +286,11 @@ impl Store {
         Ok(Store(result))
     }
 
-    /// A handle with connections of its own.
-    pub fn try_clone(&self) -> Outcome<Store> {
+    /// A handle with a connection of its own, which waits for that long, if it has connections.
+    pub fn try_clone(&self, timeout: Duration) -> Outcome<Store> {
         let mut result = std::ptr::null_mut();
         // SAFETY: the store lives. On success we own the new handle.
-        check(unsafe { tch_extension_store_clone(self.0, &mut result) })?;
+        check(unsafe { tch_extension_store_clone(self.0, milliseconds(timeout), &mut result) })?;
         Ok(Store(result))
     }
 

@@ -3,13 +3,14 @@
 use crate::nodes::{Failure, Meeting, Order, Plan, Report};
 use crate::options::Options;
 use crate::output::note;
-use crate::ranks::{CannotStart, Ranks, Status};
+use crate::ranks::{CannotStart, End, Ranks, Status};
+use crate::reports::nanoseconds;
 use anyhow::{Context, Result, bail};
 use rustix::process::Signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 /// What happens while tch-run waits.
 #[derive(Debug)]
@@ -19,6 +20,7 @@ pub enum Event {
         attempt: u32,
         index: usize,
         status: Status,
+        at: SystemTime,
     },
     /// One of the two outputs of a rank ended.
     Silent {
@@ -36,6 +38,14 @@ pub enum Event {
 const TO_END: [i32; 4] = [SIGHUP, SIGINT, SIGQUIT, SIGTERM];
 /// Those that mean what the program likes. A scheduler sends one before the time is over.
 const TO_PASS_ON: [i32; 2] = [SIGUSR1, SIGUSR2];
+
+/// How long to wait after the first failure for those that belong to it: the first process to end
+/// need not be that of the rank that failed first.
+const SETTLING: Duration = Duration::from_secs(1);
+/// How often that is done once more for a rank that has said that it failed and has not ended.
+const MOST_DELAYS: usize = 4;
+/// How many ranks a line names.
+const MOST_NAMES: usize = 8;
 
 /// Runs the program as the options say, and returns the exit code.
 pub fn run(options: &Options) -> Result<u8> {
@@ -100,25 +110,28 @@ enum Outcome {
 /// An attempt on this node, whose ranks run.
 struct Attempt<'a> {
     plan: &'a Plan,
-    /// Why the ranks were told to end.
+    /// Why the ranks were told to end, or soon will be.
     reason: Option<Reason>,
+    /// When it is decided which rank failed first.
+    settles: Option<Instant>,
+    delays: usize,
     /// Whether they were told by a signal.
     is_signalled: bool,
 }
 
 enum Reason {
-    /// A rank failed.
+    /// A rank failed, perhaps not the first one until that is decided.
     Failure(Failure),
     /// tch-run got this signal.
     Signal(i32),
-    /// Another node's rank failed.
+    /// Another node's rank failed. Until it is decided, one of this node may turn out to be first.
     Stop,
     Lost(String),
 }
 
 impl<'a> Attempt<'a> {
     fn new(plan: &'a Plan) -> Attempt<'a> {
-        Attempt { plan, reason: None, is_signalled: false }
+        Attempt { plan, reason: None, settles: None, delays: 0, is_signalled: false }
     }
 
     fn run(
@@ -131,33 +144,31 @@ impl<'a> Attempt<'a> {
         let mut ranks = match Ranks::start(options, self.plan, processes, sender) {
             Ok(ranks) => ranks,
             Err(CannotStart { error, code }) => {
-                let text = format!("{error:#}");
-                return Ok(Outcome::Report(Report::Failed(Failure { code, is_final: true, text })));
+                let failure = Failure::now(code, true, format!("{error:#}"));
+                return Ok(Outcome::Report(Report::Failed(failure)));
             }
         };
         while let Some(limit) = ranks.tidy() {
-            match next(events, limit)? {
-                Some(event) => self.handle(event, &mut ranks),
-                None => continue,
+            let left = self.settles.map(|at| at.saturating_duration_since(Instant::now()));
+            if let Some(event) = next(events, left.map_or(limit, |left| left.min(limit)))? {
+                self.handle(event, &mut ranks);
+            }
+            if self.settles.is_some_and(|at| Instant::now() >= at) {
+                self.settle(&mut ranks);
             }
         }
+        self.settle(&mut ranks);
         Ok(self.outcome(&ranks))
     }
 
     fn handle(&mut self, event: Event, ranks: &mut Ranks) {
         match event {
-            Event::Ended { attempt, index, status } if attempt == self.plan.attempt => {
-                ranks.has_ended(index, status);
-                if status != Status::Exited(0) && self.reason.is_none() {
-                    let rank = self.plan.first_rank + index;
-                    let seconds = ranks.time_of(index).as_secs_f64();
-                    let text = format!("rank {rank} {} after {seconds:.1} s", status.text());
-                    if self.plan.world_size > 1 {
-                        note(&format!("{text}; ending the others"));
-                    }
-                    let failure = Failure { code: status.code(), is_final: false, text };
+            Event::Ended { attempt, index, status, at } if attempt == self.plan.attempt => {
+                ranks.has_ended(index, status, at);
+                if !status.is_success() && self.reason.is_none() {
+                    let failure = Failure::now(status.code(), false, String::new());
                     self.reason = Some(Reason::Failure(failure));
-                    ranks.end();
+                    self.settles = Some(Instant::now() + SETTLING);
                 }
             }
             Event::Signal(signal) => self.pass_on(signal, ranks),
@@ -165,7 +176,7 @@ impl<'a> Attempt<'a> {
                 if self.reason.is_none() {
                     note(&format!("{text}; ending the ranks of this node"));
                     self.reason = Some(Reason::Stop);
-                    ranks.end();
+                    self.settles = Some(Instant::now() + SETTLING);
                 }
             }
             Event::Lost(why) => {
@@ -184,6 +195,55 @@ impl<'a> Attempt<'a> {
             }
             Event::Order(Order::Start(_)) => {}
         }
+    }
+
+    /// Names the rank that failed first, and ends those that still run.
+    fn settle(&mut self, ranks: &mut Ranks) {
+        if self.settles.take().is_none() {
+            return;
+        }
+        if self.delays < MOST_DELAYS && ranks.are_failing() {
+            self.delays += 1;
+            self.settles = Some(Instant::now() + SETTLING);
+            return;
+        }
+        let is_final = match &self.reason {
+            Some(Reason::Failure(failure)) => failure.is_final,
+            Some(Reason::Stop) => false,
+            _ => return,
+        };
+        let (done, mut failed): (Vec<End>, Vec<End>) =
+            ranks.ends().into_iter().partition(|end| end.status.is_success());
+        failed.sort_by_key(|end| (end.follows, end.at));
+        let Some((first, others)) = failed.split_first() else { return ranks.end() };
+        let name = |end: &End| {
+            let rank = self.plan.first_rank + end.index;
+            format!("rank {rank} {} after {:.1} s", end.status.text(), end.after.as_secs_f64())
+        };
+        let mut text = name(first);
+        if let Some(said) = &first.said {
+            text += &format!(" ({said})");
+        }
+        // A rank that leaves the others alone is the cause, as a rule.
+        let before = done.iter().filter(|end| end.at <= first.at).map(name);
+        if let Some(names) = listed(before) {
+            text += &format!("; before that, {names}");
+        }
+        if self.plan.world_size > 1 {
+            let end = if ranks.run() { "; ending the others" } else { "" };
+            note(&format!("{text}{end}"));
+            if let Some(names) = listed(others.iter().map(name)) {
+                note(&format!("also {names}"));
+            }
+        }
+        self.reason = Some(Reason::Failure(Failure {
+            code: first.status.code(),
+            is_final,
+            follows: first.follows,
+            at: nanoseconds(first.at),
+            text,
+        }));
+        ranks.end();
     }
 
     /// Passes a signal on. The second one by which to end leaves no more time.
@@ -211,20 +271,31 @@ impl<'a> Attempt<'a> {
             Some(Reason::Failure(failure)) => Report::Failed(failure),
             Some(Reason::Lost(why)) => return Outcome::Lost(why),
             Some(Reason::Signal(signal)) => {
-                let failed = ranks.statuses().find(|status| *status != Status::Exited(0));
+                let failed = ranks.ends().into_iter().find(|end| !end.status.is_success());
                 let name = signal_hook::low_level::signal_name(signal).unwrap_or("a signal");
                 match failed {
                     // A program that ends well when it is asked to end has not failed.
                     None => Report::Done,
-                    Some(status) => Report::Failed(Failure {
-                        code: status.code(),
-                        is_final: true,
-                        text: format!("ended by {name}"),
-                    }),
+                    Some(end) => {
+                        let text = format!("ended by {name}");
+                        Report::Failed(Failure::now(end.status.code(), true, text))
+                    }
                 }
             }
         };
         Outcome::Report(report)
+    }
+}
+
+/// The first names of a list and the number of the others, or `None` if it is empty.
+fn listed(names: impl Iterator<Item = String>) -> Option<String> {
+    let names: Vec<String> = names.collect();
+    let more = names.len().saturating_sub(MOST_NAMES);
+    let shown = names[..names.len() - more].join(", ");
+    match (names.is_empty(), more) {
+        (true, _) => None,
+        (false, 0) => Some(shown),
+        (false, more) => Some(format!("{shown}, and {more} more")),
     }
 }
 

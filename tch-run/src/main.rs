@@ -6,8 +6,8 @@
 //! ```
 //!
 //! `options` is the command line. `launch` runs attempts: it starts the ranks of this node
-//! (`ranks`, `environment`, `output`), waits for one to fail or for all to end, and asks `nodes`
-//! what comes next. `nodes` decides that for one node by itself, and for several by a small protocol
+//! (`ranks`, `environment`, `output`), waits for one to fail or for all to end, finds out which one
+//! failed first (`reports`), and asks `nodes` what comes next. `nodes` decides that for one node by itself, and for several by a small protocol
 //! over TCP.
 
 mod environment;
@@ -17,12 +17,12 @@ mod options;
 mod output;
 mod port;
 mod ranks;
+mod reports;
 
-use clap::Parser;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    match launch::run(&options::Options::parse()) {
+    match launch::run(&options::Options::from_arguments(std::env::args_os())) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             output::note(&format!("error: {error:#}"));

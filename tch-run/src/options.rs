@@ -6,6 +6,13 @@ use std::ffi::OsString;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
+/// The processes of a node at most.
+pub const MOST_PROCESSES: usize = 65_536;
+/// The nodes at most.
+const MOST_NODES: usize = 65_536;
+/// The longest name of a run.
+const LONGEST_ID: usize = 200;
+
 /// Starts a program on several processes, its ranks, with torchrun's environment variables. The
 /// first rank to fail ends the others, and its exit code becomes that of tch-run.
 #[derive(Debug, Parser)]
@@ -24,6 +31,10 @@ pub struct Options {
     /// The address of node 0 as all nodes see it, and a free port there. Needed for several nodes
     #[arg(long, value_name = "HOST:PORT")]
     pub master: Option<String>,
+    /// The address of this machine on which the tch-run of node 0 listens; `0.0.0.0` or `::` for all
+    /// [default: the host of --master]
+    #[arg(long, value_name = "HOST")]
+    pub listen: Option<String>,
     /// How often all ranks are started again after a failure. With several nodes, node 0's number
     /// counts
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -57,9 +68,24 @@ pub struct Master {
 }
 
 impl Options {
+    /// Reads the command line, which may also be the single word `help`.
+    pub fn from_arguments(arguments: impl IntoIterator<Item = OsString>) -> Options {
+        let mut arguments: Vec<OsString> = arguments.into_iter().collect();
+        if let [_, word] = arguments.as_mut_slice()
+            && word == "help"
+        {
+            *word = "--help".into();
+        }
+        Options::parse_from(arguments)
+    }
+
     /// Where the nodes meet, or `None` if there is only this one.
     pub fn meeting(&self) -> Result<Option<Master>> {
-        ensure!(self.nnodes >= 1, "--nnodes 0: give 1 or more");
+        ensure!(
+            (1..=MOST_NODES).contains(&self.nnodes),
+            "--nnodes {}: give 1 to {MOST_NODES}",
+            self.nnodes
+        );
         ensure!(
             self.node_rank < self.nnodes,
             "--node-rank {} does not exist with --nnodes {}: give 0 to {}",
@@ -80,10 +106,14 @@ impl Options {
         }
         if let Some(id) = &self.run_id {
             ensure!(
-                !id.is_empty() && id.len() <= 200 && id.chars().all(|c| c.is_ascii_graphic()),
-                "--run-id {id:?}: give 1 to 200 visible ASCII characters without spaces"
+                is_run_id(id),
+                "--run-id {id:?}: give 1 to {LONGEST_ID} visible ASCII characters without spaces"
             );
         }
+        ensure!(
+            self.listen.is_none() || self.nnodes > 1 && self.node_rank == 0,
+            "--listen is for node 0 of several nodes: leave it out"
+        );
         match (&self.master, self.nnodes) {
             (None, 1) => Ok(None),
             (Some(_), 1) => bail!("--master is for several nodes: leave it out, or give --nnodes"),
@@ -105,8 +135,8 @@ impl Options {
                 gpus => gpus,
             }),
             number => match number.parse() {
-                Ok(processes) if (1..=65_536).contains(&processes) => Ok(processes),
-                _ => bail!("-n {number}: give a number from 1 to 65536, gpu or auto"),
+                Ok(processes) if (1..=MOST_PROCESSES).contains(&processes) => Ok(processes),
+                _ => bail!("-n {number}: give a number from 1 to {MOST_PROCESSES}, gpu or auto"),
             },
         }
     }
@@ -122,6 +152,12 @@ impl Options {
     pub fn lost_after(&self) -> Duration {
         Duration::from_secs(self.lost_after)
     }
+}
+
+/// Whether a text can be the name of a run.
+pub fn is_run_id(id: &str) -> bool {
+    let is_visible = id.chars().all(|c| c.is_ascii_graphic());
+    (1..=LONGEST_ID).contains(&id.len()) && is_visible
 }
 
 /// Splits at the last colon, so that an IPv6 address may stand in brackets.
@@ -187,7 +223,13 @@ mod tests {
     #[test]
     fn wrong_options_name_the_way_out() {
         let error = |line: &str| options(line).meeting().unwrap_err().to_string();
-        assert!(error("-n 2 --nnodes 0 x").contains("give 1 or more"));
+        for nodes in ["0", "65537", "18446744073709551615"] {
+            assert!(error(&format!("-n 2 --nnodes {nodes} x")).contains("give 1 to 65536"));
+        }
+        assert!(error("-n 2 --listen 10.0.0.1 x").contains("--listen is for node 0"));
+        let one = "-n 2 --nnodes 2 --master h:1 --node-rank";
+        assert!(error(&format!("{one} 1 --listen h x")).contains("--listen is for node 0"));
+        assert!(options(&format!("{one} 0 --listen h x")).meeting().is_ok());
         assert!(error("-n 2 --nnodes 2 --node-rank 2 x").contains("give 0 to 1"));
         assert!(error("-n 2 --nnodes 2 x").contains("needs --master"));
         assert!(error("-n 2 --master h:1 x").contains("leave it out"));

@@ -36,9 +36,10 @@ fn lock() -> MutexGuard<'static, ()> {
     PRINTING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Prints a line of tch-run's own.
+/// Prints a line of tch-run's own. Parts of it come from ranks and from other machines, so nothing
+/// in it may steer a terminal.
 pub fn note(text: &str) {
-    let line = text.replace('\n', " ");
+    let line = text.replace(char::is_control, " ");
     Target::Stderr.write(format!("tch-run: {line}\n").as_bytes());
 }
 

@@ -9,6 +9,7 @@ use crate::launch::Event;
 use crate::nodes::Plan;
 use crate::options::Options;
 use crate::output::{Target, forward};
+use crate::reports::Reports;
 use anyhow::{Error, Result};
 use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus, getpid, getppid, kill_process_group,
@@ -18,7 +19,7 @@ use std::io::{ErrorKind, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::Sender;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// How a process ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,6 +35,10 @@ impl Status {
             (None, Some(signal)) => Status::Killed(signal),
             (None, None) => Status::Exited(1),
         }
+    }
+
+    pub fn is_success(self) -> bool {
+        self == Status::Exited(0)
     }
 
     /// As a shell has it: 128 and the signal's number for a process that was killed.
@@ -56,10 +61,25 @@ impl Status {
     }
 }
 
+/// How a rank ended.
+pub struct End {
+    pub index: usize,
+    pub status: Status,
+    /// When it failed by its own account, or else when its process ended.
+    pub at: SystemTime,
+    /// How long it had run by then.
+    pub after: Duration,
+    /// Whether it failed because another rank had, by its own account.
+    pub follows: bool,
+    /// What it says about its failure.
+    pub said: Option<String>,
+}
+
 /// The ranks of this node. Dropped, they are killed.
 pub struct Ranks {
     ranks: Vec<Rank>,
     grace: Duration,
+    reports: Reports,
 }
 
 struct Rank {
@@ -67,8 +87,8 @@ struct Rank {
     pid: Pid,
     /// Its outputs to which something can still write.
     open: usize,
-    begun: Instant,
-    ended: Option<Status>,
+    begun: SystemTime,
+    ended: Option<(Status, SystemTime)>,
     /// When what is left of it gets SIGKILL.
     deadline: Option<Instant>,
     /// Nothing of it is left.
@@ -90,19 +110,21 @@ impl Ranks {
         count: usize,
         events: &Sender<Event>,
     ) -> Result<Ranks, CannotStart> {
-        let mut ranks = Ranks { ranks: Vec::new(), grace: options.grace() };
+        let reports = Reports::new();
+        let mut ranks = Ranks { ranks: Vec::new(), grace: options.grace(), reports };
         for local_rank in 0..count {
-            let place = Place { local_rank, local_world_size: count };
-            ranks.ranks.push(Rank::start(options, plan, place, events)?);
+            let error_file = ranks.reports.path(local_rank);
+            let place = Place { local_rank, local_world_size: count, error_file };
+            ranks.ranks.push(Rank::start(options, plan, &place, events)?);
         }
         Ok(ranks)
     }
 
     /// Notes that a rank has ended. What it left of its group is asked to end, too.
-    pub fn has_ended(&mut self, index: usize, status: Status) {
+    pub fn has_ended(&mut self, index: usize, status: Status, at: SystemTime) {
         let deadline = Instant::now() + self.grace;
         if let Some(rank) = self.ranks.get_mut(index) {
-            rank.ended = Some(status);
+            rank.ended = Some((status, at));
             rank.end(deadline);
         }
     }
@@ -145,14 +167,36 @@ impl Ranks {
         left.map(|left| left.max(Duration::from_millis(1)))
     }
 
-    /// For how long a rank ran, or has been running.
-    pub fn time_of(&self, index: usize) -> Duration {
-        self.ranks.get(index).map_or(Duration::ZERO, |rank| rank.begun.elapsed())
+    /// The ranks that have ended.
+    pub fn ends(&self) -> Vec<End> {
+        let ended = |(index, rank): (usize, &Rank)| {
+            let (status, at) = rank.ended?;
+            // One that ended well may have reported what it could mend.
+            let said = (!status.is_success()).then(|| self.reports.read(index)).flatten();
+            let at = said.as_ref().map_or(at, |said| said.at.min(at));
+            Some(End {
+                index,
+                status,
+                at,
+                after: at.duration_since(rank.begun).unwrap_or_default(),
+                follows: said.as_ref().is_some_and(|said| said.follows),
+                said: said.map(|said| said.text).filter(|text| !text.is_empty()),
+            })
+        };
+        self.ranks.iter().enumerate().filter_map(ended).collect()
     }
 
-    /// How the ranks ended that have.
-    pub fn statuses(&self) -> impl Iterator<Item = Status> + '_ {
-        self.ranks.iter().filter_map(|rank| rank.ended)
+    /// Whether a rank has not ended.
+    pub fn run(&self) -> bool {
+        self.ranks.iter().any(|rank| rank.ended.is_none())
+    }
+
+    /// Whether a rank that has said that it failed first has not ended.
+    pub fn are_failing(&self) -> bool {
+        let is_failing = |(index, rank): (usize, &Rank)| {
+            rank.ended.is_none() && self.reports.read(index).is_some_and(|said| !said.follows)
+        };
+        self.ranks.iter().enumerate().any(is_failing)
     }
 }
 
@@ -170,9 +214,10 @@ impl Rank {
     fn start(
         options: &Options,
         plan: &Plan,
-        place: Place,
+        place: &Place,
         events: &Sender<Event>,
     ) -> Result<Rank, CannotStart> {
+        let begun = SystemTime::now();
         let mut child = spawn(options, plan, place)?;
         let pid = Pid::from_child(&child);
         let rank = plan.first_rank + place.local_rank;
@@ -192,9 +237,9 @@ impl Rank {
         }
         let events = events.clone();
         std::thread::spawn(move || {
-            drop(events.send(Event::Ended { attempt, index, status: wait(pid) }));
+            let status = wait(pid);
+            drop(events.send(Event::Ended { attempt, index, status, at: SystemTime::now() }));
         });
-        let begun = Instant::now();
         Ok(Rank { child, pid, open, begun, ended: None, deadline: None, gone: false })
     }
 
@@ -238,7 +283,7 @@ impl Rank {
     }
 }
 
-fn spawn(options: &Options, plan: &Plan, place: Place) -> Result<Child, CannotStart> {
+fn spawn(options: &Options, plan: &Plan, place: &Place) -> Result<Child, CannotStart> {
     let [program, arguments @ ..] = options.program.as_slice() else {
         return Err(CannotStart { error: Error::msg("no program is given"), code: 127 });
     };

@@ -21,6 +21,7 @@ mod refused;
 mod replay_faults;
 mod sampler;
 mod sharded;
+mod stalls;
 
 use std::io::Write;
 use std::time::Duration;

@@ -141,6 +141,7 @@ fn child() {
         super::group::CASES,
         super::replay_faults::CASES,
         super::sharded::CASES,
+        super::stalls::CASES,
     ];
     let run = cases.into_iter().flatten().find(|(name, _)| *name == case);
     let (_, run) = run.unwrap_or_else(|| panic!("no case {case}"));

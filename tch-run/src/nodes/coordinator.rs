@@ -1,8 +1,13 @@
 //! The rules by which attempts begin and end, without sockets and clocks.
 
 use super::{Order, Plan, Report, new_port};
+use crate::options::MOST_PROCESSES;
+use crate::reports::nanoseconds;
 use anyhow::{Result, bail, ensure};
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
+
+/// The ranks at most: c10d counts them in 32 bits.
+pub const MOST_RANKS: usize = i32::MAX as usize;
 
 /// What node 0 decides for all.
 #[derive(Clone, Debug)]
@@ -13,14 +18,31 @@ pub struct Settings {
     pub run_id: String,
 }
 
-/// The first failure of an attempt.
+/// A failure of an attempt.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Failure {
     /// The exit code of the rank, or 128 and the number of the signal that ended it.
     pub code: u8,
     /// Whether another attempt would be of no use.
     pub is_final: bool,
+    /// Whether another rank failed before, by its own account.
+    pub follows: bool,
+    /// When it was, in nanoseconds since 1970.
+    pub at: u64,
     pub text: String,
+}
+
+impl Failure {
+    pub fn now(code: u8, is_final: bool, text: String) -> Failure {
+        let at = nanoseconds(SystemTime::now());
+        Failure { code, is_final, follows: false, at, text }
+    }
+
+    /// Whether it is rather the cause than the other one is. Clocks of machines differ, so what a
+    /// rank says itself comes first.
+    fn precedes(&self, other: &Failure) -> bool {
+        (self.follows, self.at) < (other.follows, other.at)
+    }
 }
 
 /// What a node is doing. All but the absent ones have a number of processes.
@@ -33,6 +55,17 @@ enum Node {
     Running(usize),
     /// Its ranks of this attempt exited with 0.
     Done(usize),
+}
+
+impl Node {
+    fn processes(self) -> usize {
+        match self {
+            Node::Absent => 0,
+            Node::Waiting(processes) | Node::Running(processes) | Node::Done(processes) => {
+                processes
+            }
+        }
+    }
 }
 
 /// The orders that follow from an event, each with the node that gets it.
@@ -74,7 +107,11 @@ impl Coordinator {
     /// A node is there, without ranks.
     pub fn join(&mut self, node: usize, processes: usize) -> Result<Orders> {
         ensure!(!self.ended, "the run has ended");
-        ensure!(processes >= 1, "node {node} has no processes");
+        let fits = (1..=MOST_PROCESSES).contains(&processes);
+        ensure!(fits, "node {node} has {processes} processes, not 1 to {MOST_PROCESSES}");
+        // At most 65,536 times as many, which is no overflow.
+        let sum = processes + self.nodes.iter().map(|node| node.processes()).sum::<usize>();
+        ensure!(sum <= MOST_RANKS, "with node {node} there would be {sum} ranks: too many");
         match self.nodes.get_mut(node) {
             Some(place @ Node::Absent) => *place = Node::Waiting(processes),
             Some(_) => bail!("--node-rank {node} is there already: give each node its own"),
@@ -112,9 +149,12 @@ impl Coordinator {
     pub fn lose(&mut self, node: usize, why: &str) -> Result<Orders> {
         let before = std::mem::replace(&mut self.nodes[node], Node::Absent);
         match before {
+            // Its ranks had been told to end.
+            Node::Running(_) | Node::Done(_) if self.failure.is_some() => self.next(),
             Node::Running(_) | Node::Done(_) if !self.ended => {
                 let text = format!("node {node} is lost: {why}");
-                self.fail(Failure { code: 1, is_final: false, text })
+                // Nothing of it can say more, and what others say follows from it.
+                self.fail(Failure { at: 0, ..Failure::now(1, false, text) })
             }
             // Its ranks had ended.
             _ => Ok(vec![]),
@@ -143,11 +183,22 @@ impl Coordinator {
     }
 
     /// The first failure decides. All ranks that are left are ended.
-    fn fail(&mut self, failure: Failure) -> Result<Orders> {
-        if self.failure.is_some() {
-            // A consequence of the first one, as a rule. But it may forbid another attempt.
-            self.failure.iter_mut().for_each(|first| first.is_final |= failure.is_final);
+    fn fail(&mut self, mut failure: Failure) -> Result<Orders> {
+        if let Some(first) = &mut self.failure {
+            // Each of them may forbid another attempt.
+            let is_final = first.is_final || failure.is_final;
+            if failure.precedes(first) {
+                *first = failure;
+            }
+            first.is_final = is_final;
             return self.next();
+        }
+        let is_done = |(_, node): &(usize, &Node)| matches!(node, Node::Done(_));
+        let done = self.nodes.iter().enumerate().filter(is_done);
+        let done: Vec<String> = done.map(|(node, _)| node.to_string()).collect();
+        if !done.is_empty() {
+            let nodes = done.join(", ");
+            failure.text += &format!("; before that, all ranks of node {nodes} exited with 0");
         }
         let mut orders = Orders::new();
         for (index, node) in self.nodes.iter_mut().enumerate() {
@@ -236,7 +287,12 @@ mod tests {
     }
 
     fn failed(code: u8, is_final: bool) -> Report {
-        Report::Failed(Failure { code, is_final, text: "rank 1 failed".to_string() })
+        failed_at(1, code, is_final)
+    }
+
+    fn failed_at(at: u64, code: u8, is_final: bool) -> Report {
+        let text = "rank 1 failed".to_string();
+        Report::Failed(Failure { code, is_final, follows: false, at, text })
     }
 
     /// The orders in short: who gets which.
@@ -282,6 +338,46 @@ mod tests {
         let ended = short(all.report(0, failed(9, false)).unwrap());
         let text = "end 7 node 1: rank 1 failed";
         assert_eq!(ended, orders(&[(1, text), (0, text)]));
+    }
+
+    /// The first to report need not be the first to fail.
+    #[test]
+    fn an_earlier_failure_that_is_reported_later_decides() {
+        let follows = |at, code| match failed_at(at, code, false) {
+            Report::Failed(failure) => Report::Failed(Failure { follows: true, ..failure }),
+            report => report,
+        };
+        for (reported, later, code) in [
+            (failed_at(5, 7, false), failed_at(4, 9, false), 9),
+            (failed_at(5, 7, true), failed_at(6, 9, false), 7),
+            // The clock of node 0 may be ahead.
+            (follows(5, 7), failed_at(6, 9, false), 9),
+            (failed_at(6, 7, false), follows(5, 9), 7),
+        ] {
+            let mut all = running(0);
+            all.report(1, reported).unwrap();
+            let ended = short(all.report(0, later).unwrap());
+            assert!(ended[0].1.starts_with(&format!("end {code} ")), "{ended:?}");
+        }
+        // A node that is lost says nothing, and the others only what follows from it.
+        let mut all = running(0);
+        all.lose(1, "gone").unwrap();
+        let ended = short(all.report(0, failed(9, false)).unwrap());
+        assert_eq!(ended, orders(&[(0, "end 1 node 1 is lost: gone")]));
+        // One that is lost while its ranks are ended is no cause.
+        let mut all = running(0);
+        all.report(0, failed(9, false)).unwrap();
+        let ended = short(all.lose(1, "gone").unwrap());
+        assert_eq!(ended, orders(&[(0, "end 9 node 0: rank 1 failed")]));
+    }
+
+    #[test]
+    fn nodes_that_were_done_before_a_failure_are_named() {
+        let mut all = running(0);
+        all.report(0, Report::Done).unwrap();
+        let ended = short(all.report(1, failed(9, false)).unwrap());
+        let text = "node 1: rank 1 failed; before that, all ranks of node 0 exited with 0";
+        assert_eq!(ended[0], (1, format!("end 9 {text}")));
     }
 
     #[test]
@@ -343,5 +439,13 @@ mod tests {
         assert!(all.join(1, 1).unwrap_err().to_string().contains("--node-rank 1 is there already"));
         assert!(all.join(2, 1).unwrap_err().to_string().contains("--nnodes 2"));
         assert!(all.report(1, Report::Done).is_err());
+        for processes in [0, MOST_PROCESSES + 1, usize::MAX] {
+            let error = all.join(0, processes).unwrap_err().to_string();
+            assert!(error.contains("not 1 to 65536"), "{error}");
+        }
+        let mut most = coordinator(MOST_RANKS / MOST_PROCESSES + 1, 0);
+        most.nodes[1..].fill(Node::Waiting(MOST_PROCESSES));
+        let error = most.join(0, MOST_PROCESSES).unwrap_err();
+        assert!(error.to_string().contains("2147483648 ranks: too many"), "{error}");
     }
 }

@@ -5,7 +5,7 @@ use super::{Order, Report};
 use crate::launch::Event;
 use crate::options::{Master, Options};
 use anyhow::{Context, Result, ensure};
-use std::net::TcpStream;
+use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -18,10 +18,12 @@ const AGAIN: Duration = Duration::from_millis(200);
 pub struct Member(Arc<OnceLock<Writer>>);
 
 impl Member {
-    /// Calls node 0 until it answers. Orders go to `events`, and so does the end of the connection.
+    /// Calls node 0 until it answers; `own` is where it listens, if this is node 0. Orders go to
+    /// `events`, and so does the end of the connection.
     pub fn join(
         options: &Options,
         master: Master,
+        own: Option<SocketAddr>,
         processes: usize,
         events: Sender<Event>,
     ) -> Member {
@@ -30,6 +32,7 @@ impl Member {
         let (nnodes, node_rank) = (options.nnodes, options.node_rank);
         let call = Call {
             master,
+            own,
             hello: Hello { version: VERSION, nnodes, node_rank, processes, run_id },
             join_timeout: options.join_timeout(),
             lost_after: options.lost_after(),
@@ -64,6 +67,8 @@ impl Drop for Member {
 
 struct Call {
     master: Master,
+    /// Node 0 itself need not know the name by which others know it.
+    own: Option<SocketAddr>,
     hello: Hello,
     join_timeout: Duration,
     lost_after: Duration,
@@ -73,7 +78,7 @@ impl Call {
     fn connect(&self, shared: &OnceLock<Writer>) -> Result<Reader> {
         let stream = self.call()?;
         let writer = Writer::new(&stream, self.lost_after)?;
-        let reader = Reader::new(stream, self.lost_after)?;
+        let reader = Reader::new(stream, self.lost_after);
         writer.line(&self.hello.to_line()).context("node 0 does not answer")?;
         writer.keep_alive(self.lost_after);
         // It is set only here.
@@ -83,15 +88,24 @@ impl Call {
 
     /// Passes orders on and returns why there are no more.
     fn pass_on(&self, mut reader: Reader, events: &Sender<Event>) -> String {
-        let place = [self.hello.node_rank, self.hello.nnodes];
+        let Master { host, port } = &self.master;
+        let parse = |line: String| Order::parse(&line, host, &self.hello);
+        let mut order = match reader.first().and_then(|line| line.map(parse).transpose()) {
+            Ok(order) => order,
+            Err(error) => {
+                return format!(
+                    "{host}:{port} is no tch-run of node 0: {error:#}; correct --master"
+                );
+            }
+        };
         loop {
-            let line = reader.line();
-            match line.and_then(|line| Order::parse(&line, &self.master.host, place)) {
-                Ok(order) => {
-                    if events.send(Event::Order(order)).is_err() {
-                        return String::new();
-                    }
-                }
+            if let Some(order) = order
+                && events.send(Event::Order(order)).is_err()
+            {
+                return String::new();
+            }
+            match reader.line().and_then(parse) {
+                Ok(next) => order = Some(next),
                 Err(error) => return format!("node 0 is lost: {error:#}"),
             }
         }
@@ -117,13 +131,11 @@ impl Call {
         }
     }
 
-    /// Node 0 itself need not know the name by which others know it.
     fn try_hosts(&self) -> Result<TcpStream> {
         let Master { host, port } = &self.master;
-        let own = (self.hello.node_rank == 0).then(|| TcpStream::connect(("127.0.0.1", *port)));
-        let stream = match own {
-            Some(Ok(stream)) => stream,
-            _ => TcpStream::connect((host.as_str(), *port))?,
+        let stream = match self.own {
+            Some(own) => TcpStream::connect(own)?,
+            None => TcpStream::connect((host.as_str(), *port))?,
         };
         // Without a listener, Linux may connect a socket to itself.
         ensure!(stream.local_addr()? != stream.peer_addr()?, "nobody listens");

@@ -101,10 +101,14 @@ impl Meeting {
             return Ok(Meeting(Way::Alone(alone)));
         };
         let server = match options.node_rank {
-            0 => Some(Server::start(settings, &master, options.lost_after())?),
+            0 => {
+                let listen = options.listen.as_deref();
+                Some(Server::start(settings, &master, listen, options.lost_after())?)
+            }
             _ => None,
         };
-        let member = Member::join(options, master, processes, events);
+        let own = server.as_ref().map(Server::address);
+        let member = Member::join(options, master, own, processes, events);
         Ok(Meeting(Way::Several { member, server }))
     }
 

@@ -7,7 +7,9 @@ use crate::options::Master;
 use crate::output::note;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use std::collections::HashMap;
-use std::net::{IpAddr, TcpListener, TcpStream};
+use std::io::ErrorKind;
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, SendError, Sender};
 use std::time::{Duration, Instant};
 
@@ -22,15 +24,26 @@ enum Said {
 
 /// The thread that coordinates.
 pub struct Server {
+    address: SocketAddr,
     done: Receiver<()>,
 }
 
+/// How many connections there may be of programs that are no members.
+const STRANGERS: usize = 64;
+
 impl Server {
-    pub fn start(settings: Settings, master: &Master, lost_after: Duration) -> Result<Server> {
-        let listener = listen(master)?;
+    pub fn start(
+        settings: Settings,
+        master: &Master,
+        own: Option<&str>,
+        lost_after: Duration,
+    ) -> Result<Server> {
+        let listener = listen(master, own)?;
+        let address = listener.local_addr()?;
+        let most = settings.nnodes + STRANGERS;
         let coordinator = Coordinator::new(settings, master.host.clone());
         let (said, hears) = mpsc::channel();
-        std::thread::spawn(move || accept(&listener, lost_after, &said));
+        std::thread::spawn(move || accept(&listener, most, lost_after, &said));
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
             let members = Members { coordinator, connected: HashMap::new() };
@@ -40,7 +53,12 @@ impl Server {
             // Nobody need wait for it.
             let _ = sender.send(());
         });
-        Ok(Server { done })
+        Ok(Server { address, done })
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// Waits until the members have left, but not longer than this.
@@ -50,34 +68,48 @@ impl Server {
     }
 }
 
-/// Listens on all addresses, or on that of the loopback if the nodes are on one machine.
-fn listen(master: &Master) -> Result<TcpListener> {
+/// Listens on the address that `own` names, or else on that of the master. If this machine has
+/// another name or address for itself than the other nodes know, it listens on all of its addresses.
+fn listen(master: &Master, own: Option<&str>) -> Result<TcpListener> {
     let Master { host, port } = master;
+    let at = own.unwrap_or(host);
     let cannot = || {
-        format!(
-            "cannot listen on port {port} of node 0: give another port in --master, on all nodes"
-        )
+        let way_out = "give another port in --master, on all nodes, or another address in --listen";
+        format!("cannot listen on port {port} of {at}: {way_out}")
     };
     let is_local = |host: &str| {
         host == "localhost" || host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     };
-    if is_local(host) {
-        return TcpListener::bind((host.as_str(), *port)).with_context(cannot);
+    match TcpListener::bind((at, *port)) {
+        // The others do not mean their own loopback by the name of node 0.
+        Ok(listener)
+            if own.is_none() && !is_local(at) && listener.local_addr()?.ip().is_loopback() =>
+        {
+            drop(listener);
+        }
+        Err(error) if own.is_none() && error.kind() == ErrorKind::AddrNotAvailable => {}
+        outcome => return outcome.with_context(cannot),
     }
+    note(&format!("{host} is no address of this machine, so it listens on all: see --listen"));
     // `::` takes IPv4 as well, where there is IPv6.
     TcpListener::bind(("::", *port))
         .or_else(|_| TcpListener::bind(("0.0.0.0", *port)))
         .with_context(cannot)
 }
 
-fn accept(listener: &TcpListener, lost_after: Duration, said: &Sender<(u64, Said)>) {
+fn accept(listener: &TcpListener, most: usize, lost_after: Duration, said: &Sender<(u64, Said)>) {
+    // Each thread that reads a connection has one of these.
+    let open = Arc::new(());
     for (stream, connection) in listener.incoming().zip(0..) {
         match stream {
+            // It is closed at once.
+            Ok(_) if Arc::strong_count(&open) > most => {}
             Ok(stream) => {
-                let said = said.clone();
+                let (said, open) = (said.clone(), Arc::clone(&open));
                 std::thread::spawn(move || {
                     // A stranger that is no tch-run is not answered.
                     let _ = serve_one(stream, lost_after, |what| said.send((connection, what)));
+                    drop(open);
                 });
             }
             // Too many open files, for instance.
@@ -94,8 +126,8 @@ fn serve_one(
 ) -> Result<()> {
     let gone = |_| anyhow!("the coordinator has ended");
     let writer = Writer::new(&stream, lost_after)?;
-    let mut reader = Reader::new(stream, lost_after)?;
-    let hello = Hello::parse(&reader.line()?)?;
+    let mut reader = Reader::new(stream, lost_after);
+    let hello = Hello::parse(&reader.first()?.context("it is no tch-run")?)?;
     say(Said::Hello(hello, writer.clone())).map_err(gone)?;
     writer.keep_alive(lost_after);
     let why = loop {

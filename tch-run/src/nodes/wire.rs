@@ -1,18 +1,22 @@
 //! The lines that tch-runs send one another.
 
+use super::coordinator::MOST_RANKS;
 use super::{Failure, Order, Plan, Report};
+use crate::options::is_run_id;
 use anyhow::{Context, Result, bail, ensure};
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Write};
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The version of the lines. Nodes with another one are refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// A longer line is not one of ours.
-const LONGEST: u64 = 4096;
+const LONGEST: usize = 4096;
 /// The line that only says that a node is alive.
 const ALIVE: &str = "alive";
+/// How long the first line of the other side may take. A tch-run sends it at once.
+const FIRST: Duration = Duration::from_secs(10);
 /// What a member without `--run-id` says in its place.
 pub const NO_ID: &str = "-";
 
@@ -50,20 +54,23 @@ impl Report {
         match self {
             Report::Done => "done".to_string(),
             Report::Stopped => "stopped".to_string(),
-            Report::Failed(Failure { code, is_final, text }) => {
-                one_line(&format!("failed {code} {} {text}", u8::from(*is_final)))
+            Report::Failed(Failure { code, is_final, follows, at, text }) => {
+                let [is_final, follows] = [is_final, follows].map(|flag| u8::from(*flag));
+                one_line(&format!("failed {code} {is_final} {follows} {at} {text}"))
             }
         }
     }
 
     pub fn parse(line: &str) -> Result<Report> {
-        let mut words = line.splitn(4, ' ');
+        let mut words = line.splitn(6, ' ');
         match words.next() {
             Some("done") => Ok(Report::Done),
             Some("stopped") => Ok(Report::Stopped),
             Some("failed") => Ok(Report::Failed(Failure {
                 code: number(&mut words)?,
                 is_final: number::<u8>(&mut words)? != 0,
+                follows: number::<u8>(&mut words)? != 0,
+                at: number(&mut words)?,
                 text: words.next().unwrap_or_default().to_string(),
             })),
             _ => bail!("an unknown report"),
@@ -89,8 +96,8 @@ impl Order {
         }
     }
 
-    /// `master` is the host, and `node` and `nnodes` are the member's.
-    pub fn parse(line: &str, master: &str, [node, nnodes]: [usize; 2]) -> Result<Order> {
+    /// `master` is the host, and `hello` is what the member has said.
+    pub fn parse(line: &str, master: &str, hello: &Hello) -> Result<Order> {
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
         match word {
             "stop" => Ok(Order::Stop(rest.to_string())),
@@ -100,7 +107,7 @@ impl Order {
             }
             "start" => {
                 let mut words = rest.split(' ');
-                Ok(Order::Start(Plan {
+                let plan = Plan {
                     attempt: number(&mut words)?,
                     max_restarts: number(&mut words)?,
                     run_id: words.next().context("too few words")?.to_string(),
@@ -108,9 +115,14 @@ impl Order {
                     port: number(&mut words)?,
                     first_rank: number(&mut words)?,
                     world_size: number(&mut words)?,
-                    node_rank: node,
-                    nnodes,
-                }))
+                    node_rank: hello.node_rank,
+                    nnodes: hello.nnodes,
+                };
+                ensure!(is_run_id(&plan.run_id) && plan.port != 0, "an order that cannot be");
+                let end = plan.first_rank.checked_add(hello.processes);
+                let fits = end.is_some_and(|end| end <= plan.world_size);
+                ensure!(fits && plan.world_size <= MOST_RANKS, "ranks that cannot be");
+                Ok(Order::Start(plan))
             }
             _ => bail!("an unknown order"),
         }
@@ -123,7 +135,7 @@ fn number<'a, T: std::str::FromStr>(words: &mut impl Iterator<Item = &'a str>) -
 
 /// Cuts a text where it would be too long for a line.
 fn one_line(text: &str) -> String {
-    text.replace('\n', " ").chars().take(LONGEST as usize / 8).collect()
+    text.replace('\n', " ").chars().take(LONGEST / 8).collect()
 }
 
 /// The writing side of a connection, which several threads share.
@@ -170,40 +182,58 @@ pub struct Reader {
 }
 
 impl Reader {
-    pub fn new(stream: TcpStream, lost_after: Duration) -> Result<Reader> {
-        stream.set_read_timeout(Some(lost_after))?;
-        Ok(Reader { stream: BufReader::new(stream), lost_after })
+    pub fn new(stream: TcpStream, lost_after: Duration) -> Reader {
+        Reader { stream: BufReader::new(stream), lost_after }
+    }
+
+    /// The first line, from which it is known whether the other side is a tch-run. `None` if it only
+    /// says that it is alive.
+    pub fn first(&mut self) -> Result<Option<String>> {
+        let line = self.any_line(FIRST.min(self.lost_after))?;
+        Ok((line != ALIVE).then_some(line))
     }
 
     pub fn line(&mut self) -> Result<String> {
         loop {
-            let line = self.any_line()?;
+            let line = self.any_line(self.lost_after)?;
             if line != ALIVE {
                 return Ok(line);
             }
         }
     }
 
-    fn any_line(&mut self) -> Result<String> {
+    /// A line that arrives as a whole within this time.
+    fn any_line(&mut self, within: Duration) -> Result<String> {
+        let end = Instant::now() + within;
         let mut line = Vec::new();
-        let read = self.stream.by_ref().take(LONGEST).read_until(b'\n', &mut line);
-        match read {
-            Ok(0) => bail!("its tch-run has ended"),
-            Ok(_) if line.ends_with(b"\n") => {
-                line.pop();
-                Ok(String::from_utf8_lossy(&line).into_owned())
+        loop {
+            let left = end.saturating_duration_since(Instant::now());
+            let silent = || format!("it was silent for {} s", within.as_secs());
+            // A socket takes no timeout of zero.
+            self.stream.get_ref().set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+            let bytes = match self.stream.fill_buf() {
+                Ok([]) if line.is_empty() => bail!("its tch-run has ended"),
+                Ok([]) => bail!("it sent no whole line"),
+                Ok(bytes) => bytes,
+                Err(error) if error.kind() == ErrorKind::Interrupted => continue,
+                Err(error) if is_timeout(&error) => bail!(silent()),
+                Err(error) => return Err(error).context("the connection broke"),
+            };
+            let newline = bytes.iter().position(|byte| *byte == b'\n');
+            let taken = newline.unwrap_or(bytes.len());
+            line.extend_from_slice(&bytes[..taken]);
+            self.stream.consume(taken + usize::from(newline.is_some()));
+            ensure!(line.len() <= LONGEST, "it sent too long a line");
+            if newline.is_some() {
+                return Ok(String::from_utf8_lossy(&line).into_owned());
             }
-            Ok(_) => bail!("it sent no whole line"),
-            Err(error) if is_timeout(&error) => {
-                bail!("it was silent for {} s", self.lost_after.as_secs())
-            }
-            Err(error) => Err(error).context("the connection broke"),
+            ensure!(!left.is_zero(), silent());
         }
     }
 }
 
 fn is_timeout(error: &std::io::Error) -> bool {
-    matches!(error.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut)
+    matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut)
 }
 
 #[cfg(test)]
@@ -215,7 +245,8 @@ mod tests {
         let run_id = "job-7".to_string();
         let hello = Hello { version: 1, nnodes: 2, node_rank: 1, processes: 8, run_id };
         assert_eq!(Hello::parse(&hello.to_line()).unwrap(), hello);
-        let failure = Failure { code: 137, is_final: true, text: "rank 3 was killed".to_string() };
+        let text = "rank 3 was killed".to_string();
+        let failure = Failure { code: 137, is_final: true, follows: true, at: u64::MAX, text };
         for report in [Report::Done, Report::Stopped, Report::Failed(failure)] {
             assert_eq!(Report::parse(&report.to_line()).unwrap(), report);
         }
@@ -232,7 +263,20 @@ mod tests {
         };
         let ends = [Order::End(0, String::new()), Order::End(7, "a b".to_string())];
         for order in [Order::Start(plan), Order::Stop("a b".to_string())].into_iter().chain(ends) {
-            assert_eq!(Order::parse(&order.to_line(), "host", [1, 2]).unwrap(), order);
+            assert_eq!(Order::parse(&order.to_line(), "host", &hello).unwrap(), order);
+        }
+        // Numbers that do not fit together.
+        for numbers in [
+            "1 3 job-7 0 8 16",
+            "1 3 job-7 65536 8 16",
+            "1 3 job-7 29500 9 16",
+            "1 3 job-7 29500 18446744073709551615 16",
+            "1 3 job-7 29500 8 2147483648",
+            "1 3  29500 8 16",
+            "4294967296 3 job-7 29500 8 16",
+        ] {
+            let order = Order::parse(&format!("start {numbers}"), "host", &hello);
+            assert!(order.is_err(), "{order:?}");
         }
     }
 
@@ -242,6 +286,9 @@ mod tests {
             assert!(Hello::parse(line).is_err(), "{line:?}");
         }
         assert!(Report::parse("failed x").is_err());
-        assert!(Order::parse("start 1 2", "", [0, 1]).is_err());
+        assert!(Report::parse("failed 256 0 0 1 x").is_err());
+        let hello = Hello::parse("tch-run 1 2 1 4 -").unwrap();
+        assert!(Order::parse("start 1 2", "", &hello).is_err());
+        assert!(Order::parse("HTTP/1.1 400 Bad Request", "", &hello).is_err());
     }
 }

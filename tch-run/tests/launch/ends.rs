@@ -19,6 +19,77 @@ fn the_first_to_fail_gives_the_exit_code_and_ends_the_others() {
     assert!(done.time < Duration::from_secs(10), "{:?}", done.time);
 }
 
+/// A rank that panics closes its connections before its process has ended.
+#[test]
+fn the_rank_that_says_it_failed_first_is_named() {
+    let place = Place::new();
+    let script = "case $RANK in \
+                  1) echo $(date +%s%N) first boom > $TCH_RUN_ERROR_FILE; echo > said; sleep 0.4; exit 101;; \
+                  0) until [ -e said ]; do sleep 0.02; done; \
+                  echo $(date +%s%N) follows closed by peer > $TCH_RUN_ERROR_FILE; exit 1;; \
+                  3) until [ -e said ]; do sleep 0.02; done; kill -KILL $$;; esac; exec sleep 60";
+    let done = place.run(&["-n", "4"], script);
+    assert_eq!(done.code, 101, "{}", done.err);
+    let lines: Vec<&str> = done.err.lines().collect();
+    assert_eq!(lines.len(), 3, "{}", done.err);
+    assert!(lines[0].starts_with("tch-run: rank 1 exited with 101 after "), "{}", done.err);
+    assert!(lines[0].ends_with(" s (boom); ending the others"), "{}", done.err);
+    let also = "tch-run: also rank 3 was killed by SIGKILL after ";
+    assert!(lines[1].starts_with(also), "{}", done.err);
+    assert!(lines[1].contains(" s, rank 0 exited with 1 after "), "{}", done.err);
+    assert!(lines[2].starts_with("tch-run: rank 1 exited with 101 "), "{}", done.err);
+}
+
+/// Its process may take a while to end after that.
+#[test]
+fn a_rank_that_has_said_so_has_the_time_to_end() {
+    let place = Place::new();
+    let script = "case $RANK in 1) echo $(date +%s%N) first boom > $TCH_RUN_ERROR_FILE; echo > said; \
+                  sleep 1.7; exit 101;; 0) until [ -e said ]; do sleep 0.02; done; exit 1;; esac; exec sleep 60";
+    let done = place.run(&["-n", "3"], script);
+    assert_eq!(done.code, 101, "{}", done.err);
+    assert!(done.err.starts_with("tch-run: rank 1 exited with 101 after "), "{}", done.err);
+}
+
+/// Clocks are not needed to tell a cause from what follows.
+#[test]
+fn a_rank_that_says_nothing_precedes_one_that_follows() {
+    let place = Place::new();
+    let script = "if [ $RANK = 0 ]; then echo 1 follows closed by peer > $TCH_RUN_ERROR_FILE; \
+                  echo > said; exit 1; fi; until [ -e said ]; do sleep 0.02; done; sleep 0.3; exit 5";
+    let done = place.run(&["-n", "2"], script);
+    assert_eq!(done.code, 5, "{}", done.err);
+    assert!(done.err.starts_with("tch-run: rank 1 exited with 5 after "), "{}", done.err);
+    assert!(done.err.contains("tch-run: also rank 0 exited with 1 after "), "{}", done.err);
+}
+
+#[test]
+fn a_rank_that_ended_well_before_a_failure_is_named() {
+    let place = Place::new();
+    let script = "case $RANK in 1) echo > left;; *) until [ -e left ]; do sleep 0.02; done; \
+                  sleep 0.3; [ $RANK = 0 ] && exit 4; exec sleep 60;; esac";
+    let done = place.run(&["-n", "3"], script);
+    assert_eq!(done.code, 4, "{}", done.err);
+    let line = done.err.lines().next().unwrap();
+    assert!(line.starts_with("tch-run: rank 0 exited with 4 after "), "{line}");
+    assert!(line.contains(" s; before that, rank 1 exited with 0 after "), "{line}");
+}
+
+#[test]
+fn what_a_rank_says_is_one_line_and_its_file_is_removed() {
+    let place = Place::new();
+    let script = "echo $TCH_RUN_ERROR_FILE > name.$RANK; \
+                  printf '1 first a\\033[2Jb\\nc' > $TCH_RUN_ERROR_FILE; \
+                  [ $RANK = 0 ] || exit 3";
+    let done = place.run(&["-n", "2"], script);
+    assert_eq!(done.code, 3);
+    assert!(done.err.contains("rank 1 exited with 3 after 0.0 s (a [2Jb c)"), "{:?}", done.err);
+    let names = [0, 1].map(|rank| place.read(&format!("name.{rank}")).trim().to_string());
+    assert_ne!(names[0], names[1]);
+    let folder = std::path::Path::new(&names[0]).parent().unwrap();
+    assert!(folder.is_absolute() && !folder.exists(), "{names:?}");
+}
+
 #[test]
 fn a_killed_rank_gives_128_and_its_signal() {
     for (name, number) in [("KILL", 9), ("ABRT", 6), ("SEGV", 11)] {

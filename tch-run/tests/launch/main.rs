@@ -80,6 +80,17 @@ fn gpus_are_those_that_ranks_would_see() {
 }
 
 #[test]
+fn help_is_a_word_and_an_option() {
+    let [word, option] = ["help", "--help"].map(|argument| {
+        let mut command = tch_run();
+        command.arg(argument);
+        finish(command, SOON)
+    });
+    assert_eq!((word.code, option.code), (0, 0), "{}", word.err);
+    assert!(word.out.contains("--max-restarts") && word.out == option.out, "{}", word.out);
+}
+
+#[test]
 fn a_program_that_is_not_there_is_named() {
     let place = Place::new();
     let mut command = tch_run();

@@ -74,6 +74,77 @@ fn a_failure_ends_all_nodes_with_its_exit_code() {
     }
 }
 
+/// The node whose failure is reported first need not be that of the rank that failed first.
+#[test]
+fn the_rank_that_failed_first_is_named_on_all_nodes() {
+    let place = Place::new();
+    let nodes = Nodes::new(&place, 2);
+    let script = "if [ $RANK = 1 ]; then echo $(date +%s%N) first boom > $TCH_RUN_ERROR_FILE; \
+                  echo > said; sleep 0.5; exit 9; fi; until [ -e said ]; do sleep 0.02; done; \
+                  echo $(date +%s%N) follows closed > $TCH_RUN_ERROR_FILE; exit 1";
+    let children = [0, 1].map(|node| nodes.start(node, &["-n", "1"], script));
+    for done in finish_all(children) {
+        assert_eq!(done.code, 9, "{}", done.err);
+        let last = done.err.lines().last().unwrap();
+        assert!(last.starts_with("tch-run: node 1: rank 1 exited with 9 after "), "{}", done.err);
+        assert!(last.ends_with(" s (boom); exit code 9"), "{}", done.err);
+    }
+}
+
+/// Another program at `--master`: the store of a job, for instance.
+#[test]
+fn a_master_that_is_no_tch_run_is_named_at_once() {
+    use std::io::Write;
+    let place = Place::new();
+    for (answer, words) in [
+        (None, "it was silent for 1 s"),
+        (Some("HTTP/1.1 400 Bad request\r\n"), "an unknown order"),
+        (Some(""), "its tch-run has ended"),
+    ] {
+        let other = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let master = other.local_addr().unwrap().to_string();
+        let nodes = Nodes { place: &place, master, nnodes: "2".to_string() };
+        let options = ["-n", "1", "--lost-after", "1"];
+        let child = nodes.start(1, &options, "true");
+        let (mut stream, _) = other.accept().unwrap();
+        if let Some(answer) = answer {
+            let mut hello = String::new();
+            let mut reader = std::io::BufReader::new(stream.try_clone().unwrap());
+            std::io::BufRead::read_line(&mut reader, &mut hello).unwrap();
+            stream.write_all(answer.as_bytes()).unwrap();
+            drop((stream, reader));
+        }
+        let done = finish_child(child, SOON);
+        assert_eq!(done.code, 1);
+        let expected = format!("{} is no tch-run of node 0: {words}", nodes.master);
+        assert!(done.err.contains(&expected), "{}", done.err);
+        assert!(done.err.contains("correct --master"), "{}", done.err);
+        assert!(done.time < Duration::from_secs(5), "{:?}", done.time);
+    }
+}
+
+#[test]
+fn node_0_listens_on_one_address() {
+    use std::net::TcpStream;
+    let place = Place::new();
+    for (listen, open, closed) in [
+        (&[][..], "127.0.0.2", "127.0.0.1"),
+        (&["--listen", "127.0.0.3"], "127.0.0.3", "127.0.0.2"),
+    ] {
+        let port = free_port();
+        let master = format!("127.0.0.2:{port}");
+        let nodes = Nodes { place: &place, master, nnodes: "2".to_string() };
+        let options = [&["-n", "1"], listen].concat();
+        let mut first = nodes.start(0, &options, "true");
+        wait_until("it listens", || TcpStream::connect((open, port)).is_ok());
+        assert!(TcpStream::connect((closed, port)).is_err(), "{open}");
+        let other = Nodes { master: format!("{open}:{port}"), nnodes: "2".to_string(), ..nodes };
+        let second = finish_child(other.start(1, &["-n", "1"], "true"), SOON);
+        assert_eq!(second.code, 0, "{}", second.err);
+        first.wait().unwrap();
+    }
+}
+
 /// The counts of restarts are one count: attempts begin together, and no rank of an earlier one is
 /// left anywhere when the next begins.
 #[test]
@@ -232,9 +303,25 @@ fn a_stranger_on_the_port_is_no_harm() {
     let script = "echo > ready.$RANK; until [ -e go ]; do sleep 0.02; done";
     let children = [0, 1].map(|node| nodes.start(node, &["-n", "1"], script));
     place.wait_for("ready.1");
-    for text in ["GET / HTTP/1.1\r\n\r\n", "tch-run 1 2 1 1 -\nnonsense\n", "", "done\n"] {
+    // More of them than there are places.
+    let mut open = Vec::new();
+    for text in [
+        "GET / HTTP/1.1\r\n\r\n",
+        "tch-run 2 2 1 1 -\nnonsense\n",
+        "tch-run 2 2 1 18446744073709551615 -\n",
+        "tch-run 2 18446744073709551615 18446744073709551615 1 -\n",
+        "alive\nalive\n",
+        "",
+        "done\n",
+    ]
+    .iter()
+    .cycle()
+    .take(100)
+    {
         let mut stream = std::net::TcpStream::connect(&nodes.master).unwrap();
-        stream.write_all(text.as_bytes()).unwrap();
+        // Node 0 may have closed it already.
+        let _ = stream.write_all(text.as_bytes());
+        open.push(stream);
     }
     std::thread::sleep(Duration::from_millis(200));
     std::fs::write(place.path("go"), "").unwrap();

@@ -38,6 +38,8 @@ impl Place {
     pub fn command(&self, options: &[&str], script: &str) -> Command {
         let mut command = tch_run();
         command.args(options).args(["--", "sh", "-c", script]).current_dir(self.folder());
+        // A tch-run that is killed leaves its files.
+        command.env("TMPDIR", self.folder());
         command
     }
 
