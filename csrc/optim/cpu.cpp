@@ -55,21 +55,25 @@ template <typename W, typename R, typename G, template <typename, typename> clas
 void update_part(const OptimSpan& span, const OptimCoefficients& coefficients, const Part& part) {
   using C = Compute<W>;
   using V = Vec<C>;
-  constexpr bool kHasSecond = std::is_same_v<Rule<V, C>, optim::AdamW<V, C>>;
+  constexpr bool kHasSecond = Rule<V, C>::kMoments > 1, kHasLargest = Rule<V, C>::kMoments > 2;
   const Rule<V, C> rule(coefficients);
   const auto root = [](const V& value) { return value.sqrt(); };
+  const auto larger = [](const V& a, const V& b) { return at::vec::maximum(a, b); };
   W* weight = static_cast<W*>(span.weight) + part.begin;
   const G* gradient = static_cast<const G*>(span.gradient) + part.begin;
   C* first = span.first == nullptr ? nullptr : static_cast<C*>(span.first) + part.begin;
   C* second = kHasSecond ? static_cast<C*>(span.second) + part.begin : nullptr;
+  C* largest = kHasLargest ? static_cast<C*>(span.largest) + part.begin : nullptr;
   for_each_vector<V::size()>(part.count, [&](int64_t at, auto count) {
-    V w = load(weight + at, count), m(C(0)), v(C(0));
+    V w = load(weight + at, count), m(C(0)), v(C(0)), most(C(0));
     if (first != nullptr) m = load(first + at, count);
     if constexpr (kHasSecond) v = load(second + at, count);
-    rule(w, load(gradient + at, count), m, v, root);
+    if constexpr (kHasLargest) most = load(largest + at, count);
+    rule(w, load(gradient + at, count), m, v, most, root, larger);
     store(w, weight + at, count);
     if (first != nullptr) store(m, first + at, count);
     if constexpr (kHasSecond) store(v, second + at, count);
+    if constexpr (kHasLargest) store(most, largest + at, count);
     if constexpr (!std::is_same_v<R, None>) {
       store(w, static_cast<R*>(span.rounded) + part.begin + at, count);
     }
@@ -117,10 +121,13 @@ static void optim_update(const OptimStep& step, int64_t begin, int64_t end) {
       using W = typename decltype(weight)::type;
       using R = typename decltype(rounded)::type;
       using G = typename decltype(gradient)::type;
-      if (step.rule == OptimRule::AdamW) {
-        update_part<W, R, G, optim::AdamW>(span, coefficients, part);
-      } else {
-        update_part<W, R, G, optim::Sgd>(span, coefficients, part);
+      switch (step.rule) {
+        case OptimRule::AdamW:
+          return update_part<W, R, G, optim::AdamW>(span, coefficients, part);
+        case OptimRule::AmsGrad:
+          return update_part<W, R, G, optim::AmsGrad>(span, coefficients, part);
+        case OptimRule::Sgd:
+          return update_part<W, R, G, optim::Sgd>(span, coefficients, part);
       }
     });
   });

@@ -61,8 +61,8 @@ constexpr int kVectors = 2;
 
 struct None {};
 
-// The arrays of a chunk. R and S are None if there are no rounded weights or no moments.
-template <typename W, typename R, typename G>
+// The arrays of a chunk. R is None if there are no rounded weights.
+template <typename W, typename R, typename G, bool kHasLargest>
 struct Arrays {
   using C = Compute<W>;
   W* weight;
@@ -70,18 +70,21 @@ struct Arrays {
   const G* gradient;
   C* first;
   C* second;
+  C* largest;
 
   __device__ Arrays(const OptimSpan& span, int64_t begin)
       : weight(static_cast<W*>(span.weight) + begin),
         rounded(static_cast<R*>(span.rounded) + begin),
         gradient(static_cast<const G*>(span.gradient) + begin),
         first(span.first == nullptr ? nullptr : static_cast<C*>(span.first) + begin),
-        second(span.second == nullptr ? nullptr : static_cast<C*>(span.second) + begin) {}
+        second(span.second == nullptr ? nullptr : static_cast<C*>(span.second) + begin),
+        largest(kHasLargest ? static_cast<C*>(span.largest) + begin : nullptr) {}
 
   template <int kLanes>
   __device__ bool all_fit() const {
     bool all = fits<W, kLanes>(weight) && fits<G, kLanes>(gradient) && fits<C, kLanes>(first) &&
                fits<C, kLanes>(second);
+    if constexpr (kHasLargest) all = all && fits<C, kLanes>(largest);
     if constexpr (!std::is_same_v<R, None>) all = all && fits<R, kLanes>(rounded);
     return all;
   }
@@ -90,34 +93,43 @@ struct Arrays {
 __device__ __forceinline__ float square_root(float x) { return sqrtf(x); }
 __device__ __forceinline__ double square_root(double x) { return sqrt(x); }
 
+// NaN stays NaN.
+template <typename C>
+__device__ __forceinline__ C larger_of(C a, C b) {
+  return a >= b || a != a ? a : b;
+}
+
 // What a thread holds of each array.
-template <typename W, typename G, int kLanes>
+template <typename W, typename R, typename G, bool kHasLargest, int kLanes>
 struct Held {
   using C = Compute<W>;
   Values<W, kLanes> weight;
   Values<G, kLanes> gradient;
-  Values<C, kLanes> first, second;
+  Values<C, kLanes> first, second, largest;
 
-  template <typename R>
-  __device__ __forceinline__ void load(const Arrays<W, R, G>& arrays, int at, bool has_first,
-                                       bool has_second) {
+  __device__ __forceinline__ void load(const Arrays<W, R, G, kHasLargest>& arrays, int at,
+                                       bool has_first, bool has_second) {
     weight = load_values<W, kLanes>(arrays.weight, at);
     gradient = load_values<G, kLanes>(arrays.gradient, at);
     if (has_first) first = load_values<C, kLanes>(arrays.first, at);
     if (has_second) second = load_values<C, kLanes>(arrays.second, at);
+    if constexpr (kHasLargest) largest = load_values<C, kLanes>(arrays.largest, at);
   }
 
-  template <typename R, typename Rule>
-  __device__ __forceinline__ void update(const Arrays<W, R, G>& arrays, int at, const Rule& rule,
-                                         bool has_first, bool has_second) {
+  template <typename Rule>
+  __device__ __forceinline__ void update(const Arrays<W, R, G, kHasLargest>& arrays, int at,
+                                         const Rule& rule, bool has_first, bool has_second) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      rule(weight.lane[lane], static_cast<C>(gradient.lane[lane]), first.lane[lane],
-           second.lane[lane], [](C x) { return square_root(x); });
+      rule(
+          weight.lane[lane], static_cast<C>(gradient.lane[lane]), first.lane[lane],
+          second.lane[lane], largest.lane[lane], [](C x) { return square_root(x); },
+          [](C a, C b) { return larger_of(a, b); });
     }
     store_values<W, kLanes>(arrays.weight, at, weight);
     if (has_first) store_values<C, kLanes>(arrays.first, at, first);
     if (has_second) store_values<C, kLanes>(arrays.second, at, second);
+    if constexpr (kHasLargest) store_values<C, kLanes>(arrays.largest, at, largest);
     if constexpr (!std::is_same_v<R, None>) {
       Values<R, kLanes> rounded;
 #pragma unroll
@@ -129,13 +141,13 @@ struct Held {
 
 // Updates the first `count` values, a multiple of kLanes. Everything is loaded before anything is
 // stored, because the compiler must assume that the arrays overlap.
-template <int kLanes, typename W, typename R, typename G, typename Rule>
-__device__ __forceinline__ void update_vectors(const Arrays<W, R, G>& arrays, int from, int count,
-                                               const Rule& rule) {
+template <int kLanes, typename W, typename R, typename G, bool kHasLargest, typename Rule>
+__device__ __forceinline__ void update_vectors(const Arrays<W, R, G, kHasLargest>& arrays, int from,
+                                               int count, const Rule& rule) {
   const bool has_first = arrays.first != nullptr, has_second = arrays.second != nullptr;
   constexpr int by = kThreads * kLanes;
   for (int at = from + static_cast<int>(threadIdx.x) * kLanes; at < count; at += by * kVectors) {
-    Held<W, G, kLanes> held[kVectors] = {};
+    Held<W, R, G, kHasLargest, kLanes> held[kVectors] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (at + i * by < count) held[i].load(arrays, at + i * by, has_first, has_second);
@@ -152,7 +164,7 @@ __device__ void update_part(const OptimSpan& span, const OptimCoefficients& coef
                             const Part& part) {
   using C = Compute<W>;
   const Rule<C, C> rule(coefficients);
-  const Arrays<W, R, G> arrays(span, part.begin);
+  const Arrays<W, R, G, (Rule<C, C>::kMoments > 2)> arrays(span, part.begin);
   constexpr int kLanes = kLanesOf<C>;
   int whole = 0;
   if (arrays.template all_fit<kLanes>()) {
@@ -195,9 +207,13 @@ __device__ __forceinline__ void update_span(const OptimSpan& span, const OptimCo
 }
 
 // With three blocks, the compiler uses 80 registers without spilling, and the loads of a
-// multiprocessor in flight are 96 KiB.
+// multiprocessor in flight are 96 KiB. AMSGrad has one array more and needs more than 80: with two
+// blocks, 80 KiB are in flight.
+template <template <typename, typename> class Rule>
+constexpr int kBlocks = Rule<float, float>::kMoments > 2 ? 2 : 3;
+
 template <template <typename, typename> class Rule, bool kHasDouble, int kCapacity>
-__global__ void __launch_bounds__(kThreads, kHasDouble ? 1 : 3)
+__global__ void __launch_bounds__(kThreads, kHasDouble ? 1 : kBlocks<Rule>)
     update_kernel(const __grid_constant__ Table<kCapacity> table,
                   const __grid_constant__ OptimStep step) {
   const Part part = part_of_block(table, step);
@@ -431,10 +447,17 @@ void for_tables(const Params& params, const Body& body) {
   for_each_table<kMany>(params, body);
 }
 
-template <template <typename, typename> class Rule, bool kHasDouble>
+template <template <typename, typename> class Rule>
 void start_update(const OptimStep& params, cudaStream_t stream) {
+  const bool has_double =
+      std::any_of(params.spans, params.spans + params.count,
+                  [](const OptimSpan& span) { return span.kind == kTchExtensionDouble; });
   for_tables(params, [&](const auto& table, unsigned int blocks, bool) {
-    update_kernel<Rule, kHasDouble><<<blocks, kThreads, 0, stream>>>(table, params);
+    if (has_double) {
+      update_kernel<Rule, true><<<blocks, kThreads, 0, stream>>>(table, params);
+    } else {
+      update_kernel<Rule, false><<<blocks, kThreads, 0, stream>>>(table, params);
+    }
   });
 }
 
@@ -467,15 +490,16 @@ extern "C" LaunchStatus tch_extension_optim_scan_cuda(const OptimStep* params,
 
 extern "C" LaunchStatus tch_extension_optim_update_cuda(const OptimStep* params,
                                                         cudaStream_t stream) {
-  const bool has_double =
-      std::any_of(params->spans, params->spans + params->count,
-                  [](const OptimSpan& span) { return span.kind == kTchExtensionDouble; });
-  if (params->rule == OptimRule::AdamW) {
-    has_double ? optim::start_update<optim::AdamW, true>(*params, stream)
-               : optim::start_update<optim::AdamW, false>(*params, stream);
-  } else {
-    has_double ? optim::start_update<optim::Sgd, true>(*params, stream)
-               : optim::start_update<optim::Sgd, false>(*params, stream);
+  switch (params->rule) {
+    case OptimRule::AdamW:
+      optim::start_update<optim::AdamW>(*params, stream);
+      break;
+    case OptimRule::AmsGrad:
+      optim::start_update<optim::AmsGrad>(*params, stream);
+      break;
+    case OptimRule::Sgd:
+      optim::start_update<optim::Sgd>(*params, stream);
+      break;
   }
   return launch_status("optim_update");
 }

@@ -12,12 +12,13 @@
 //   w ← (1 - lr λ) w;  m ← β₁ m + (1 - β₁) g';  v ← β₂ v + (1 - β₂) g'²
 //   w ← w - lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 //
-// and SGD is torch.optim.SGD with momentum μ and dampening τ (which is 0 in the first step):
+// With AMSGrad, √v is the root of the largest v so far. With `maximize`, g' has the other sign.
+// SGD is torch.optim.SGD with momentum μ and dampening τ (which is 0 in the first step):
 //
 //   d = g' + λ w;  b ← μ b + (1 - τ) d;  d ← b, or d + μ b for Nesterov;  w ← w - lr d
 //
-// Half kinds are computed in float. Floor of AdamW in float: 28 bytes per value, and 4 for the
-// norm.
+// Half kinds are computed in float. Floor of AdamW in float: 28 bytes per value, 36 with AMSGrad,
+// and 4 for the norm.
 #pragma once
 
 #include <cmath>
@@ -79,12 +80,12 @@ TCH_EXTENSION_HOST_DEVICE void prepare(const OptimStep& step, const OptimSpan& s
   const OptimHyper& hyper = *span.hyper;
   OptimCoefficients c{};
   c.skip = skip ? 1 : 0;
-  c.inverse_scale = inverse_of(step.grad_scale);
+  c.inverse_scale = inverse_of(step.grad_scale) * (hyper.maximize != 0 ? -1 : 1);
   c.clip = is_clipped(step) ? clip_of(totals.squares, *step.max_norm) : 1;
   c.first = hyper.first;
   const int64_t steps = *span.step + 1;
   bool counts = !skip;
-  if (step.rule == OptimRule::AdamW) {
+  if (step.rule != OptimRule::Sgd) {
     c.rate = hyper.lr / (1 - pow(hyper.first, static_cast<double>(steps)));
     c.decay = 1 - hyper.lr * hyper.weight_decay;
     c.second = hyper.second;
@@ -103,12 +104,14 @@ TCH_EXTENSION_HOST_DEVICE void prepare(const OptimStep& step, const OptimSpan& s
 }
 
 // The rules, for values of type X, which is a number or a vector of them. C is the type in which
-// they are computed.
-template <typename X, typename C>
-struct AdamW {
+// they are computed. Each uses the first `kMoments` of `first`, `second` and `largest`.
+template <typename X, typename C, bool kIsAmsGrad>
+struct Adam {
+  static constexpr int kMoments = kIsAmsGrad ? 3 : 2;
+
   X inverse_scale, clip, decay, first, first_rest, second, second_rest, rate, root, epsilon;
 
-  TCH_EXTENSION_HOST_DEVICE explicit AdamW(const OptimCoefficients& c)
+  TCH_EXTENSION_HOST_DEVICE explicit Adam(const OptimCoefficients& c)
       : inverse_scale(static_cast<C>(c.inverse_scale)),
         clip(static_cast<C>(c.clip)),
         decay(static_cast<C>(c.decay)),
@@ -120,19 +123,28 @@ struct AdamW {
         root(static_cast<C>(c.root)),
         epsilon(static_cast<C>(c.epsilon)) {}
 
-  // `square_root` is the function of X.
-  template <typename SquareRoot>
-  TCH_EXTENSION_HOST_DEVICE void operator()(X& w, X g, X& m, X& v, SquareRoot square_root) const {
+  // `square_root` and `larger` are the functions of X. A NaN is larger than any number.
+  template <typename SquareRoot, typename Larger>
+  TCH_EXTENSION_HOST_DEVICE void operator()(X& w, X g, X& m, X& v, X& largest,
+                                            SquareRoot square_root, Larger larger) const {
     g = g * inverse_scale * clip;
     w = w * decay;
     m = first * m + first_rest * g;
     v = second * v + second_rest * (g * g);
-    w = w - rate * m / (square_root(v) * root + epsilon);
+    if constexpr (kIsAmsGrad) largest = larger(largest, v);
+    w = w - rate * m / (square_root(kIsAmsGrad ? largest : v) * root + epsilon);
   }
 };
 
 template <typename X, typename C>
+using AdamW = Adam<X, C, false>;
+template <typename X, typename C>
+using AmsGrad = Adam<X, C, true>;
+
+template <typename X, typename C>
 struct Sgd {
+  static constexpr int kMoments = 1;
+
   X inverse_scale, clip, rate, decay, momentum, gain;
   bool has_momentum, is_nesterov;
 
@@ -146,8 +158,8 @@ struct Sgd {
         has_momentum(c.first != 0),
         is_nesterov(c.root != 0) {}
 
-  template <typename SquareRoot>
-  TCH_EXTENSION_HOST_DEVICE void operator()(X& w, X g, X& b, X&, SquareRoot) const {
+  template <typename SquareRoot, typename Larger>
+  TCH_EXTENSION_HOST_DEVICE void operator()(X& w, X g, X& b, X&, X&, SquareRoot, Larger) const {
     g = g * inverse_scale * clip;
     g = g + decay * w;
     if (has_momentum) {

@@ -21,6 +21,8 @@ enum class OptimReadiness : int32_t {
 // How parameters are updated.
 enum class OptimRule : int32_t {
   AdamW,
+  // AdamW with AMSGrad.
+  AmsGrad,
   Sgd,
 };
 
@@ -50,6 +52,8 @@ struct OptimHyper {
   double epsilon;
   // SGD: 1 for Nesterov's momentum, or else 0.
   double nesterov;
+  // 1 if gradients are followed upward, or else 0.
+  double maximize;
 };
 
 // What a step multiplies the values of a span with. The first kernel of a step computes it from
@@ -57,7 +61,7 @@ struct OptimHyper {
 struct OptimCoefficients {
   // Not 0: nothing is updated.
   double skip;
-  // Gradients are multiplied by this, and then by `clip`.
+  // Gradients are multiplied by this, and then by `clip`. Negative if they are followed upward.
   double inverse_scale;
   double clip;
   // AdamW: lr / (1 - β₁ᵗ). SGD: lr.
@@ -87,16 +91,19 @@ struct OptimSpan {
   void* first;
   // AdamW's mean of squared gradients; null for SGD.
   void* second;
+  // AMSGrad's largest `second` so far; null for others.
+  void* largest;
   // The number of steps so far. SGD counts the updates of its buffer.
   int64_t* step;
   const OptimHyper* hyper;
   int64_t len;
   // The number of chunks of the spans before this one.
   int64_t begin;
-  int32_t kind;
-  int32_t rounded_kind;
-  int32_t gradient_kind;
-  int32_t reserved;
+  // libtorch's numbers of the kinds. They are small, so that more spans fit into a launch.
+  int16_t kind;
+  int16_t rounded_kind;
+  int16_t gradient_kind;
+  int16_t reserved;
 };
 
 // One step over spans whose tensors are on one device.
@@ -153,5 +160,5 @@ struct OptimStore {
   double* to;
   int64_t count;
   // `[count]`
-  double values[6];
+  double values[7];
 };

@@ -5,7 +5,7 @@ use super::{NamedTensor, Optimizer};
 use crate::{Error, Result};
 use tch::nn::VarStore;
 
-/// AdamW: `torch.optim.AdamW`, with the fields and defaults of tch's.
+/// AdamW: `torch.optim.AdamW`, with the fields and defaults of tch's, and `maximize`.
 ///
 /// With the gradient g, the learning rate η, and t steps so far:
 ///
@@ -13,6 +13,9 @@ use tch::nn::VarStore;
 /// w ← (1 - η·wd) w;  m ← β₁ m + (1 - β₁) g;  v ← β₂ v + (1 - β₂) g²
 /// w ← w - η / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵗ) + ε)
 /// ```
+///
+/// With AMSGrad, v in the last line is the largest v so far. With `maximize`, g is the negative
+/// gradient.
 ///
 /// Equivalent to, for each parameter `w` with the gradient `g`:
 ///
@@ -30,7 +33,8 @@ use tch::nn::VarStore;
 /// # assert!((w.double_value(&[0]) - (1.0 - 1e-5 - 1e-3)).abs() < 1e-9);
 /// ```
 ///
-/// Source: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019.
+/// Sources: Loshchilov and Hutter, *Decoupled Weight Decay Regularization*, 2019; for AMSGrad,
+/// Reddi, Kale and Kumar, *On the Convergence of Adam and Beyond*, 2018.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamW {
     /// β₁: how much of the mean of gradients is kept.
@@ -41,13 +45,16 @@ pub struct AdamW {
     pub wd: f64,
     /// ε: keeps the denominator away from zero.
     pub eps: f64,
-    /// Must be false: the variant AMSGrad is not built. The field is there because tch has it.
+    /// The variant AMSGrad, which keeps the largest mean of squared gradients: a third state.
     pub amsgrad: bool,
+    /// Whether the objective is to become larger, not smaller.
+    pub maximize: bool,
 }
 
 impl Default for AdamW {
     fn default() -> Self {
-        AdamW { beta1: 0.9, beta2: 0.999, wd: 0.01, eps: 1e-8, amsgrad: false }
+        let (amsgrad, maximize) = (false, false);
+        AdamW { beta1: 0.9, beta2: 0.999, wd: 0.01, eps: 1e-8, amsgrad, maximize }
     }
 }
 
@@ -85,15 +92,23 @@ impl AdamW {
         self
     }
 
-    /// Sets whether to use AMSGrad, which [`OptimizerConfig::build`] refuses.
+    /// Sets whether to use AMSGrad.
     #[must_use]
     pub fn amsgrad(mut self, amsgrad: bool) -> Self {
         self.amsgrad = amsgrad;
         self
     }
+
+    /// Sets whether to maximize.
+    #[must_use]
+    pub fn maximize(mut self, maximize: bool) -> Self {
+        self.maximize = maximize;
+        self
+    }
 }
 
-/// Stochastic gradient descent: `torch.optim.SGD`, with the fields and defaults of tch's.
+/// Stochastic gradient descent: `torch.optim.SGD`, with the fields and defaults of tch's, and
+/// `maximize`.
 ///
 /// With the gradient g and the learning rate η, and without the buffer b if the momentum is 0:
 ///
@@ -101,6 +116,8 @@ impl AdamW {
 /// d = g + wd·w;  b ← momentum·b + (1 - dampening) d, at first d
 /// d ← d + momentum·b with nesterov, or else b;  w ← w - η d
 /// ```
+///
+/// With `maximize`, g is the negative gradient.
 ///
 /// Equivalent to, for each parameter `w` with the gradient `g`:
 ///
@@ -125,11 +142,13 @@ pub struct Sgd {
     pub wd: f64,
     /// Nesterov's momentum.
     pub nesterov: bool,
+    /// Whether the objective is to become larger, not smaller.
+    pub maximize: bool,
 }
 
 /// Makes an [`Sgd`], as tch's function does.
 pub fn sgd(momentum: f64, dampening: f64, wd: f64, nesterov: bool) -> Sgd {
-    Sgd { momentum, dampening, wd, nesterov }
+    Sgd { momentum, dampening, wd, nesterov, maximize: false }
 }
 
 mod sealed {
@@ -142,6 +161,8 @@ mod sealed {
 #[derive(Clone, Copy, Debug)]
 #[doc(hidden)]
 pub struct Algorithm {
+    /// The name of `build` in errors.
+    pub(super) op: &'static str,
     pub(super) rule: Rule,
     pub(super) hyper: Hyper,
 }
@@ -149,7 +170,7 @@ pub struct Algorithm {
 /// Builds optimizers: [`AdamW`] and [`Sgd`] are configurations, as in tch.
 pub trait OptimizerConfig: Sized + sealed::Sealed {
     #[doc(hidden)]
-    fn algorithm(&self, lr: f64) -> Result<Algorithm>;
+    fn algorithm(&self, lr: f64) -> Algorithm;
 
     /// Makes an optimizer of all trainable variables of a store, in their groups
     /// ([`Path::set_group`](tch::nn::Path::set_group)). Variables that are added to the store later
@@ -159,7 +180,7 @@ pub trait OptimizerConfig: Sized + sealed::Sealed {
     /// When a number is out of its range, or for a variable that cannot be updated; see
     /// [`Optimizer`].
     fn build(self, vs: &VarStore, lr: f64) -> Result<Optimizer> {
-        Optimizer::of_store(self.algorithm(lr)?, vs)
+        Optimizer::of_store(self.algorithm(lr), vs)
     }
 
     /// Makes an optimizer of tensors of your choice, such as parts of parameters. They need not be
@@ -181,24 +202,12 @@ pub trait OptimizerConfig: Sized + sealed::Sealed {
     /// # Errors
     /// As for [`build`](Self::build), and when two tensors have one name.
     fn build_of(self, parameters: Vec<NamedTensor>, lr: f64) -> Result<Optimizer> {
-        Optimizer::of_tensors(self.algorithm(lr)?, parameters)
+        Optimizer::of_tensors(self.algorithm(lr), parameters)
     }
 }
 
 impl OptimizerConfig for AdamW {
-    fn algorithm(&self, lr: f64) -> Result<Algorithm> {
-        let op = "AdamW::build";
-        if self.amsgrad {
-            let hint = "tch::nn::AdamW has it";
-            return Err(Error::argument(op, "amsgrad", "false", "true, which is not built", hint));
-        }
-        check_lr(op, lr)?;
-        check_weight_decay(op, self.wd)?;
-        check_beta(op, "beta1", self.beta1)?;
-        check_beta(op, "beta2", self.beta2)?;
-        if !self.eps.is_finite() || self.eps < 0.0 {
-            return Err(out_of_range(op, "eps", "a finite number, 0 or more", self.eps));
-        }
+    fn algorithm(&self, lr: f64) -> Algorithm {
         let hyper = Hyper {
             lr,
             weight_decay: self.wd,
@@ -206,61 +215,75 @@ impl OptimizerConfig for AdamW {
             second: self.beta2,
             epsilon: self.eps,
             nesterov: 0.0,
+            maximize: self.maximize.into(),
         };
-        Ok(Algorithm { rule: Rule::AdamW, hyper })
+        let rule = if self.amsgrad { Rule::AmsGrad } else { Rule::AdamW };
+        Algorithm { op: "AdamW::build", rule, hyper }
     }
 }
 
 impl OptimizerConfig for Sgd {
-    fn algorithm(&self, lr: f64) -> Result<Algorithm> {
-        let op = "Sgd::build";
-        check_lr(op, lr)?;
-        check_weight_decay(op, self.wd)?;
-        check_momentum(op, self.momentum)?;
-        if !self.dampening.is_finite() {
-            return Err(out_of_range(op, "dampening", "a finite number", self.dampening));
-        }
-        if self.nesterov && (self.momentum <= 0.0 || self.dampening != 0.0) {
-            let got = format!("momentum {} and dampening {}", self.momentum, self.dampening);
-            let expected = "a momentum and no dampening";
-            return Err(Error::argument(op, "nesterov", expected, got, ""));
-        }
+    fn algorithm(&self, lr: f64) -> Algorithm {
         let hyper = Hyper {
             lr,
             weight_decay: self.wd,
             first: self.momentum,
             second: self.dampening,
             epsilon: 0.0,
-            nesterov: if self.nesterov { 1.0 } else { 0.0 },
+            nesterov: self.nesterov.into(),
+            maximize: self.maximize.into(),
         };
-        Ok(Algorithm { rule: Rule::Sgd, hyper })
+        Algorithm { op: "Sgd::build", rule: Rule::Sgd, hyper }
     }
 }
 
-pub(super) fn out_of_range(op: &str, argument: &str, expected: &str, got: f64) -> Error {
-    Error::argument(op, argument, expected, format!("{got}"), "")
-}
-
-pub(super) fn check_lr(op: &str, lr: f64) -> Result<()> {
-    let fits = lr >= 0.0 && lr.is_finite();
-    if fits { Ok(()) } else { Err(out_of_range(op, "lr", "a finite number, 0 or more", lr)) }
-}
-
-pub(super) fn check_weight_decay(op: &str, wd: f64) -> Result<()> {
-    let fits = wd >= 0.0 && wd.is_finite();
-    if fits { Ok(()) } else { Err(out_of_range(op, "wd", "a finite number, 0 or more", wd)) }
-}
-
-pub(super) fn check_beta(op: &str, argument: &str, beta: f64) -> Result<()> {
-    let fits = (0.0..1.0).contains(&beta);
-    if fits { Ok(()) } else { Err(out_of_range(op, argument, "0 or more and below 1", beta)) }
-}
-
-pub(super) fn check_momentum(op: &str, momentum: f64) -> Result<()> {
-    let fits = momentum >= 0.0 && momentum.is_finite();
-    if fits {
-        Ok(())
-    } else {
-        Err(out_of_range(op, "momentum", "a finite number, 0 or more", momentum))
+/// The numbers of a group that an algorithm uses, with their names in errors and in files.
+pub(super) fn numbers(rule: Rule, hyper: &mut Hyper) -> [(&'static str, &mut f64); 6] {
+    let Hyper { lr, weight_decay, first, second, epsilon, nesterov, maximize } = hyper;
+    let (lr, decay) = (("lr", lr), ("weight_decay", weight_decay));
+    let maximize = ("maximize", maximize);
+    match rule {
+        Rule::AdamW | Rule::AmsGrad => {
+            [lr, decay, ("beta1", first), ("beta2", second), ("eps", epsilon), maximize]
+        }
+        Rule::Sgd => {
+            let nesterov = ("nesterov", nesterov);
+            [lr, decay, ("momentum", first), ("dampening", second), nesterov, maximize]
+        }
     }
+}
+
+/// A number that no optimizer may have.
+pub(super) struct Refused {
+    pub word: &'static str,
+    pub expected: &'static str,
+    pub got: String,
+}
+
+impl Refused {
+    pub fn into_error(self, op: &str) -> Error {
+        Error::argument(op, self.word, self.expected, self.got, "")
+    }
+}
+
+/// Checks the numbers of a group, whether they come from `build`, from a setter or from a file.
+pub(super) fn check(rule: Rule, hyper: &Hyper) -> std::result::Result<(), Refused> {
+    let mut copy = *hyper;
+    for (word, value) in numbers(rule, &mut copy) {
+        let (fits, expected) = match word {
+            "beta1" | "beta2" => ((0.0..1.0).contains(value), "0 or more and below 1"),
+            "dampening" => (value.is_finite(), "a finite number"),
+            "nesterov" | "maximize" => ([0.0, 1.0].contains(value), "0 or 1"),
+            _ => (value.is_finite() && *value >= 0.0, "a finite number, 0 or more"),
+        };
+        if !fits {
+            return Err(Refused { word, expected, got: format!("{value}") });
+        }
+    }
+    let Hyper { first: momentum, second: dampening, nesterov, .. } = *hyper;
+    if nesterov != 0.0 && (momentum <= 0.0 || dampening != 0.0) {
+        let got = format!("momentum {momentum} and dampening {dampening}");
+        return Err(Refused { word: "nesterov", expected: "a momentum and no dampening", got });
+    }
+    Ok(())
 }

@@ -107,7 +107,7 @@ impl AllGathered<'_> {
     /// The memory on each device of the gradients that are read where they are, each value once:
     /// autograd may give two parameters one gradient, or parts of one.
     pub fn in_place(&self, op: &str) -> Result<Vec<(Device, Spans)>> {
-        let on = |device| Ok((device, Spans::of_gradients(&self.memory_on(op, device)?, device)));
+        let on = |device| Ok((device, Spans::of_gradients(&self.memory_on(op, device)?, device)?));
         self.devices().into_iter().map(on).collect()
     }
 

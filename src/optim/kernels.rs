@@ -12,6 +12,8 @@ use torch_sys::C_tensor;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rule {
     AdamW,
+    /// AdamW with AMSGrad.
+    AmsGrad,
     Sgd,
 }
 
@@ -30,10 +32,12 @@ pub(super) struct Hyper {
     pub epsilon: f64,
     /// SGD: 1 for Nesterov's momentum, or else 0.
     pub nesterov: f64,
+    /// 1 if gradients are followed upward, or else 0.
+    pub maximize: f64,
 }
 
 /// The number of values in a [`Hyper`].
-pub(super) const HYPERS: i64 = 6;
+pub(super) const HYPERS: i64 = 7;
 
 /// What a step multiplies the values of a span with. The first kernel of a step computes it from
 /// the group's numbers, the number of steps and the gradients' norm.
@@ -42,7 +46,7 @@ pub(super) const HYPERS: i64 = 6;
 pub(super) struct Coefficients {
     /// Not 0: nothing is updated.
     skip: f64,
-    /// Gradients are multiplied by this, and then by `clip`.
+    /// Gradients are multiplied by this, and then by `clip`. Negative if they are followed upward.
     inverse_scale: f64,
     clip: f64,
     /// AdamW: lr / (1 - β₁ᵗ). SGD: lr.
@@ -77,16 +81,19 @@ pub(super) struct Span {
     first: *mut c_void,
     /// AdamW's mean of squared gradients; null for SGD.
     second: *mut c_void,
+    /// AMSGrad's largest `second` so far; null for others.
+    largest: *mut c_void,
     /// The number of steps so far. SGD counts the updates of its buffer.
     step: *mut i64,
     hyper: *const Hyper,
     len: i64,
     /// The number of chunks of the spans before this one.
     begin: i64,
-    kind: i32,
-    rounded_kind: i32,
-    gradient_kind: i32,
-    reserved: i32,
+    /// libtorch's numbers of the kinds. They are small, so that more spans fit into a launch.
+    kind: i16,
+    rounded_kind: i16,
+    gradient_kind: i16,
+    reserved: i16,
 }
 
 /// One step over spans whose tensors are on one device.
@@ -146,7 +153,7 @@ pub(super) struct Store {
     to: *mut f64,
     count: i64,
     /// `[count]`
-    values: [f64; 6],
+    values: [f64; 7],
 }
 
 /// Whether a tensor can be updated, and what is in the way. C++ makes the values.
@@ -321,6 +328,7 @@ pub(super) struct Update<'a> {
     /// `[len]`, `Float`, or `Double` for a parameter of that kind.
     pub first: Option<&'a Owned>,
     pub second: Option<&'a Owned>,
+    pub largest: Option<&'a Owned>,
     /// `[1]`, `Int64`
     pub step: &'a Owned,
     /// `[HYPERS]`, `Double`
@@ -341,16 +349,22 @@ impl Update<'_> {
             gradient: gradient.data,
             first: data(self.first),
             second: data(self.second),
+            largest: data(self.largest),
             step: self.step.data.cast(),
             hyper: self.hyper.data.cast_const().cast(),
             len: parameter.len,
             begin: 0,
-            kind,
-            rounded_kind,
-            gradient_kind: gradient.kind,
+            kind: short(kind)?,
+            rounded_kind: short(rounded_kind)?,
+            gradient_kind: short(gradient.kind)?,
             reserved: 0,
         })
     }
+}
+
+/// libtorch's number of a kind, as spans have it.
+fn short(kind: i32) -> Result<i16> {
+    i16::try_from(kind).map_err(|_| Error::msg(format!("internal error: no kind: {kind}")))
 }
 
 /// The spans of one device, cut into chunks.
@@ -368,23 +382,27 @@ impl Spans {
     }
 
     /// Of gradients alone.
-    pub fn of_gradients(gradients: &[Fact], device: Device) -> Spans {
-        let span = |gradient: &Fact| Span {
-            weight: null_mut(),
-            rounded: null_mut(),
-            gradient: gradient.data,
-            first: null_mut(),
-            second: null_mut(),
-            step: null_mut(),
-            hyper: null_mut(),
-            len: gradient.len,
-            begin: 0,
-            kind: gradient.kind,
-            rounded_kind: -1,
-            gradient_kind: gradient.kind,
-            reserved: 0,
+    pub fn of_gradients(gradients: &[Fact], device: Device) -> Result<Spans> {
+        let span = |gradient: &Fact| {
+            let kind = short(gradient.kind)?;
+            Ok(Span {
+                weight: null_mut(),
+                rounded: null_mut(),
+                gradient: gradient.data,
+                first: null_mut(),
+                second: null_mut(),
+                largest: null_mut(),
+                step: null_mut(),
+                hyper: null_mut(),
+                len: gradient.len,
+                begin: 0,
+                kind,
+                rounded_kind: -1,
+                gradient_kind: kind,
+                reserved: 0,
+            })
         };
-        Spans::cut(gradients.iter().map(span).collect(), device)
+        Ok(Spans::cut(gradients.iter().map(span).collect::<Result<_>>()?, device))
     }
 
     fn cut(mut spans: Vec<Span>, device: Device) -> Spans {
@@ -570,8 +588,8 @@ pub(super) fn rewrite(spans: &Spans, device: Device, limit: Limit<'_>) -> Result
 /// Writes the numbers of a group to memory of a device, after the work that the current stream was
 /// given so far.
 pub(super) fn store_hyper(hyper: &Hyper, to: &Owned, device: Device) -> Result<()> {
-    let Hyper { lr, weight_decay, first, second, epsilon, nesterov } = *hyper;
-    store(&[lr, weight_decay, first, second, epsilon, nesterov], to, device)
+    let Hyper { lr, weight_decay, first, second, epsilon, nesterov, maximize } = *hyper;
+    store(&[lr, weight_decay, first, second, epsilon, nesterov, maximize], to, device)
 }
 
 /// Writes at most [`HYPERS`] numbers.

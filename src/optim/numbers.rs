@@ -3,7 +3,7 @@
 
 use super::config;
 use super::kernels::{self, Hyper, Rule};
-use super::optimizer::{Optimizer, refuse_capture, unwrap};
+use super::optimizer::{Group, Optimizer, refuse_capture, unwrap};
 use crate::{Error, Result};
 use std::collections::BTreeSet;
 use tch::Tensor;
@@ -18,11 +18,10 @@ impl Optimizer {
     ///
     /// # Errors
     /// When `lr` is negative or not finite; while the current stream is being captured, because a
-    /// graph would set it in every replay; errors of CUDA.
+    /// graph would set it in every replay; errors of CUDA. Then no group has changed, unless CUDA
+    /// failed.
     pub fn f_set_lr(&mut self, lr: f64) -> Result<()> {
-        let op = "Optimizer::set_lr";
-        config::check_lr(op, lr)?;
-        self.change(op, None, |hyper, _| hyper.lr = lr)
+        self.change("Optimizer::set_lr", None, |hyper, _| hyper.lr = lr)
     }
 
     /// Sets the learning rate of a group.
@@ -35,9 +34,7 @@ impl Optimizer {
     /// # Errors
     /// As for [`f_set_lr`](Self::f_set_lr), and when there is no such group.
     pub fn f_set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
-        let op = "Optimizer::set_lr_group";
-        config::check_lr(op, lr)?;
-        self.change(op, Some(group), |hyper, _| hyper.lr = lr)
+        self.change("Optimizer::set_lr_group", Some(group), |hyper, _| hyper.lr = lr)
     }
 
     /// The learning rate of a group, if there is one.
@@ -53,11 +50,9 @@ impl Optimizer {
     /// [`set_momentum`](Self::set_momentum), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr`](Self::f_set_lr).
+    /// As for [`f_set_lr`](Self::f_set_lr); Nesterov's momentum may not become 0.
     pub fn f_set_momentum(&mut self, momentum: f64) -> Result<()> {
-        let op = "Optimizer::set_momentum";
-        self.check_momentum(op, momentum)?;
-        self.change(op, None, |hyper, _| hyper.first = momentum)
+        self.change("Optimizer::set_momentum", None, |hyper, _| hyper.first = momentum)
     }
 
     /// Sets SGD's momentum, or AdamW's β₁, of a group.
@@ -71,15 +66,7 @@ impl Optimizer {
     /// As for [`f_set_lr_group`](Self::f_set_lr_group).
     pub fn f_set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
         let op = "Optimizer::set_momentum_group";
-        self.check_momentum(op, momentum)?;
         self.change(op, Some(group), |hyper, _| hyper.first = momentum)
-    }
-
-    fn check_momentum(&self, op: &str, momentum: f64) -> Result<()> {
-        match self.rule {
-            Rule::AdamW => config::check_beta(op, "momentum", momentum),
-            Rule::Sgd => config::check_momentum(op, momentum),
-        }
     }
 
     /// Sets AdamW's β₁ and β₂ of a group.
@@ -93,17 +80,10 @@ impl Optimizer {
     /// As for [`f_set_lr_group`](Self::f_set_lr_group), and for an optimizer other than AdamW.
     pub fn f_set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) -> Result<()> {
         let op = "Optimizer::set_betas_group";
-        if self.rule != Rule::AdamW {
-            return Err(Error::argument(
-                op,
-                "self",
-                "AdamW",
-                "Sgd",
-                "set_momentum_group is for both",
-            ));
+        if self.rule == Rule::Sgd {
+            let hint = "set_momentum_group is for both";
+            return Err(Error::argument(op, "self", "AdamW", "Sgd", hint));
         }
-        config::check_beta(op, "beta1", beta1)?;
-        config::check_beta(op, "beta2", beta2)?;
         self.change(op, Some(group), |hyper, _| (hyper.first, hyper.second) = (beta1, beta2))
     }
 
@@ -118,9 +98,7 @@ impl Optimizer {
     /// # Errors
     /// As for [`f_set_lr`](Self::f_set_lr).
     pub fn f_set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
-        let op = "Optimizer::set_weight_decay";
-        config::check_weight_decay(op, weight_decay)?;
-        self.change(op, None, decay(weight_decay))
+        self.change("Optimizer::set_weight_decay", None, decay(weight_decay))
     }
 
     /// Sets the weight decay of a group, with the same exception.
@@ -133,9 +111,7 @@ impl Optimizer {
     /// # Errors
     /// As for [`f_set_lr_group`](Self::f_set_lr_group).
     pub fn f_set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
-        let op = "Optimizer::set_weight_decay_group";
-        config::check_weight_decay(op, weight_decay)?;
-        self.change(op, Some(group), decay(weight_decay))
+        self.change("Optimizer::set_weight_decay_group", Some(group), decay(weight_decay))
     }
 
     /// Exempts parameters from the weight decay: those for whose name and tensor `is_exempt` is
@@ -161,7 +137,7 @@ impl Optimizer {
     }
 
     /// Changes the numbers of a group, or of all groups and of groups to come, here and on each
-    /// device.
+    /// device, if none is refused.
     pub(super) fn change(
         &mut self,
         op: &str,
@@ -174,21 +150,26 @@ impl Optimizer {
             let hint = "Path::set_group puts new variables into a group";
             return Err(Error::argument(op, "group", expected, format!("{id}"), hint));
         }
+        let changed = |mut hyper: Hyper, is_exempt| {
+            change(&mut hyper, is_exempt);
+            let checked = config::check(self.rule, &hyper);
+            checked.map(|()| hyper).map_err(|refused| refused.into_error(op))
+        };
+        let of_group = |group: &Group| match id {
+            Some(id) if id != group.id => Ok(group.hyper),
+            _ => changed(group.hyper, group.is_exempt),
+        };
+        let new = self.groups.iter().map(of_group).collect::<Result<Vec<_>>>()?;
+        let defaults = if id.is_none() { changed(self.defaults, false)? } else { self.defaults };
         refuse_capture(op, self.places.iter().map(|place| place.device))?;
-        for group in self.groups.iter_mut().filter(|group| id.is_none_or(|id| group.id == id)) {
-            let mut hyper = group.hyper;
-            change(&mut hyper, group.is_exempt);
-            if hyper == group.hyper {
-                continue;
-            }
+        let groups = self.groups.iter_mut().zip(new);
+        for (group, hyper) in groups.filter(|(group, hyper)| group.hyper != *hyper) {
             for (device, numbers) in &group.on {
                 kernels::store_hyper(&hyper, numbers, *device)?;
             }
             group.hyper = hyper;
         }
-        if id.is_none() {
-            change(&mut self.defaults, false);
-        }
+        self.defaults = defaults;
         self.make_buffers()
     }
 }

@@ -118,9 +118,10 @@ pub(super) fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
 }
 
 impl Optimizer {
-    fn new(Algorithm { rule, hyper }: Algorithm) -> Self {
+    fn new(Algorithm { op, rule, hyper }: Algorithm) -> Result<Self> {
         static LAST: AtomicU64 = AtomicU64::new(0);
-        Optimizer {
+        config::check(rule, &hyper).map_err(|refused| refused.into_error(op))?;
+        Ok(Optimizer {
             id: LAST.fetch_add(1, Ordering::Relaxed),
             rule,
             defaults: hyper,
@@ -132,18 +133,18 @@ impl Optimizer {
             has_master_weights: true,
             max_norm: None,
             norm_on: None,
-        }
+        })
     }
 
     pub(super) fn of_store(algorithm: Algorithm, vs: &VarStore) -> Result<Self> {
-        let mut optimizer = Optimizer::new(algorithm);
+        let mut optimizer = Optimizer::new(algorithm)?;
         optimizer.store = Some(Arc::clone(&vs.variables_));
         optimizer.add_missing_variables()?;
         Ok(optimizer)
     }
 
     pub(super) fn of_tensors(algorithm: Algorithm, tensors: Vec<NamedTensor>) -> Result<Self> {
-        let mut optimizer = Optimizer::new(algorithm);
+        let mut optimizer = Optimizer::new(algorithm)?;
         optimizer.add(tensors)?;
         Ok(optimizer)
     }
@@ -472,7 +473,7 @@ impl Optimizer {
     /// Each step updates what the caller's tensors hold then: after `set_data` with other values of
     /// kind `Float`, these. It refuses master weights that were converted, resized or moved to another
     /// device. A graph that was captured before writes to the old memory: capture anew, as
-    /// [`train::Step`](crate::train::Step) does by itself.
+    /// `train::Step` does by itself.
     ///
     /// ```
     /// # use tch::{Device, Kind, Tensor};
@@ -549,7 +550,11 @@ pub(super) fn check_master(op: &str, name: &str, tensor: &Tensor, master: &Tenso
 }
 
 fn check_max(op: &str, max: f64) -> Result<()> {
-    if max >= 0.0 { Ok(()) } else { Err(config::out_of_range(op, "max", "0 or more", max)) }
+    if max >= 0.0 {
+        Ok(())
+    } else {
+        Err(Error::argument(op, "max", "0 or more", format!("{max}"), ""))
+    }
 }
 
 /// An error if the current stream of one of the devices is being captured.

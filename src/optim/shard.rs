@@ -30,6 +30,9 @@ pub(crate) trait AcrossRanks {
     fn updated(&mut self, batch: usize) -> Result<()>;
 }
 
+/// The number of tensors of a state that have a value for each value of the parameter.
+pub(crate) const PARTS: usize = Part::TENSORS.len();
+
 /// How many variables of a store have joined an optimizer.
 pub(crate) struct Joined {
     store: Option<Arc<Mutex<Variables>>>,
@@ -191,16 +194,16 @@ impl Optimizer {
     }
 
     /// What the moments and the master weights of parts are called, in files, too.
-    pub(crate) fn state_words(&self) -> [&'static str; 3] {
-        [Part::First, Part::Second, Part::Master].map(|part| part.word(self.rule))
+    pub(crate) fn state_words(&self) -> [&'static str; PARTS] {
+        Part::TENSORS.map(|part| part.word(self.rule))
     }
 
     /// The moments and the master weights of a part, in the order of
     /// [`state_words`](Self::state_words), and the number of steps. Nobody may change them.
-    pub(crate) fn state_of(&self, index: usize) -> Option<([Option<&Tensor>; 3], &Tensor)> {
+    pub(crate) fn state_of(&self, index: usize) -> Option<([Option<&Tensor>; PARTS], &Tensor)> {
         let state = self.parameters[index].state.as_ref()?;
         let of = |part: Part| part.of(state).map(kernels::Owned::tensor);
-        Some(([Part::First, Part::Second, Part::Master].map(of), state.step.tensor()))
+        Some((Part::TENSORS.map(of), state.step.tensor()))
     }
 
     /// The numbers of groups as tensors, with their names in files.

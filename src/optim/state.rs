@@ -21,6 +21,8 @@ pub(super) struct State {
     pub first: Option<Owned>,
     /// AdamW's mean of squared gradients.
     pub second: Option<Owned>,
+    /// AMSGrad's largest `second` so far.
+    pub largest: Option<Owned>,
     /// `[1]`, `Int64`: the number of steps, or of updates of SGD's buffer.
     pub step: Owned,
 }
@@ -93,7 +95,7 @@ impl Optimizer {
             let Some(device) = fact.device() else { continue };
             let parameter = &self.parameters[*index];
             let group = &self.groups[parameter.group];
-            let has_momentum = self.rule == Rule::AdamW || group.hyper.first != 0.0;
+            let has_momentum = self.rule != Rule::Sgd || group.hyper.first != 0.0;
             let has_buffer = *has_buffer || has_momentum;
             let is_whole =
                 parameter.state.as_ref().is_some_and(|state| state.first.is_some() || !has_buffer);
@@ -167,7 +169,8 @@ impl Optimizer {
                     layout: fact.layout,
                     master: has_master.then(|| master_of(&parameter.tensor)).transpose()?,
                     first: has_buffer.then(moment).transpose()?,
-                    second: (rule == Rule::AdamW).then(moment).transpose()?,
+                    second: (rule != Rule::Sgd).then(moment).transpose()?,
+                    largest: (rule == Rule::AmsGrad).then(moment).transpose()?,
                     step: Owned::new(Tensor::f_zeros([1], (Kind::Int64, device))?),
                 });
             }

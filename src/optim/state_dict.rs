@@ -1,6 +1,7 @@
 //! The state of an optimizer in files: moments, counts of steps, master weights, and the numbers of
 //! groups.
 
+use super::config::{self, Refused};
 use super::gradients::parameter_facts;
 use super::kernels::{Hyper, Owned, Rule};
 use super::optimizer::{Optimizer, Parameter, refuse_capture, unwrap};
@@ -16,19 +17,23 @@ use tch::{Kind, Tensor};
 pub(super) enum Part {
     First,
     Second,
+    Largest,
     Master,
     Step,
 }
 
 impl Part {
-    pub(super) const ALL: [Part; 4] = [Part::First, Part::Second, Part::Master, Part::Step];
+    const MOMENTS: [Part; 3] = [Part::First, Part::Second, Part::Largest];
+    /// Those with a value for each value of the parameter.
+    pub(super) const TENSORS: [Part; 4] = [Part::First, Part::Second, Part::Largest, Part::Master];
 
     /// torch's word, where it has one.
     pub(super) fn word(self, rule: Rule) -> &'static str {
         match (self, rule) {
-            (Part::First, Rule::AdamW) => "exp_avg",
             (Part::First, Rule::Sgd) => "momentum_buffer",
+            (Part::First, _) => "exp_avg",
             (Part::Second, _) => "exp_avg_sq",
+            (Part::Largest, _) => "max_exp_avg_sq",
             (Part::Master, _) => "master",
             (Part::Step, _) => "step",
         }
@@ -38,17 +43,19 @@ impl Part {
         match self {
             Part::First => state.first.as_ref(),
             Part::Second => state.second.as_ref(),
+            Part::Largest => state.largest.as_ref(),
             Part::Master => state.master.as_ref(),
             Part::Step => Some(&state.step),
         }
     }
-}
 
-/// The names of the numbers of a group, in the order of their fields in `Hyper`.
-fn words(rule: Rule) -> &'static [&'static str] {
-    match rule {
-        Rule::AdamW => &["lr", "weight_decay", "beta1", "beta2", "eps"],
-        Rule::Sgd => &["lr", "weight_decay", "momentum", "dampening", "nesterov"],
+    /// Whether an algorithm has it.
+    fn is_of(self, rule: Rule) -> bool {
+        match self {
+            Part::Second => rule != Rule::Sgd,
+            Part::Largest => rule == Rule::AmsGrad,
+            _ => true,
+        }
     }
 }
 
@@ -79,16 +86,20 @@ impl Writer<'_> {
 /// if all is absent.
 #[derive(Default)]
 struct Found<'a> {
-    first: Option<&'a Tensor>,
-    second: Option<&'a Tensor>,
-    master: Option<&'a Tensor>,
+    parts: Vec<(Part, &'a Tensor)>,
     steps: i64,
 }
 
+impl<'a> Found<'a> {
+    fn get(&self, part: Part) -> Option<&'a Tensor> {
+        self.parts.iter().find(|(known, _)| *known == part).map(|(_, tensor)| *tensor)
+    }
+}
+
 impl Optimizer {
-    /// The state as named tensors, which are copies: `exp_avg.<name>` and `exp_avg_sq.<name>`, or
-    /// `momentum_buffer.<name>`, `master.<name>`, and `step.<name>`, for each parameter that had a
-    /// step; and the numbers of groups, such as `group.<group>.lr`. Write them with
+    /// The state as named tensors, which are copies: `exp_avg.<name>`, `exp_avg_sq.<name>` and, with
+    /// AMSGrad, `max_exp_avg_sq.<name>`, or `momentum_buffer.<name>`; `master.<name>` and
+    /// `step.<name>`, for each parameter that had a step; and the numbers of groups, such as `group.<group>.lr`. Write them with
     /// [`save`](Self::save), or together with other tensors.
     ///
     /// # Panics
@@ -113,21 +124,16 @@ impl Optimizer {
     /// Not copies: nobody else may get them.
     fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let mut tensors = BTreeMap::new();
-        for Parameter { name, state, shared_master, .. } in &self.parameters {
-            let step = Part::Step.word(self.rule);
-            if state.is_none() {
-                let none = Tensor::f_from_slice(&[0_i64])?.f_squeeze()?;
-                tensors.insert(format!("{step}.{name}"), none);
-            }
-            for part in Part::ALL {
-                if part == Part::Master && shared_master.is_some() {
-                    continue;
-                }
+        for Parameter { name, state, .. } in &self.parameters {
+            let steps = match state {
+                Some(state) => state.step.tensor().f_squeeze()?,
+                None => Tensor::f_from_slice(&[0_i64])?.f_squeeze()?,
+            };
+            tensors.insert(format!("{}.{name}", Part::Step.word(self.rule)), steps);
+            for part in Part::TENSORS {
                 let Some(owned) = state.as_ref().and_then(|state| part.of(state)) else { continue };
-                let tensor = owned.tensor();
-                let tensor =
-                    if part == Part::Step { tensor.f_squeeze()? } else { tensor.shallow_clone() };
-                tensors.insert(format!("{}.{name}", part.word(self.rule)), tensor);
+                let name = format!("{}.{name}", part.word(self.rule));
+                tensors.insert(name, owned.tensor().shallow_clone());
             }
         }
         tensors.extend(self.numbers()?);
@@ -140,8 +146,9 @@ impl Optimizer {
         for group in
             self.groups.iter().filter(|group| !self.stands_for_another(group.id, group.is_exempt))
         {
-            for (word, value) in words(self.rule).iter().zip(values(self.rule, &group.hyper)) {
-                let value = Tensor::f_from_slice(&[value])?.f_squeeze()?;
+            let mut hyper = group.hyper;
+            for (word, value) in config::numbers(self.rule, &mut hyper) {
+                let value = Tensor::f_from_slice(&[*value])?.f_squeeze()?;
                 numbers.push((format!("group.{}.{word}", group.id), value));
             }
         }
@@ -265,14 +272,14 @@ impl Optimizer {
 
         let mut facts = parameter_facts(op, &self.parameters)?;
         checked()?;
-        let rule = self.rule;
-        for (id, values) in numbers {
+        for (id, new) in numbers {
             self.change(op, Some(id), |hyper, is_exempt| {
-                set_values(rule, hyper, &values, is_exempt)
+                let decay = if is_exempt { hyper.weight_decay } else { new.weight_decay };
+                *hyper = Hyper { weight_decay: decay, ..new };
             })?;
         }
         for (needs, found) in facts.iter_mut().zip(&found) {
-            needs.has_buffer = found.first.is_some();
+            needs.has_buffer = found.get(Part::First).is_some();
         }
         self.make_states(op, &facts)?;
         for (parameter, found) in self.parameters.iter().zip(&found) {
@@ -294,16 +301,15 @@ impl Optimizer {
     ) -> Result<Found<'a>> {
         let mut found = Found::default();
         let mut steps = None;
-        for part in Part::ALL {
+        for part in Part::TENSORS.into_iter().chain([Part::Step]) {
             let word = part.word(self.rule);
             let Some(key) = writer.key(word, &parameter.name) else {
                 problems.missing.push(shown(&parameter.name));
                 return Ok(found);
             };
             let has_part = match part {
-                Part::Second => self.rule == Rule::AdamW,
                 Part::Master => self.has_master_of(parameter)?,
-                _ => true,
+                _ => part.is_of(self.rule),
             };
             let Some(tensor) = tensors.get(&key).filter(|_| has_part) else { continue };
             let kind = tensor.f_kind()?;
@@ -319,17 +325,16 @@ impl Optimizer {
                     .push(format!("{} of shape {shape:?} and kind {kind:?}", shown(&key)));
             }
             match part {
-                Part::First => found.first = Some(tensor),
-                Part::Second => found.second = Some(tensor),
-                Part::Master => found.master = Some(tensor),
                 Part::Step => steps = Some(count.unwrap_or(0.0) as i64),
+                _ => found.parts.push((part, tensor)),
             }
             used.insert(key);
         }
         // torch's SGD counts nothing: what matters is whether there is a buffer.
-        let has_moment = found.first.is_some() || found.second.is_some();
-        let counts = has_moment && self.rule == Rule::AdamW || matches!(writer, Writer::Us);
-        found.steps = steps.unwrap_or(i64::from(found.first.is_some()));
+        let has = |part: Part| found.get(part).is_some();
+        let has_moment = Part::MOMENTS.into_iter().any(has);
+        let counts = has_moment && self.rule != Rule::Sgd || matches!(writer, Writer::Us);
+        found.steps = steps.unwrap_or(i64::from(has(Part::First)));
         let mut lacks = |part: Part| {
             let key = writer.key(part.word(self.rule), &parameter.name);
             problems.missing.extend(key.map(|key| shown(&key)));
@@ -337,11 +342,9 @@ impl Optimizer {
         if counts && steps.is_none() {
             lacks(Part::Step);
         }
-        if found.steps > 0 && found.first.is_none() {
-            lacks(Part::First);
-        }
-        if found.steps > 0 && found.second.is_none() && self.rule == Rule::AdamW {
-            lacks(Part::Second);
+        let moments = Part::MOMENTS.into_iter().filter(|part| part.is_of(self.rule));
+        for part in moments.filter(|part| found.steps > 0 && found.get(*part).is_none()) {
+            lacks(part);
         }
         Ok(found)
     }
@@ -358,35 +361,36 @@ impl Optimizer {
         tensors: &BTreeMap<String, Tensor>,
         used: &mut BTreeSet<String>,
         problems: &mut Problems,
-    ) -> Result<Vec<(usize, [f64; 5])>> {
+    ) -> Result<Vec<(usize, Hyper)>> {
         let mut all = Vec::new();
         let ids: BTreeSet<usize> = self.groups.iter().map(|group| group.id).collect();
         for id in ids {
-            let mut values = [0.0; 5];
-            for (value, word) in values.iter_mut().zip(words(self.rule)) {
+            let (mut hyper, mut is_whole) = (self.defaults, true);
+            for (word, value) in config::numbers(self.rule, &mut hyper) {
                 let key = format!("group.{id}.{word}");
                 let Some(tensor) = tensors.get(&key) else {
                     problems.missing.push(key);
+                    is_whole = false;
                     continue;
                 };
-                match number(tensor)?.filter(|number| is_in_range(word, *number)) {
+                match number(tensor)? {
                     Some(number) => *value = number,
-                    None => problems.misfits.push(format!("{key} that is out of range")),
+                    None => {
+                        problems.misfits.push(format!("{key} that is no number"));
+                        is_whole = false;
+                    }
                 }
                 used.insert(key);
             }
-            all.push((id, values));
+            if let Err(Refused { word, expected, got }) = config::check(self.rule, &hyper)
+                && is_whole
+            {
+                let misfit = format!("group.{id}.{word} with {got} instead of {expected}");
+                problems.misfits.push(misfit);
+            }
+            all.push((id, hyper));
         }
         Ok(all)
-    }
-}
-
-/// Whether `build` takes this number, too.
-fn is_in_range(word: &str, number: f64) -> bool {
-    match word {
-        "beta1" | "beta2" => (0.0..1.0).contains(&number),
-        "dampening" => number.is_finite(),
-        _ => number.is_finite() && number >= 0.0,
     }
 }
 
@@ -410,10 +414,9 @@ fn apply(found: &Found<'_>, parameter: &Parameter, state: &State) -> Result<()> 
         }
         Ok(())
     };
-    copy(state.first.as_ref(), found.first)?;
-    copy(state.second.as_ref(), found.second)?;
-    if parameter.shared_master.is_none() {
-        copy(state.master.as_ref(), Some(found.master.unwrap_or(&parameter.tensor)))?;
+    for part in Part::TENSORS {
+        let from = found.get(part).or((part == Part::Master).then_some(&parameter.tensor));
+        copy(part.of(state), from)?;
     }
     copy(Some(&state.step), Some(&Tensor::f_from_slice(&[found.steps])?))
 }
@@ -441,26 +444,5 @@ impl Problems {
             "{op}: expected the state of this optimizer's parameters, got {}; nothing was loaded",
             all.join("; ")
         )))
-    }
-}
-
-/// In the order of [`words`].
-fn values(rule: Rule, hyper: &Hyper) -> [f64; 5] {
-    let last = match rule {
-        Rule::AdamW => hyper.epsilon,
-        Rule::Sgd => hyper.nesterov,
-    };
-    [hyper.lr, hyper.weight_decay, hyper.first, hyper.second, last]
-}
-
-fn set_values(rule: Rule, hyper: &mut Hyper, values: &[f64; 5], is_exempt: bool) {
-    let [lr, weight_decay, first, second, last] = *values;
-    (hyper.lr, hyper.first, hyper.second) = (lr, first, second);
-    if !is_exempt {
-        hyper.weight_decay = weight_decay;
-    }
-    match rule {
-        Rule::AdamW => hyper.epsilon = last,
-        Rule::Sgd => hyper.nesterov = last,
     }
 }

@@ -118,6 +118,7 @@ impl Optimizer {
                 },
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
+                largest: state.largest.as_ref(),
                 step: &state.step,
                 hyper: self.groups[parameter.group].numbers_on(device)?,
             });
@@ -180,7 +181,7 @@ impl Optimizer {
         let mut totals = Vec::new();
         for device in gathered.devices() {
             let facts: Vec<_> = gathered.on(device).map(|each| each.facts.gradient).collect();
-            let spans = Spans::of_gradients(&facts, device);
+            let spans = Spans::of_gradients(&facts, device)?;
             let scratch = Scratch::new(&spans, device)?;
             let ticket = Owned::new(Tensor::f_zeros([1], (Kind::Int, device))?);
             let call = Call {

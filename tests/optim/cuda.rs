@@ -6,6 +6,7 @@ use super::*;
 use tch_extension::amp::{GradScaler, GradScalerOptions};
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
+use tch_extension::train::{Step, StepOptions};
 
 /// A GPU on which graphs can be captured.
 fn gpu(test: &str) -> Option<Device> {
@@ -213,7 +214,7 @@ fn cuda_captures_refuse_what_a_replay_could_not_do() {
 fn cuda_graphs_go_on_from_a_loaded_state() {
     let _alone = serially();
     let Some(device) = gpu("cuda_graphs_go_on_from_a_loaded_state") else { return };
-    for rule in [rules()[0], rules()[4]] {
+    for rule in [rules()[0], rules()[4], rules()[8]] {
         tch::manual_seed(47);
         let leaves = with_gradients(device);
         let mut optimizer = build(rule, &leaves, 0.01);
@@ -283,6 +284,42 @@ fn cuda_the_norm_is_that_of_the_last_step() {
     }
 }
 
+/// A graph has the address of the caller's master weights.
+#[test]
+fn cuda_captured_steps_follow_masters_with_other_data() {
+    let _alone = serially();
+    let test = "cuda_captured_steps_follow_masters_with_other_data";
+    let Some(device) = gpu(test) else { return };
+    for config in [AdamW::default(), AdamW::default().beta2(0.5).amsgrad(true).maximize(true)] {
+        let run = |capture: bool| {
+            tch::manual_seed(49);
+            let weight = normal(&[30, 20], Kind::BFloat16, device).set_requires_grad(true);
+            let mut master = weight.detach().to_kind(Kind::Float);
+            let mut optimizer =
+                config.build_of(named(&[weight.shallow_clone()]), 0.01).expect("an optimizer");
+            optimizer.f_set_masters(&[("w0", &master)]).expect("shared");
+            optimizer.set_clip_norm(Some(1.0));
+            let options = StepOptions { capture, ..Default::default() };
+            let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
+                Ok(batch[0].f_matmul(&weight)?.tanh().square().mean(Kind::Float))
+            })
+            .expect("a step");
+            for number in 0..16 {
+                if number == 8 {
+                    assert_eq!(step.stats().captured, capture);
+                    master.set_data(&(&master * 0.5));
+                }
+                let x = normal(&[8, 30], Kind::BFloat16, device);
+                let _ = step.step(&[&x]).expect("a step");
+            }
+            assert_eq!(step.stats().captured, capture);
+            assert_eq!(bits(&[weight.shallow_clone()]), bits(&[master.to_kind(Kind::BFloat16)]));
+            bits(&[master])
+        };
+        assert!(run(true) == run(false), "{config:?}");
+    }
+}
+
 /// More values than a block's chunk times many blocks, so that several waves of blocks run.
 #[test]
 fn cuda_large_parameters_are_right() {
@@ -293,17 +330,18 @@ fn cuda_large_parameters_are_right() {
         .iter()
         .map(|size| Tensor::randn(size, (Kind::Float, device)).set_requires_grad(true))
         .collect();
-    let rule = rules()[1];
-    let mut reference = Reference::new(rule, 0.01, &leaves);
-    let mut optimizer = build(rule, &leaves, 0.01);
-    optimizer.set_clip_norm(Some(10.0));
-    for _ in 0..3 {
-        for leaf in &leaves {
-            leaf.shallow_clone().zero_grad();
-            (leaf * leaf.randn_like()).sum(Kind::Float).backward();
+    for rule in [rules()[1], rules()[7]] {
+        let mut reference = Reference::new(rule, 0.01, &leaves);
+        let mut optimizer = build(rule, &leaves, 0.01);
+        optimizer.set_clip_norm(Some(10.0));
+        for _ in 0..3 {
+            for leaf in &leaves {
+                leaf.shallow_clone().zero_grad();
+                (leaf * leaf.randn_like()).sum(Kind::Float).backward();
+            }
+            reference.step(&gradients(&leaves), Some(10.0));
+            optimizer.step();
         }
-        reference.step(&gradients(&leaves), Some(10.0));
-        optimizer.step();
+        assert_agree(&leaves, &reference, Kind::Float);
     }
-    assert_agree(&leaves, &reference, Kind::Float);
 }

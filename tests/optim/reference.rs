@@ -16,6 +16,8 @@ pub struct Reference {
     pub weights: Vec<Tensor>,
     pub first: Vec<Option<Tensor>>,
     pub second: Vec<Option<Tensor>>,
+    /// AMSGrad's.
+    pub largest: Vec<Option<Tensor>>,
     pub steps: Vec<i32>,
 }
 
@@ -28,6 +30,7 @@ impl Reference {
             weights: weights.iter().map(double).collect(),
             first: weights.iter().map(|_| None).collect(),
             second: weights.iter().map(|_| None).collect(),
+            largest: weights.iter().map(|_| None).collect(),
             steps: vec![0; weights.len()],
         }
     }
@@ -54,7 +57,8 @@ impl Reference {
     }
 
     fn adamw(&mut self, index: usize, g: Tensor, config: AdamW) {
-        let AdamW { beta1, beta2, wd, eps, .. } = config;
+        let AdamW { beta1, beta2, wd, eps, amsgrad, maximize } = config;
+        let g = if maximize { -g } else { g };
         let t = self.steps[index];
         let w = &self.weights[index] * (1.0 - self.lr * wd);
         let kept = |old: &Option<Tensor>| match old {
@@ -63,15 +67,20 @@ impl Reference {
         };
         let m = kept(&self.first[index]) * beta1 + &g * (1.0 - beta1);
         let v = kept(&self.second[index]) * beta2 + g.square() * (1.0 - beta2);
-        let denominator = v.sqrt() / (1.0 - beta2.powi(t)).sqrt() + eps;
+        let mut spread = v.shallow_clone();
+        if amsgrad {
+            spread = kept(&self.largest[index]).maximum(&v);
+            self.largest[index] = Some(spread.shallow_clone());
+        }
+        let denominator = spread.sqrt() / (1.0 - beta2.powi(t)).sqrt() + eps;
         let step = self.lr / (1.0 - beta1.powi(t)) * &m / denominator;
         self.weights[index] = w - step;
         (self.first[index], self.second[index]) = (Some(m), Some(v));
     }
 
     fn sgd(&mut self, index: usize, g: Tensor, config: Sgd) {
-        let Sgd { momentum, dampening, wd, nesterov } = config;
-        let mut d = g + &self.weights[index] * wd;
+        let Sgd { momentum, dampening, wd, nesterov, maximize } = config;
+        let mut d = if maximize { -g } else { g } + &self.weights[index] * wd;
         if momentum != 0.0 {
             let buffer = match &self.first[index] {
                 Some(old) => old * momentum + &d * (1.0 - dampening),

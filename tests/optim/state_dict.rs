@@ -68,7 +68,8 @@ fn names_and_numbers_are_readable() {
         let state = optimizer.state_dict();
         let names: Vec<&str> = state.keys().map(String::as_str).collect();
         let group = |id: usize| {
-            ["beta1", "beta2", "eps", "lr", "weight_decay"].map(|word| format!("group.{id}.{word}"))
+            ["beta1", "beta2", "eps", "lr", "maximize", "weight_decay"]
+                .map(|word| format!("group.{id}.{word}"))
         };
         let expected: Vec<String> = ["exp_avg.h", "exp_avg.w", "exp_avg_sq.h", "exp_avg_sq.w"]
             .map(String::from)
@@ -126,7 +127,7 @@ fn states_that_do_not_fit_change_nothing() {
             ),
             (
                 &|state| drop(state.insert("group.0.lr".into(), ones(&[]) * f64::NAN)),
-                "group.0.lr that is out of range",
+                "group.0.lr with NaN instead of a finite number, 0 or more",
             ),
         ];
         for (change, expected) in cases {
@@ -182,6 +183,8 @@ fn as_torch(reference: &Reference, order: &[usize]) -> BTreeMap<String, Tensor> 
                 tensors.insert(key("exp_avg"), float(first.expect("a moment")));
                 let second = reference.second[place].as_ref().expect("a moment");
                 tensors.insert(key("exp_avg_sq"), float(second));
+                let largest = reference.largest[place].as_ref();
+                tensors.extend(largest.map(|largest| (key("max_exp_avg_sq"), float(largest))));
             }
             Rule::Sgd(_) => {
                 let buffer = first.map(|first| (key("momentum_buffer"), float(first)));
@@ -264,5 +267,61 @@ fn numbers_of_a_file_are_those_of_build() {
     let mut state = optimizer.state_dict();
     state.insert("group.0.beta1".to_string(), Tensor::from(1.0));
     let error = text(optimizer.f_load_state_dict(&state));
-    assert!(error.contains("group.0.beta1 that is out of range"), "{error}");
+    assert!(error.contains("group.0.beta1 with 1 instead of 0 or more and below 1"), "{error}");
+    state.insert("group.0.beta1".to_string(), Tensor::from_slice(&[0.5, 0.5]));
+    let error = text(optimizer.f_load_state_dict(&state));
+    assert!(error.contains("group.0.beta1 that is no number"), "{error}");
+}
+
+/// Each number is in its range, but they do not fit together.
+#[test]
+fn numbers_that_build_refuses_together_are_refused_everywhere() {
+    let _alone = serially();
+    let leaves = leaves(&[&[3]], Kind::Float, CPU);
+    let sgd = Sgd { momentum: 0.9, nesterov: true, ..Default::default() };
+    let mut optimizer = sgd.build_of(named(&leaves), 0.1).expect("an optimizer");
+    let good = optimizer.state_dict();
+    let loaded = |optimizer: &mut Optimizer, name: &str, number: f64| {
+        let mut state: State =
+            good.iter().map(|(name, value)| (name.clone(), value.copy())).collect();
+        state.insert(format!("group.0.{name}"), Tensor::from(number));
+        text(optimizer.f_load_state_dict(&state))
+    };
+    for (name, number, expected) in [
+        (
+            "dampening",
+            0.5,
+            "with momentum 0.9 and dampening 0.5 instead of a momentum and no dampening",
+        ),
+        ("momentum", 0.0, "with momentum 0 and dampening 0 instead of a momentum and no dampening"),
+        ("nesterov", 0.5, "with 0.5 instead of 0 or 1"),
+    ] {
+        let error = loaded(&mut optimizer, name, number);
+        assert!(error.contains(&format!("got group.0.nesterov {expected}; nothing")), "{error}");
+    }
+    let error = text(optimizer.f_set_momentum(0.0));
+    assert_eq!(
+        error,
+        "Optimizer::set_momentum: nesterov: expected a momentum and no dampening, got momentum 0 and dampening 0"
+    );
+    assert_eq!(optimizer.state_dict()["group.0.momentum"].double_value(&[]), 0.9);
+}
+
+/// The algorithm is no number: the state itself says whether it fits.
+#[test]
+fn states_with_amsgrad_and_without_do_not_fit_each_other() {
+    let _alone = serially();
+    let leaves = leaves(&[&[3]], Kind::Float, CPU);
+    let stepped = |amsgrad: bool| {
+        let config = AdamW::default().amsgrad(amsgrad);
+        let mut optimizer = config.build_of(named(&leaves), 0.1).expect("an optimizer");
+        accumulate(&leaves, 1.0);
+        optimizer.step();
+        optimizer
+    };
+    let (mut plain, mut amsgrad) = (stepped(false), stepped(true));
+    let error = text(amsgrad.f_load_state_dict(&plain.state_dict()));
+    assert!(error.contains("got no max_exp_avg_sq.w0; nothing"), "{error}");
+    let error = text(plain.f_load_state_dict(&amsgrad.state_dict()));
+    assert!(error.contains("got the unexpected max_exp_avg_sq.w0; nothing"), "{error}");
 }

@@ -9,16 +9,23 @@ pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloa
 
 /// All variants of the rules.
 pub fn rules() -> Vec<Rule> {
-    let sgd =
-        |momentum, dampening, wd, nesterov| Rule::Sgd(Sgd { momentum, dampening, wd, nesterov });
+    let sgd = |momentum, dampening, wd, nesterov| {
+        Rule::Sgd(Sgd { momentum, dampening, wd, nesterov, maximize: false })
+    };
+    let other = AdamW { beta1: 0.8, beta2: 0.95, wd: 0.3, eps: 1e-4, ..Default::default() };
     vec![
         Rule::AdamW(AdamW::default()),
-        Rule::AdamW(AdamW { beta1: 0.8, beta2: 0.95, wd: 0.3, eps: 1e-4, amsgrad: false }),
+        Rule::AdamW(other),
         sgd(0.0, 0.0, 0.0, false),
         sgd(0.0, 0.0, 0.1, false),
         sgd(0.9, 0.0, 0.1, false),
         sgd(0.9, 0.3, 0.0, false),
         sgd(0.7, 0.0, 0.1, true),
+        // Squares are soon forgotten, so that the largest are not the last.
+        Rule::AdamW(AdamW { beta2: 0.5, ..other }.amsgrad(true)),
+        Rule::AdamW(other.amsgrad(true).maximize(true)),
+        Rule::AdamW(other.maximize(true)),
+        Rule::Sgd(Sgd { momentum: 0.9, wd: 0.1, maximize: true, ..Default::default() }),
     ]
 }
 
@@ -322,9 +329,17 @@ fn training_is_tchs_training() {
         }
         let ours = train!(AdamW::default(), false, tch_extension::optim::OptimizerConfig);
         let theirs = train!(nn::AdamW::default(), false, nn::OptimizerConfig);
+        let amsgrad = (
+            train!(
+                AdamW::default().beta2(0.6).amsgrad(true),
+                false,
+                tch_extension::optim::OptimizerConfig
+            ),
+            train!(nn::AdamW::default().beta2(0.6).amsgrad(true), false, nn::OptimizerConfig),
+        );
         let sgd = (
             train!(
-                Sgd { momentum: 0.9, dampening: 0.0, wd: 0.1, nesterov: true },
+                Sgd { momentum: 0.9, wd: 0.1, nesterov: true, ..Default::default() },
                 true,
                 tch_extension::optim::OptimizerConfig
             ),
@@ -334,7 +349,8 @@ fn training_is_tchs_training() {
                 nn::OptimizerConfig
             ),
         );
-        for (ours, theirs) in [(ours, theirs), sgd] {
+        assert_ne!(ours, amsgrad.0, "AMSGrad is another algorithm");
+        for (ours, theirs) in [(ours, theirs), amsgrad, sgd] {
             assert!(ours[29] < 0.5 * ours[0], "it trains: {ours:?}");
             for (step, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
                 assert!((ours / theirs - 1.0).abs() < 1e-4, "step {step}: {ours} and {theirs}");

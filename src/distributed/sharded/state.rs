@@ -7,6 +7,7 @@ use super::model::in_memory;
 use crate::distributed::ReduceOp;
 use crate::ffi::gradients::snapshot;
 use crate::nn::state_dict::{read_tensors, shown, write_tensors};
+use crate::optim::shard::PARTS;
 use crate::{Error, Result};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -71,26 +72,25 @@ impl ShardedOptimizer {
     }
 
     /// For each parameter, which parts of a state there are, and the number of steps.
-    fn presence(&self) -> Result<(Vec<[bool; 3]>, Vec<i64>)> {
-        let mut flat = vec![0_i64; 4 * self.weights.parameters.len()];
+    fn presence(&self) -> Result<(Vec<[bool; PARTS]>, Vec<i64>)> {
+        const ROW: usize = PARTS + 1;
+        let mut flat = vec![0_i64; ROW * self.weights.parameters.len()];
         for (index, piece) in self.pieces.iter().enumerate() {
             let Some((tensors, step)) = self.inner.state_of(index) else { continue };
-            let row = &mut flat[4 * piece.parameter..4 * (piece.parameter + 1)];
+            let row = &mut flat[ROW * piece.parameter..ROW * (piece.parameter + 1)];
             for (value, tensor) in row.iter_mut().zip(tensors) {
                 *value = i64::from(tensor.is_some());
             }
-            row[3] = step.f_int64_value(&[0])?;
+            row[PARTS] = step.f_int64_value(&[0])?;
         }
         let all = Tensor::f_from_slice(&flat)?;
         if self.group.size() > 1 {
             self.group.all_reduce(&all, ReduceOp::Max)?;
         }
         let all = Vec::<i64>::try_from(&all)?;
-        let rows = all.chunks_exact(4);
-        Ok((
-            rows.clone().map(|row| [row[0] > 0, row[1] > 0, row[2] > 0]).collect(),
-            rows.map(|row| row[3]).collect(),
-        ))
+        let rows = all.chunks_exact(ROW);
+        let has_part = rows.clone().map(|row| std::array::from_fn(|part| row[part] > 0));
+        Ok((has_part.collect(), rows.map(|row| row[PARTS]).collect()))
     }
 
     /// One part of the state of all parameters of a bucket, flat.

@@ -44,7 +44,8 @@ fn cuda_graphs_of_a_step() {
         let run = |capture: bool| {
             let sizes: [&[i64]; 3] = [&[10, 20], &[20], &[20, 1]];
             let leaves = model(&sizes, Kind::Float, device);
-            let mut optimizer = AdamW::default().build_of(named(&leaves), 0.02).expect("one");
+            let config = AdamW::default().amsgrad(accumulate == 3).maximize(accumulate == 3);
+            let mut optimizer = config.build_of(named(&leaves), 0.02).expect("one");
             optimizer.set_clip_norm(Some(0.5));
             let group = ProcessGroup::single().expect("a group");
             let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets());

@@ -101,6 +101,9 @@ fn different_settings_are_refused_by_all_ranks() {
         1 => Sgd::default().build_of(named(leaves), 0.02),
         _ => adamw(leaves),
     });
+    assert_refused_by_all("AmsGrad", make, |group, leaves| {
+        AdamW::default().amsgrad(group.rank() == 1).build_of(named(leaves), 0.02)
+    });
     assert_refused_by_all("norms up to", make, |group, leaves| {
         let mut optimizer = adamw(leaves)?;
         optimizer.set_clip_norm((group.rank() == 1).then_some(1.0));

@@ -15,7 +15,11 @@ fn folder(test: &str) -> PathBuf {
 }
 
 fn build(leaves: &[Tensor]) -> Result<Optimizer> {
-    let mut optimizer = AdamW::default().wd(0.1).build_of(named(leaves), 0.02)?;
+    build_as(leaves, AdamW::default())
+}
+
+fn build_as(leaves: &[Tensor], config: AdamW) -> Result<Optimizer> {
+    let mut optimizer = config.wd(0.1).build_of(named(leaves), 0.02)?;
     optimizer.f_set_lr_group(1, 0.005)?;
     optimizer.no_weight_decay(|_, tensor| tensor.dim() < 2);
     Ok(optimizer)
@@ -64,8 +68,14 @@ enum Way {
 
 #[test]
 fn states_are_the_same_on_any_number_of_ranks() {
-    for way in [Way::OneFile, Way::Folder] {
-        let folder = folder(&format!("ranks-{way:?}"));
+    let configs = [AdamW::default(), AdamW::default().beta2(0.5).amsgrad(true).maximize(true)];
+    for (way, config) in
+        [Way::OneFile, Way::Folder].into_iter().flat_map(|way| configs.map(|config| (way, config)))
+    {
+        let folder = folder(&format!("ranks-{way:?}-{}", config.amsgrad));
+        let sharded = |group: &ProcessGroup, leaves: &[Tensor]| {
+            ShardedOptimizer::new(group, build_as(leaves, config)?, &small_buckets())
+        };
         let state = folder.join("state");
         let saved = run_ranks(4, |group| {
             let leaves = mixed();
@@ -82,6 +92,15 @@ fn states_are_the_same_on_any_number_of_ranks() {
         let saved = saved[0].as_ref().expect("a state on rank 0");
         assert!(saved["exp_avg.w5"].size() == [3, 64] && saved["step.w0"].int64_value(&[]) == 3);
         assert_eq!(saved["group.1.lr"].double_value(&[]), 0.005);
+        assert_eq!(
+            saved["group.1.maximize"].double_value(&[]),
+            f64::from(u8::from(config.maximize))
+        );
+        let largest = saved.get("max_exp_avg_sq.w5");
+        assert_eq!(largest.map(Tensor::size), config.amsgrad.then(|| vec![3, 64]));
+        if let Some(largest) = largest {
+            assert_ne!(*largest, saved["exp_avg_sq.w5"], "a state of its own");
+        }
         for ranks in [1, 2, 3, 4] {
             let loaded = run_ranks(ranks, |group| {
                 let leaves = mixed();
@@ -104,8 +123,12 @@ fn states_are_the_same_on_any_number_of_ranks() {
 /// Saved after two steps on four ranks, and continued on as many.
 #[test]
 fn a_resumed_run_ends_as_the_uninterrupted_one() {
-    for way in [Way::OneFile, Way::Folder] {
+    let amsgrad = AdamW::default().beta2(0.5).amsgrad(true).maximize(true);
+    for (way, config) in [(Way::OneFile, AdamW::default()), (Way::Folder, amsgrad)] {
         let folder = folder(&format!("resume-{way:?}"));
+        let sharded = |group: &ProcessGroup, leaves: &[Tensor]| {
+            ShardedOptimizer::new(group, build_as(leaves, config)?, &small_buckets())
+        };
         let (weights, state) = (folder.join("weights"), folder.join("state"));
         let whole = run_ranks(4, |group| {
             let leaves = mixed();

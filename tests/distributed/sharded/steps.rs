@@ -44,11 +44,13 @@ fn adamw_is_an_ordinary_one_with_mean_gradients() {
     compare(Kind::Float, &small_buckets(), 1e-5, build);
     compare(Kind::Double, &small_buckets(), 1e-12, build);
     compare(Kind::Float, &ShardedOptions::default(), 1e-5, build);
+    let other = AdamW::default().beta2(0.5).amsgrad(true).maximize(true);
+    compare(Kind::Float, &small_buckets(), 1e-5, |named| other.build_of(named, 0.02));
 }
 
 #[test]
 fn sgd_is_an_ordinary_one_with_mean_gradients() {
-    let momentum = Sgd { momentum: 0.9, wd: 0.01, nesterov: true, ..Default::default() };
+    let momentum = Sgd { momentum: 0.9, wd: 0.01, nesterov: true, maximize: true, dampening: 0.0 };
     compare(Kind::Float, &small_buckets(), 1e-5, |named| momentum.build_of(named, 0.02));
     compare(Kind::Float, &small_buckets(), 1e-5, |named| Sgd::default().build_of(named, 0.02));
 }
