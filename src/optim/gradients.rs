@@ -180,17 +180,16 @@ impl AllGathered<'_> {
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
     Parameter,
     Master,
     Gradient,
 }
 
-/// Where values lie, and whose they are.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+/// Where values lie, and whose they are. All devices share one space of addresses.
+#[derive(Clone, Copy)]
 struct Memory {
-    device: i32,
     begin: usize,
     end: usize,
     index: usize,
@@ -211,28 +210,24 @@ fn range_of(fact: &Fact) -> (usize, usize) {
 impl Memory {
     fn of(fact: &Fact, index: usize, role: Role) -> Memory {
         let (begin, end) = range_of(fact);
-        Memory { device: fact.device, begin, end, index, role }
+        Memory { begin, end, index, role }
     }
 
     fn is_at(&self, other: &Memory) -> bool {
-        (self.device, self.begin, self.end) == (other.device, other.begin, other.end)
-    }
-
-    fn reaches_into(&self, later: &Memory) -> bool {
-        self.device == later.device && self.end > later.begin
+        (self.begin, self.end) == (other.begin, other.end)
     }
 }
 
 /// Refuses memory that is written and overlaps with other memory of the list. Gradients are read.
 fn refuse_shared(op: &str, mut all: Vec<Memory>, name: impl Fn(&Memory) -> String) -> Result<()> {
     all.retain(|memory| memory.begin < memory.end);
-    all.sort_unstable();
+    all.sort_by_key(|memory| memory.begin);
     // What reaches furthest of all memory so far, and of what is written.
     let (mut furthest, mut written): (Option<&Memory>, Option<&Memory>) = (None, None);
     for memory in &all {
         let is_read = memory.role == Role::Gradient;
         let before = if is_read { written } else { furthest };
-        if let Some(before) = before.filter(|before| before.reaches_into(memory)) {
+        if let Some(before) = before.filter(|before| before.end > memory.begin) {
             let got = format!("memory that it shares with {}", name(before));
             let hint = match is_read || before.role == Role::Gradient {
                 true => "copy the gradient",
@@ -240,13 +235,11 @@ fn refuse_shared(op: &str, mut all: Vec<Memory>, name: impl Fn(&Memory) -> Strin
             };
             return Err(Error::argument(op, &name(memory), "memory of its own", got, hint));
         }
-        let further = |known: Option<&Memory>| {
-            known.is_none_or(|known| (known.device, known.end) < (memory.device, memory.end))
-        };
-        if further(furthest) {
+        let is_further = |known: &Memory| memory.end > known.end;
+        if furthest.is_none_or(is_further) {
             furthest = Some(memory);
         }
-        if !is_read && further(written) {
+        if !is_read && written.is_none_or(is_further) {
             written = Some(memory);
         }
     }

@@ -1,5 +1,6 @@
 //! Steps by `GradScaler`, which this crate's optimizers take without waiting for the GPU.
 
+use super::reference::Rule;
 use super::updates::{build, rules};
 use super::*;
 use tch_extension::amp::{self, GradScaler, GradScalerOptions};
@@ -31,12 +32,12 @@ fn scaler() -> GradScaler {
 }
 
 /// The bits after ten steps, of which two have an infinite gradient, and the scale.
-fn train(way: Way, device: Device, max_norm: Option<f64>, has_state: bool) -> (Vec<Vec<u8>>, f64) {
+fn train(way: Way, device: Device, max_norm: Option<f64>, rule: Rule) -> (Vec<Vec<u8>>, f64) {
     tch::manual_seed(31);
     let leaves = leaves(&SIZES, Kind::Float, device);
-    let mut optimizer = build(rules()[if has_state { 0 } else { 4 }], &leaves, 0.01);
+    let mut optimizer = build(rule, &leaves, 0.01);
     optimizer.set_clip_norm(max_norm);
-    let mut waits = Waits(build(rules()[if has_state { 0 } else { 4 }], &leaves, 0.01));
+    let mut waits = Waits(build(rule, &leaves, 0.01));
     waits.0.set_clip_norm(max_norm);
     let mut scaler = scaler();
     for step in 0..10 {
@@ -70,10 +71,10 @@ fn all_ways_have_the_same_bits() {
     let _alone = serially();
     for device in devices() {
         for max_norm in [None, Some(1.5)] {
-            for has_state in [true, false] {
-                let expected = train(Way::Waiting, device, max_norm, has_state);
+            for rule in [0, 4, 8].map(|place| rules()[place]) {
+                let expected = train(Way::Waiting, device, max_norm, rule);
                 for way in [Way::OnTheDevice, Way::UnscaledBefore] {
-                    let ours = train(way, device, max_norm, has_state);
+                    let ours = train(way, device, max_norm, rule);
                     assert_eq!(ours.1, expected.1, "{way:?} on {device:?}");
                     assert!(ours.0 == expected.0, "{way:?} on {device:?}, clipped to {max_norm:?}");
                 }
