@@ -218,7 +218,7 @@ mod tests {
             Strided::<1>::new(&strided).unwrap();
             apply(Square, &[Some(&given)]).unwrap();
             grad(
-                &[&output[0]],
+                &[output.get(0).unwrap()],
                 &[&saved],
                 &crate::autograd::GradOptions {
                     grad_outputs: &[Some(&out_grad)],

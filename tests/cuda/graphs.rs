@@ -2,6 +2,7 @@
 
 use super::*;
 use std::sync::atomic::{AtomicBool, Ordering};
+use tch_extension::optim::{AdamW, OptimizerConfig};
 
 #[test]
 fn cuda_a_graph_does_the_work_again_with_new_values() {
@@ -431,8 +432,7 @@ const BODIES: [(&str, fn(Device) -> Body); 8] = [
     ("an optimizer", |device| {
         let vs = tch::nn::VarStore::new(device);
         let x = vs.root().var("x", &[1 << 14], tch::nn::Init::Const(1.0));
-        let mut optimizer =
-            tch_extension::optim::AdamW::default().build(&vs, 1e-9).expect("an optimizer");
+        let mut optimizer = AdamW::default().build(&vs, 1e-9).expect("an optimizer");
         let gradient = sized(device, &[1 << 14]);
         optimizer.f_step_with(&[Some(&gradient)]).expect("a step");
         let optimizer = std::cell::RefCell::new((optimizer, vs));
