@@ -3,6 +3,7 @@
 
 use super::cache;
 use std::path::{Path, PathBuf};
+use tch_extension_build::trusted;
 
 macro_rules! headers {
     ($($path:literal),* $(,)?) => {
@@ -67,7 +68,7 @@ pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
             }
         }
     }
-    cache::check_owner(&folder, cache)?;
+    trusted::check(&folder)?;
     Ok(vec![folder.join("tch_extension/python"), folder])
 }
 

@@ -98,6 +98,8 @@ mod libtorch;
 mod paths;
 pub mod probe;
 pub mod toolchain;
+#[doc(hidden)]
+pub mod trusted;
 
 pub use extension::{Built, Extension, link_args, python_link_args};
 
