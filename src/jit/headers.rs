@@ -22,6 +22,7 @@ headers! {
     "cpu_registers.h",
     "cpu_small_product.h",
     "cuda_column_sums.h",
+    "cuda_reduce.h",
     "cuda_vector.h",
     "host_device.h",
     "kind.h",
