@@ -149,28 +149,40 @@ macro_rules! __on_device {
 /// device, or if CUDA refuses the launch.
 #[macro_export]
 macro_rules! kernels {
+    // The pattern `Forward { x, y, cap }` stays raw tokens until here. So the compiler's words about
+    // it, such as those about a field that it lacks, point to the user's own line.
+    (@params $params:ident $fields:tt) => { $params<'_> };
+    (@device $op:literal $params:ident { $($field:ident),+ $(,)? }) => {
+        $crate::kernels::common_device($op, &[$((stringify!($field), $field)),+])
+    };
+    (@device $op:literal $($pattern:tt)+) => {
+        compile_error!(concat!(
+            "kernels!: ", stringify!($($pattern)+), ": expected the name of each field, as in \
+             `Forward { x, y }`, so that no tensor is forgotten"
+        ))
+    };
     (
         $op:literal:
         $(
             $(#[$attribute:meta])*
-            $visibility:vis unsafe fn $name:ident($params:ident { $($field:ident),+ $(,)? })
-                = $cpu:ident, $cuda:ident;
+            $visibility:vis unsafe fn $name:ident($($pattern:tt)+) = $cpu:ident, $cuda:ident;
         )+
     ) => {
         $(
             $(#[$attribute])*
-            $visibility fn $name(params: &$params<'_>) -> $crate::Result<()> {
+            $visibility fn $name(
+                params: &$crate::kernels!(@params $($pattern)+),
+            ) -> $crate::Result<()> {
                 unsafe extern "C" {
-                    fn $cpu(params: *const $params<'_>);
+                    fn $cpu(params: *const $crate::kernels!(@params $($pattern)+));
                     #[cfg(tch_extension_cuda)]
                     fn $cuda(
-                        params: *const $params<'_>,
+                        params: *const $crate::kernels!(@params $($pattern)+),
                         stream: *mut ::std::ffi::c_void,
                     ) -> $crate::cuda::LaunchStatus;
                 }
-                let $params { $($field),+ } = params;
-                let device =
-                    $crate::kernels::common_device($op, &[$((stringify!($field), $field)),+])?;
+                let $($pattern)+ = params;
+                let device = $crate::kernels!(@device $op $($pattern)+)?;
                 $crate::__on_device!(
                     $op,
                     device,

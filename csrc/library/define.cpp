@@ -147,19 +147,23 @@ class ChangesKernel final : public c10::OperatorKernel {
   }
 };
 
-// Python keeps handles of operators, and they do not survive the end of their registration. So a
-// registration never ends.
-torch::Library& keep(torch::Library::Kind kind, const char* ns, std::optional<c10::DispatchKey> key,
-                     const char* file, uint32_t line) {
-  return *new torch::Library(kind, ns, key, file, line);
-}
-
 std::optional<c10::OperatorHandle> find(const char* name, const char* overload) {
   const std::lock_guard reads(dispatcher_table());
   return c10::Dispatcher::singleton().findSchema({name, overload});
 }
 
 }  // namespace
+
+// Registrations that belong together: all of them are kept, or all end.
+struct RegistrationsOfBlock {
+  std::vector<std::unique_ptr<torch::Library>> libraries{};
+
+  torch::Library& add(torch::Library::Kind kind, const char* ns,
+                      std::optional<c10::DispatchKey> key, const char* file, uint32_t line) {
+    return *libraries.emplace_back(std::make_unique<torch::Library>(kind, ns, key, file, line));
+  }
+};
+
 }  // namespace tch_extension
 
 using namespace tch_extension;
@@ -181,13 +185,30 @@ TCH_EXTENSION_API Message tch_extension_check_version() {
   });
 }
 
+TCH_EXTENSION_API RegistrationsOfBlock* tch_extension_begin_registrations() {
+  return new RegistrationsOfBlock;
+}
+
+// Python keeps handles of operators, and they do not survive the end of their registration. So what
+// is kept never ends. Nobody has a handle yet of what is not kept.
+TCH_EXTENSION_API void tch_extension_end_registrations(RegistrationsOfBlock* registrations,
+                                                       bool keep) {
+  auto& libraries = registrations->libraries;
+  for (; !libraries.empty(); libraries.pop_back()) {
+    if (keep) static_cast<void>(libraries.back().release());
+  }
+  delete registrations;
+}
+
 // The strings live forever: libtorch keeps `file`.
-TCH_EXTENSION_API Message tch_extension_define(const char* ns, const char* schema, bool is_seeded,
-                                               const char* file, uint32_t line) {
+TCH_EXTENSION_API Message tch_extension_define(RegistrationsOfBlock* registrations, const char* ns,
+                                                const char* schema, bool is_seeded,
+                                                const char* file, uint32_t line) {
   return guard([&] {
     std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
     if (is_seeded) tags.push_back(at::Tag::nondeterministic_seeded);
-    keep(torch::Library::FRAGMENT, ns, std::nullopt, file, line).def(schema, std::as_const(tags));
+    registrations->add(torch::Library::FRAGMENT, ns, std::nullopt, file, line)
+        .def(schema, std::as_const(tags));
   });
 }
 
@@ -206,7 +227,8 @@ void check_free(const char* qualified, const char* overload, c10::DispatchKey ke
 }  // namespace
 
 // `qualified` is `ns::name`, without the overload, and `name` is the name with its overload.
-TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qualified,
+TCH_EXTENSION_API Message tch_extension_implement(RegistrationsOfBlock* registrations,
+                                                  const char* ns, const char* qualified,
                                                   const char* name, const char* overload,
                                                   const char* key, bool only_for_graphs,
                                                   const char* file, uint32_t line,
@@ -214,7 +236,7 @@ TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qu
   return guard([&] {
     const c10::DispatchKey dispatch_key = c10::parseDispatchKey(key);
     check_free(qualified, overload, dispatch_key);
-    auto& library = keep(torch::Library::IMPL, ns, dispatch_key, file, line);
+    auto& library = registrations->add(torch::Library::IMPL, ns, dispatch_key, file, line);
     if (only_for_graphs)
       library.impl(name, boxed<GraphKernel>(entry, kernel));
     else if (dispatch_key == c10::DispatchKey::Meta)
@@ -225,13 +247,14 @@ TCH_EXTENSION_API Message tch_extension_implement(const char* ns, const char* qu
 }
 
 // For an operator that writes to its arguments.
-TCH_EXTENSION_API Message tch_extension_count_changes(const char* ns, const char* qualified,
+TCH_EXTENSION_API Message tch_extension_count_changes(RegistrationsOfBlock* registrations,
+                                                      const char* ns, const char* qualified,
                                                       const char* name, const char* overload,
                                                       const char* file, uint32_t line) {
   return guard([&] {
     const auto key = c10::DispatchKey::ADInplaceOrView;
     check_free(qualified, overload, key);
-    keep(torch::Library::IMPL, ns, key, file, line)
+    registrations->add(torch::Library::IMPL, ns, key, file, line)
         .impl(name, torch::CppFunction::makeFromBoxedFunctor(std::make_unique<ChangesKernel>()));
   });
 }

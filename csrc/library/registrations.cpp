@@ -17,6 +17,7 @@
 #include <link.h>
 #include <unwind.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -73,7 +74,13 @@ class Listener : public c10::OpRegistrationListener {
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
     if (noted != nullptr) noted->push_back({initialising_file(), full_name(op.operator_name())});
   }
-  void onOperatorDeregistered(const c10::OperatorHandle&) override {}
+  // A library whose registration fails takes back what it registered.
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    if (noted == nullptr) return;
+    const std::string name = full_name(op.operator_name());
+    const auto is_it = [&](const Registration& registration) { return registration.name == name; };
+    noted->erase(std::remove_if(noted->begin(), noted->end(), is_it), noted->end());
+  }
 };
 
 void listen() {

@@ -1,6 +1,7 @@
 // Scales rows of float to fp16, as scale_rows.h describes.
 
 #include "scale_rows.h"
+#include "tch_extension/cuda_reduce.h"
 #include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
@@ -16,10 +17,7 @@ __device__ float largest_of(const float* row, int64_t columns) {
     const float magnitude = fabsf(row[at]);
     if (isfinite(magnitude)) largest = fmaxf(largest, magnitude);
   }
-  for (int apart = kWarp / 2; apart > 0; apart /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, apart));
-  }
-  return largest;
+  return warp_reduce(largest, [](float a, float b) { return fmaxf(a, b); });
 }
 
 // The exponent of the power of two that takes a nonzero magnitude to [2^14, 2^15).

@@ -12,8 +12,8 @@ use tch::{Device, Tensor};
 /// The largest accepted size. As tensors of 64-bit indices, a larger text would take gigabytes.
 const LARGEST_TEXT: u64 = 256 << 20;
 
-/// The parts of the default text: a folder of the repository, the endings of the files to take from
-/// it, and whether its subfolders are included.
+/// The files of the default text: a folder of the repository, the endings of the files to take from
+/// it, and whether its subfolders are included. The text is their prose.
 const REPOSITORY_TEXT: &[(&str, &[&str], bool)] = &[
     ("", &["README.md", "CHANGELOG.md"], false),
     ("docs", &[".md"], true),
@@ -59,11 +59,56 @@ fn load_repository(root: &Path) -> Result<Text> {
     );
     // File systems list files in no particular order; the text must not depend on it.
     files.sort();
-    let contents = files.iter().map(|file| read_utf8(file)).collect::<Result<Vec<_>>>()?;
+    let prose_of =
+        |file: &PathBuf| Ok(prose(&read_utf8(file)?, file.extension() == Some("md".as_ref())));
+    let contents = files.iter().map(prose_of).collect::<Result<Vec<_>>>()?;
     Ok(Text {
-        source: format!("this repository ({} files)", files.len()),
+        source: format!("the prose of this repository ({} files)", files.len()),
         content: contents.concat(),
     })
+}
+
+/// The sentences of a page in Markdown, or of a source's comments: one line for each paragraph.
+/// Headings, tables and code are left out. A model of code would mostly learn to indent.
+fn prose(text: &str, is_page: bool) -> String {
+    let (mut prose, mut paragraph, mut is_code) = (String::new(), String::new(), false);
+    for line in text.lines().chain([""]) {
+        let line = if is_page { Some(line) } else { comment(line) };
+        // A block of code ends with its comment, whether or not that says so.
+        is_code &= line.is_some();
+        let line = line.unwrap_or_default().trim();
+        let is_fence = line.starts_with("```");
+        is_code ^= is_fence;
+        let is_text = !(is_code || is_fence || line.starts_with(['|', '#', '<']));
+        if !is_text || line.is_empty() || line.starts_with("- ") {
+            let plain = without_markup(&std::mem::take(&mut paragraph));
+            if plain.starts_with(char::is_uppercase) && plain.ends_with(['.', ':', '?', '!']) {
+                prose = prose + &plain + "\n";
+            }
+        }
+        if is_text {
+            let separator = if paragraph.is_empty() { "" } else { " " };
+            paragraph = paragraph + separator + line.trim_start_matches("- ");
+        }
+    }
+    prose
+}
+
+/// What a line of a source says if it is a comment.
+fn comment(line: &str) -> Option<&str> {
+    let comment = line.trim_start().strip_prefix("//")?;
+    Some(comment.strip_prefix(['/', '!']).unwrap_or(comment))
+}
+
+/// A paragraph of Markdown without its links' targets and without quotation marks of code.
+fn without_markup(mut paragraph: &str) -> String {
+    let mut plain = String::new();
+    while let Some((text, link)) = paragraph.split_once("](") {
+        plain += text;
+        paragraph = link.split_once(')').map_or("", |(_, rest)| rest);
+    }
+    plain += paragraph;
+    plain.replace("**", "").replace(['`', '[', ']'], "")
 }
 
 /// Adds the regular files under `folder` whose names end in one of `endings`. Build output and

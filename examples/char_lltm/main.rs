@@ -3,7 +3,7 @@
 //! maths composed of tch operators, and compares the three. With `--op lstm` or `--op gru`, it
 //! trains with this crate's LSTM or GRU and with libtorch's, and compares the two.
 //! ```text
-//! cargo run --example char_lltm                        # this repository's own text
+//! cargo run --example char_lltm                        # this repository's own prose
 //! cargo run --example char_lltm -- --op all            # and the comparison
 //! cargo run --example char_lltm -- --op lstm           # the LSTM, compared with libtorch's
 //! cargo run --example char_lltm -- --text book.txt --op fused --steps 2000
@@ -18,7 +18,6 @@ mod layer;
 mod model;
 mod options;
 mod output;
-mod plot;
 mod ranks;
 mod report;
 mod train;
@@ -127,5 +126,6 @@ fn print_sample(op: Op, model: &CharModel, options: &Options, corpus: &Corpus) -
     let text = model.sample(&corpus.vocabulary, options.sample, options.temperature)?;
     let heading =
         format!("sample of the {} model at temperature {}", op.name(), options.temperature);
+    let text = report::wrapped(&text);
     report::say(&format!("\n--- {heading} ---\n{text}\n--- end of the sample ---\n"))
 }

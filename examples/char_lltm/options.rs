@@ -12,7 +12,7 @@ use tch_extension::cuda;
 #[derive(Debug, Parser)]
 #[command(name = "char_lltm", allow_negative_numbers = true, args_override_self = true)]
 pub struct Options {
-    /// Text to train on, UTF-8 [default: this repository's own prose and sources]
+    /// Text to train on, UTF-8 [default: this repository's own prose]
     #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
@@ -39,7 +39,7 @@ pub struct Options {
     /// Seed of the initial weights and of the sample
     #[arg(long, default_value_t = 1)]
     pub seed: i64,
-    /// Folder for the weights, the loss curves and their plot
+    /// Folder for the weights and the losses
     #[arg(long, value_name = "FOLDER", default_value = "runs/char_lltm")]
     pub out: PathBuf,
     /// Start from these weights, written by an earlier run on the same text (the optimiser starts
@@ -53,7 +53,7 @@ pub struct Options {
     #[arg(long, value_name = "N", default_value_t = 400)]
     pub sample: i64,
     /// Temperature of the sample: below 1 keeps to likely characters, above 1 is more daring
-    #[arg(long, default_value_t = 0.7)]
+    #[arg(long, default_value_t = 0.5)]
     pub temperature: f64,
 }
 

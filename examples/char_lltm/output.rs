@@ -1,8 +1,7 @@
 //! The output folder, and files that are written completely or not at all.
 
 use crate::options::Op;
-use crate::plot;
-use crate::report::Run;
+use crate::report::{Run, csv};
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -11,7 +10,6 @@ use std::path::{Path, PathBuf};
 /// The ending of a file that is still being written.
 const PARTIAL: &str = ".partial";
 const CURVES: &str = "loss.csv";
-const PLOT: &str = "loss.svg";
 
 /// The folder for all results.
 pub struct OutputFolder {
@@ -32,7 +30,7 @@ impl OutputFolder {
             || format!("cannot write to --out {name} (give a folder that you may write to)");
         fs::create_dir_all(folder).with_context(cannot)?;
         let mut names: Vec<String> = ops.iter().map(|op| weights_name(*op)).collect();
-        names.extend([CURVES.to_string(), PLOT.to_string()]);
+        names.push(CURVES.to_string());
         for file in names.iter().map(|name| folder.join(name)) {
             let replaceable = !file.exists() || file.is_file();
             ensure!(
@@ -59,11 +57,10 @@ impl OutputFolder {
         self.folder.join(weights_name(op))
     }
 
-    /// Writes the loss curves of the runs so far, as a table and as a picture.
+    /// Writes the losses of the runs.
     pub fn write_curves(&self, runs: &[Run], unigram: f64) -> Result<()> {
-        let (table, picture) = (plot::csv(runs), plot::svg(runs, unigram)?);
-        write_whole(&self.folder.join(CURVES), |path| Ok(fs::write(path, table)?))?;
-        write_whole(&self.folder.join(PLOT), |path| Ok(fs::write(path, picture)?))
+        let table = csv(runs, unigram);
+        write_whole(&self.folder.join(CURVES), |path| Ok(fs::write(path, table)?))
     }
 }
 

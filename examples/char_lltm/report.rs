@@ -15,6 +15,8 @@ const CLEARLY_BELOW: f64 = 0.5;
 /// Over these first steps, the curves differ only by rounding; later, training amplifies the
 /// difference.
 const FIRST_STEPS: usize = 50;
+/// The columns of a terminal.
+const WIDTH: usize = 80;
 /// The number of progress lines if there is no terminal on which a bar could be redrawn.
 const PLAIN_LINES: i64 = 10;
 
@@ -65,6 +67,35 @@ impl Run {
             characters_per_second: learner.characters_per_second(),
         })
     }
+}
+
+/// The losses as a table: a heading `step,<op>,…` and one line for each step. `cargo xtask demo` draws
+/// a curve of each column, of which the last is always the same number.
+pub fn csv(runs: &[Run], unigram: f64) -> String {
+    let names: String = runs.iter().map(|run| format!("{},", run.op.name())).collect();
+    let steps = runs.first().map_or(0, |run| run.losses.len());
+    let line = |step: usize| -> String {
+        let losses: String = runs.iter().map(|run| format!("{},", run.losses[step])).collect();
+        format!("{},{losses}{unigram}\n", step + 1)
+    };
+    format!("step,{names}unigram baseline\n") + &(0..steps).map(line).collect::<String>()
+}
+
+/// Breaks lines that are longer than a terminal is wide, at blanks.
+pub fn wrapped(text: &str) -> String {
+    let mut lines = Vec::new();
+    for mut line in text.lines() {
+        while let Some((most, _)) = line.char_indices().nth(WIDTH) {
+            let first = line[..most].rsplit_once(' ').map_or("", |(first, _)| first);
+            if first.trim().is_empty() {
+                break;
+            }
+            lines.push(first);
+            line = &line[first.len() + 1..];
+        }
+        lines.push(line);
+    }
+    lines.join("\n")
 }
 
 /// A progress bar on a terminal, and a few plain lines elsewhere.

@@ -32,8 +32,6 @@ use torch_sys::C_tensor;
 ///
 /// With grad mode off, or when no input requires grad, `checkpoint` just calls `function`.
 ///
-/// With grad mode off, or when no input requires grad, this just calls `function`.
-///
 /// ```
 /// use tch::{Kind, Tensor};
 /// use tch_extension::autograd::{Tensors, checkpoint};

@@ -12,6 +12,11 @@ use tch::Tensor;
 /// `inputs` are the saved inputs of the forward pass, in order. `grads` are the gradients that the
 /// backward pass was given.
 ///
+/// `grads` belong to the outputs that the forward pass gave, so `reference` must give the same ones.
+/// Where a formula has several right results, as the singular vectors of a matrix have any sign or, if
+/// they are complex, any phase, `reference` must share the forward pass's choice. Otherwise the
+/// gradients are wrong, and nothing notices. Save an output, and turn the reference's result to it.
+///
 /// # Errors
 /// An error of `reference` or of libtorch. It is also an error to call this when no graph is to be
 /// built, or with another number of inputs or outputs than the operator has.

@@ -24,7 +24,10 @@ type Entry = unsafe extern "C" fn(kernel: *const c_void, frame: *mut Frame) -> c
 
 unsafe extern "C" {
     safe fn tch_extension_check_version() -> *mut c_char;
+    safe fn tch_extension_begin_registrations() -> *mut c_void;
+    fn tch_extension_end_registrations(registrations: *mut c_void, keep: bool);
     fn tch_extension_define(
+        registrations: *mut c_void,
         namespace: *const c_char,
         schema: *const c_char,
         is_seeded: bool,
@@ -32,6 +35,7 @@ unsafe extern "C" {
         line: u32,
     ) -> *mut c_char;
     fn tch_extension_implement(
+        registrations: *mut c_void,
         namespace: *const c_char,
         qualified: *const c_char,
         name: *const c_char,
@@ -44,6 +48,7 @@ unsafe extern "C" {
         kernel: *const c_void,
     ) -> *mut c_char;
     fn tch_extension_count_changes(
+        registrations: *mut c_void,
         namespace: *const c_char,
         qualified: *const c_char,
         name: *const c_char,
@@ -99,17 +104,47 @@ pub(crate) struct Place<'a> {
     pub line: u32,
 }
 
+/// Registrations that belong together. They end when this is dropped, unless they are kept.
+pub(crate) struct Registrations(*mut c_void);
+
+impl Registrations {
+    pub(crate) fn new() -> Self {
+        Registrations(tch_extension_begin_registrations())
+    }
+
+    /// Lets the registrations last until the process ends.
+    pub(crate) fn keep(self) {
+        let registrations = ManuallyDrop::new(self);
+        // SAFETY: C++ made it for us, and nobody uses it afterwards.
+        unsafe { tch_extension_end_registrations(registrations.0, true) }
+    }
+}
+
+impl Drop for Registrations {
+    fn drop(&mut self) {
+        // SAFETY: as in `keep`, which does not drop.
+        unsafe { tch_extension_end_registrations(self.0, false) }
+    }
+}
+
 pub(crate) fn define(
+    registrations: &Registrations,
     namespace: &str,
     schema: &str,
     is_seeded: bool,
     place: Place<'_>,
 ) -> Result<()> {
     let (namespace, schema, file) = (kept(namespace)?, kept(schema)?, kept(place.file)?);
-    // SAFETY: the texts are null-terminated and live forever.
+    // SAFETY: the registrations are alive. The texts are null-terminated and live forever.
     checked(unsafe {
-        let (namespace, schema, file) = (namespace.as_ptr(), schema.as_ptr(), file.as_ptr());
-        tch_extension_define(namespace, schema, is_seeded, file, place.line)
+        tch_extension_define(
+            registrations.0,
+            namespace.as_ptr(),
+            schema.as_ptr(),
+            is_seeded,
+            file.as_ptr(),
+            place.line,
+        )
     })
 }
 
@@ -154,6 +189,7 @@ impl Names {
 
 /// `name` may have an overload: `add.Tensor`.
 pub(crate) fn implement(
+    registrations: &Registrations,
     namespace: &str,
     name: &str,
     key: &str,
@@ -165,10 +201,11 @@ pub(crate) fn implement(
         Kernel::Typed(kernel) | Kernel::Graph(kernel) => (run_typed, kernel as *const c_void),
         Kernel::Untyped(kernel) => (run_untyped, kernel as *const c_void),
     };
-    // SAFETY: the texts are null-terminated and live forever. The entry reads the pointer as the
-    // function that it was made of.
+    // SAFETY: the registrations are alive. The texts are null-terminated and live forever. The entry
+    // reads the pointer as the function that it was made of.
     checked(unsafe {
         tch_extension_implement(
+            registrations.0,
             names.namespace.as_ptr(),
             names.qualified.as_ptr(),
             names.name.as_ptr(),
@@ -185,11 +222,17 @@ pub(crate) fn implement(
 
 /// Registers that calls of the operator change what it writes to, for autograd's check of saved
 /// tensors.
-pub(crate) fn count_changes(namespace: &str, name: &str, place: Place<'_>) -> Result<()> {
+pub(crate) fn count_changes(
+    registrations: &Registrations,
+    namespace: &str,
+    name: &str,
+    place: Place<'_>,
+) -> Result<()> {
     let names = Names::new(namespace, name, place)?;
-    // SAFETY: the texts are null-terminated and live forever.
+    // SAFETY: the registrations are alive. The texts are null-terminated and live forever.
     checked(unsafe {
         tch_extension_count_changes(
+            registrations.0,
             names.namespace.as_ptr(),
             names.qualified.as_ptr(),
             names.name.as_ptr(),
@@ -408,8 +451,18 @@ impl<'c> Argument<'c> {
     fn wrong(&self, wanted: &str) -> Error {
         let name = self.call.name(self.index);
         let got = match self.raw.tag {
-            Tag::None | Tag::Default => "None".to_string(),
-            tag => format!("{tag:?}"),
+            Tag::None | Tag::Default => "None",
+            Tag::Tensor => "a Tensor",
+            Tag::Int => "an int",
+            Tag::Float => "a float",
+            Tag::Bool => "a bool",
+            Tag::String => "a str",
+            Tag::Device => "a torch.device",
+            Tag::ScalarType => "a torch.dtype",
+            Tag::Layout => "a torch.layout",
+            Tag::MemoryFormat => "a torch.memory_format",
+            Tag::SymInt => "a SymInt",
+            Tag::List | Tag::Ints | Tag::Floats | Tag::IValues => "a list",
         };
         Error::msg(format!("{name}: expected {wanted}, got {got}"))
     }

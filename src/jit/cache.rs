@@ -16,9 +16,10 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
+use tch_extension_build::trusted;
 
 /// The folder of all entries, created if needed. Only the user can access it, because it holds code
-/// that programs will run.
+/// that programs will run. What others could have put there is refused.
 pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
     let variable =
         |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -33,15 +34,22 @@ pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
         .or_else(|| Some(variable("HOME")?.join(".cache/tch_extension")))
         .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
     let folder = std::path::absolute(folder)?;
-    if folder.to_str().is_none() {
-        // Compilers write the list of files that they read as text.
-        return Err(Error::new(
-            ErrorKind::InvalidInput,
-            format!("the cache {folder:?} is not UTF-8"),
-        ));
-    }
+    check_text(&folder)?;
     create(&folder)?;
+    let folder = trusted::root(&folder)?;
+    check_text(&folder)?;
     Ok(folder)
+}
+
+/// Compilers write the list of files that they read as text.
+fn check_text(folder: &Path) -> Result<()> {
+    match folder.to_str() {
+        Some(_) => Ok(()),
+        None => {
+            let text = format!("the cache {folder:?} is not UTF-8");
+            Err(Error::new(ErrorKind::InvalidInput, text))
+        }
+    }
 }
 
 pub(super) fn create(folder: &Path) -> Result<()> {
@@ -49,18 +57,6 @@ pub(super) fn create(folder: &Path) -> Result<()> {
         Error::new(error.kind(), format!("cannot create {}: {error}", folder.display()))
     };
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)
-}
-
-/// Refuses a folder that somebody else may have put below `root`, for example in `/tmp`: its
-/// content would run in this process.
-pub(super) fn check_owner(folder: &Path, root: &Path) -> Result<()> {
-    let metadata = folder.symlink_metadata()?;
-    let trusted = [Path::new("/proc/self").metadata()?.uid(), 0, root.metadata()?.uid()];
-    if metadata.mode() & 0o002 == 0 && trusted.contains(&metadata.uid()) {
-        return Ok(());
-    }
-    let text = format!("{} is not to be trusted, as others may write to it", folder.display());
-    Err(Error::new(ErrorKind::PermissionDenied, text))
 }
 
 /// A path that nobody else uses, neither this process nor another one. Such folders and files are
@@ -112,7 +108,6 @@ impl Entry {
     ) -> crate::Result<Locked> {
         let io = |error: Error| self.error(&error);
         let lock = self.lock().map_err(io)?;
-        check_owner(&self.folder, self.folder.parent().unwrap_or(&self.folder)).map_err(io)?;
         lock.lock_shared().map_err(io)?;
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
@@ -155,26 +150,17 @@ impl Entry {
         self.folder.join("lock")
     }
 
+    /// Opens the lock of the folder, which is made if there is none. Nothing is written before the
+    /// folder is known to be trusted.
     fn lock(&self) -> Result<File> {
+        create(&self.folder)?;
+        trusted::check(&self.folder)?;
         let path = self.lock_path();
-        let open = || {
-            OpenOptions::new()
-                .read(true)
-                .write(true)
-                .create(true)
-                .truncate(false)
-                .mode(0o600)
-                .open(&path)
-        };
-        match open() {
-            Err(error) if error.kind() == ErrorKind::NotFound => {
-                create(&self.folder)?;
-                open()
-            }
-            // The cache of another user may at least be read.
-            Err(error) => File::open(&path).map_err(|_| error),
-            opened => opened,
-        }
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        // A cache of root's may at least be read.
+        trusted::open(&path, &mut options)
+            .or_else(|error| trusted::open(&path, OpenOptions::new().read(true)).map_err(|_| error))
     }
 
     /// Builds. If a file changed meanwhile, nobody knows which content was compiled, so it builds a

@@ -3,6 +3,7 @@
 
 use super::cache;
 use std::path::{Path, PathBuf};
+use tch_extension_build::trusted;
 
 macro_rules! headers {
     ($($path:literal),* $(,)?) => {
@@ -21,6 +22,7 @@ headers! {
     "cpu_registers.h",
     "cpu_small_product.h",
     "cuda_column_sums.h",
+    "cuda_reduce.h",
     "cuda_vector.h",
     "host_device.h",
     "kind.h",
@@ -67,7 +69,7 @@ pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
             }
         }
     }
-    cache::check_owner(&folder, cache)?;
+    trusted::check(&folder)?;
     Ok(vec![folder.join("tch_extension/python"), folder])
 }
 

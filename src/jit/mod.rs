@@ -37,6 +37,10 @@
 //! processes ask at once, one builds and the others wait. If the builder is killed, another one
 //! builds. Delete the folder to free its space.
 //!
+//! The folder holds code that runs in your program. So it must belong to you or to root, and nobody
+//! else may be able to write to it; so must the folders in it. It may be a link of yours. A folder
+//! that you made with a umask of 002 is refused, and the error says how to mend that.
+//!
 //! # Names
 //! The extension's name is `TORCH_EXTENSION_NAME`, and so the namespace of the operators in a
 //! `PYBIND11_MODULE`. A name cannot be registered twice, and libraries stay loaded. If changed

@@ -42,10 +42,14 @@ pub type Kernel = fn(&[Output]) -> Result<Vec<Output>>;
 pub fn define(namespace: &str, schema: &str) -> Result<()> {
     let location = Location::caller();
     let place = ffi::Place { file: location.file(), line: location.line() };
-    define_at(namespace, schema, false, place)
+    let registrations = ffi::Registrations::new();
+    define_at(&registrations, namespace, schema, false, place)?;
+    registrations.keep();
+    Ok(())
 }
 
 pub(super) fn define_at(
+    registrations: &ffi::Registrations,
     namespace: &str,
     schema: &str,
     is_seeded: bool,
@@ -63,7 +67,8 @@ pub(super) fn define_at(
             "{qualified}: the namespace: expected letters, digits and _, got {namespace:?}"
         )));
     }
-    ffi::define(namespace, schema, is_seeded, place).map_err(|error| ffi::named(&qualified, &error))
+    ffi::define(registrations, namespace, schema, is_seeded, place)
+        .map_err(|error| ffi::named(&qualified, &error))
 }
 
 /// Gives an operator its kernel for a dispatch key: `TORCH_LIBRARY_IMPL` and `impl` in C++. The
@@ -84,17 +89,21 @@ pub(super) fn define_at(
 pub fn implement(namespace: &str, name: &str, key: &str, kernel: Kernel) -> Result<()> {
     let location = Location::caller();
     let place = ffi::Place { file: location.file(), line: location.line() };
-    implement_at(namespace, name, key, ffi::Kernel::Untyped(kernel), place)
+    let registrations = ffi::Registrations::new();
+    implement_at(&registrations, namespace, name, key, ffi::Kernel::Untyped(kernel), place)?;
+    registrations.keep();
+    Ok(())
 }
 
 pub(super) fn implement_at(
+    registrations: &ffi::Registrations,
     namespace: &str,
     name: &str,
     key: &str,
     kernel: ffi::Kernel,
     place: ffi::Place<'_>,
 ) -> Result<()> {
-    ffi::implement(namespace, name, key, kernel, place).map_err(|error| {
+    ffi::implement(registrations, namespace, name, key, kernel, place).map_err(|error| {
         let text = error.to_string();
         let qualified = format!("{namespace}::{name}");
         Error::Torch(format!("{qualified}: its kernel for {key} was refused: {text}"))

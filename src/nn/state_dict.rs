@@ -37,13 +37,13 @@
 
 use crate::{Error, Result, check};
 use safetensors::tensor::{
-    Dtype, SafeTensorError, SafeTensors, TensorView, View, serialize_to_file,
+    Dtype, Metadata, SafeTensorError, SafeTensors, TensorView, View, serialize_to_file,
 };
 use std::borrow::Cow;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{File, Permissions};
-use std::io::ErrorKind;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use tch::nn::VarStore;
@@ -216,6 +216,7 @@ fn failed(op: &str, file: &Path, error: &dyn std::fmt::Display) -> Error {
 }
 
 fn parse<'a>(op: &str, file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> {
+    check_sizes(op, file, bytes)?;
     SafeTensors::deserialize(bytes).map_err(|error| {
         let is_unknown = matches!(error, SafeTensorError::InvalidHeaderDeserialization);
         if let Some(kind) = unknown_kind(bytes).filter(|_| is_unknown) {
@@ -238,12 +239,48 @@ fn parse<'a>(op: &str, file: &Path, bytes: &'a [u8]) -> Result<SafeTensors<'a>> 
 const DTYPES: [&str; 13] =
     ["BOOL", "U8", "I8", "I16", "U16", "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"];
 
+/// The largest header that safetensors reads, in bytes.
+const LARGEST_HEADER: u64 = 100_000_000;
+
+/// A file's header, if it is one that safetensors reads.
+fn header(bytes: &[u8]) -> Option<&str> {
+    let (len, rest) = bytes.split_first_chunk()?;
+    let len = u64::from_le_bytes(*len);
+    let header = rest.get(..usize::try_from(len).ok()?).filter(|_| len <= LARGEST_HEADER)?;
+    std::str::from_utf8(header).ok()
+}
+
 /// The first kind in a file's header that is not among [`DTYPES`], such as `F8_E4M3`.
 fn unknown_kind(bytes: &[u8]) -> Option<&str> {
-    let (len, rest) = bytes.split_first_chunk()?;
-    let len = usize::try_from(u64::from_le_bytes(*len)).ok()?;
-    let header = std::str::from_utf8(rest.get(..len)?).ok()?;
-    header.split("\"dtype\"").skip(1).filter_map(string).find(|kind| !DTYPES.contains(kind))
+    let mut kinds = header(bytes)?.split("\"dtype\"").skip(1).filter_map(string);
+    kinds.find(|kind| !DTYPES.contains(kind))
+}
+
+/// Refuses the shapes and places of tensors with which safetensors, tch or libtorch would overflow.
+/// What else is wrong with a header, safetensors says.
+fn check_sizes(op: &str, file: &Path, bytes: &[u8]) -> Result<()> {
+    let metadata = header(bytes).and_then(|text| serde_json::from_str::<Metadata>(text).ok());
+    for (name, info) in metadata.iter().flat_map(Metadata::tensors) {
+        let end = i64::try_from(info.data_offsets.1);
+        if byte_count(&info.shape, info.dtype).is_none() || end.is_err() {
+            return Err(Error::msg(format!(
+                "{op}: {}: expected tensors that fit into the file, got {} of shape {:?} and kind {:?}",
+                file.display(),
+                shown(&name),
+                info.shape,
+                info.dtype
+            )));
+        }
+    }
+    Ok(())
+}
+
+/// The bytes of a tensor; `None` if libtorch cannot count them. It multiplies the sizes of an empty
+/// one, too, each of which must therefore count as one at least.
+fn byte_count(shape: &[usize], dtype: Dtype) -> Option<usize> {
+    let counted = shape.iter().map(|&size| size.max(1)).try_fold(dtype.size(), usize::checked_mul);
+    counted.filter(|&bytes| i64::try_from(bytes).is_ok())?;
+    Some(shape.iter().product::<usize>() * dtype.size())
 }
 
 /// The string after the colon that `text` begins with.
@@ -324,9 +361,9 @@ pub(crate) fn listed(what: &str, names: &[String]) -> Option<String> {
     }
 }
 
-/// The shape in the file. No tensor is larger than memory, so the sizes fit.
+/// The shape in the file, whose sizes [`check_sizes`] accepted.
 fn size_of(view: &TensorView<'_>) -> Vec<i64> {
-    view.shape().iter().map(|&size| i64::try_from(size).unwrap_or(i64::MAX)).collect()
+    view.shape().iter().map(|&size| size as i64).collect()
 }
 
 pub(crate) fn is_floating(kind: Kind) -> bool {
@@ -347,11 +384,11 @@ fn kind_of(dtype: Dtype) -> Result<Kind> {
 /// for an example.
 ///
 /// # Errors
-/// When two variables get one name, when a variable has a kind that the format lacks, when CUDA
-/// fails, when the path leads to a folder, a device, a pipe or a socket, or when the file cannot be
-/// written. The old file, if there was one, is then unchanged, unless the error says that the new
-/// one is written: then the disk failed to keep its name, and after a power cut the old one may be
-/// back.
+/// When two variables get one name, when a variable has a kind that the format lacks, when names and
+/// shapes together are longer than the 100 MB that readers accept, when CUDA fails, when the path
+/// leads to a folder, a device, a pipe or a socket, or when the file cannot be written. The old
+/// file, if there was one, is then unchanged, unless the error says that the new one is written:
+/// then the disk failed to keep its name, and after a power cut the old one may be back.
 pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'_>) -> Result<()> {
     save_variables(SAVE, &variables(SAVE, vs, options)?, file.as_ref())
 }
@@ -359,14 +396,19 @@ pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'
 fn save_variables(op: &str, variables: &[Variable], file: &Path) -> Result<()> {
     let failure = RefCell::new(None);
     let mut names = BTreeSet::from(["__metadata__"]);
-    let mut tensors = vec![];
+    let (mut tensors, mut bytes) = (vec![], 0_usize);
     for variable in variables {
         if !names.insert(&variable.name_in_file) {
             let expected = "a name for each variable, and none called __metadata__";
             let got = format!("{} twice", variable.name_in_file);
             return Err(Error::argument(op, "name", expected, got, ""));
         }
-        tensors.push((variable.name_in_file.as_str(), Stored::new(op, variable, &failure)?));
+        let stored = Stored::new(op, variable, &failure)?;
+        bytes = bytes.saturating_add(stored.len);
+        tensors.push((variable.name_in_file.as_str(), stored));
+    }
+    if i64::try_from(bytes).is_err() {
+        return Err(failed(op, file, &"expected tensors that fit into a file, got larger ones"));
     }
     write(file, tensors, &failure).map_err(|error| failed(op, file, &error))
 }
@@ -454,6 +496,7 @@ fn write(
     if let Some(error) = failure.take() {
         return Err(error);
     }
+    check_header(partial.path())?;
     if let Some(permissions) = replaced {
         partial.as_file().set_permissions(permissions).map_err(io)?;
     }
@@ -462,6 +505,20 @@ fn write(
     partial.persist(&file).map_err(|error| io(error.error))?;
     sync_folder(&folder_to_sync)
         .map_err(|error| Error::msg(format!("the new file is written, but not its name: {error}")))
+}
+
+/// Refuses a file whose header no reader would accept.
+fn check_header(file: &Path) -> Result<()> {
+    let mut len = [0; 8];
+    let read = File::open(file).and_then(|mut file| file.read_exact(&mut len));
+    read.map_err(|error| Error::msg(error.to_string()))?;
+    match u64::from_le_bytes(len) {
+        len if len <= LARGEST_HEADER => Ok(()),
+        len => Err(Error::msg(format!(
+            "expected names and shapes of at most {LARGEST_HEADER} bytes, got {len}: give shorter names, or write \
+             several files"
+        ))),
+    }
 }
 
 /// Where a path leads to through symbolic links. There need not be a file.
@@ -521,14 +578,18 @@ impl<'a> Stored<'a> {
             let expected = "a floating-point, integer or Bool kind";
             Error::argument(op, name, expected, format!("{kind:?}"), "")
         })?;
-        let shape = tensor.size().iter().map(|&size| size as usize).collect();
-        let len = tensor.numel() * dtype.size();
+        let shape: Vec<usize> = tensor.size().iter().map(|&size| size as usize).collect();
+        let len = byte_count(&shape, dtype).ok_or_else(|| {
+            let expected = "a tensor whose bytes can be counted";
+            Error::argument(op, name, expected, format!("shape {shape:?}"), "")
+        })?;
         Ok(Stored { tensor, shape, dtype, len, failure })
     }
 
     fn bytes(&self) -> Result<Vec<u8>> {
-        let mut bytes = vec![0; self.len];
+        // Before there is memory for the bytes: an expanded tensor may be larger than all memory.
         let tensor = self.tensor.f_to_device(Device::Cpu)?.f_contiguous()?;
+        let mut bytes = vec![0; self.len];
         tensor.f_copy_data_u8(&mut bytes, tensor.numel())?;
         Ok(bytes)
     }

@@ -73,6 +73,7 @@
 //! | `kind.h` | libtorch's numbers for kinds, and the type for each number | |
 //! | `launch.h` | `LaunchStatus` for `tch_extension::cuda::launch`, `for_kind` and `Compute` types, grid sizes, `is_aligned` | CUDA |
 //! | `cuda_vector.h` | vector loads and stores, and the elements that are left over | CUDA |
+//! | `cuda_reduce.h` | reductions over a warp or a block, for kernels in which one of them computes a row | CUDA |
 //! | `column_sums.h`, `cuda_column_sums.h` | sums of columns (a bias' gradient), bitwise equal every time | CUDA |
 //! | `cpu.h` | loops over `at::vec` on libtorch's threads, compiled once for each instruction set | torch |
 //! | `cpu_column_sums.h` | the same sums on the CPU | torch |
@@ -98,6 +99,8 @@ mod libtorch;
 mod paths;
 pub mod probe;
 pub mod toolchain;
+#[doc(hidden)]
+pub mod trusted;
 
 pub use extension::{Built, Extension, link_args, python_link_args};
 

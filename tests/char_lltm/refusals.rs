@@ -74,8 +74,8 @@ fn refuses_a_read_only_output_folder() {
 #[test]
 fn refuses_when_a_folder_lies_where_a_file_goes() {
     let place = Place::new();
-    fs::create_dir_all(place.out().join("loss.svg")).unwrap();
-    assert_message(&place.run(&[]), &["loss.svg is in the way", "--out"]);
+    fs::create_dir_all(place.out().join("loss.csv")).unwrap();
+    assert_message(&place.run(&[]), &["loss.csv is in the way", "--out"]);
     assert_eq!(fs::read_dir(place.out()).unwrap().count(), 1);
 }
 

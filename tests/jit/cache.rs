@@ -1,6 +1,7 @@
 //! Tests of when the compilers run and when they do not.
 
 use super::*;
+use std::os::unix::fs::PermissionsExt;
 use std::time::{Duration, Instant};
 
 #[test]
@@ -144,26 +145,117 @@ fn contents_count_and_times_do_not() {
     assert_eq!(load(), (2, 2), "size and time say nothing of contents");
 }
 
+fn set_mode(path: &Path, mode: u32) {
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).unwrap();
+}
+
+/// The only folder or file of a folder whose name begins like this.
+fn entry(folder: &Path, prefix: &str) -> PathBuf {
+    let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(prefix);
+    let entries = std::fs::read_dir(folder).unwrap().flatten().map(|entry| entry.path());
+    let found: Vec<PathBuf> = entries.filter(name).collect();
+    assert_eq!(found.len(), 1, "{prefix}");
+    found[0].clone()
+}
+
+/// The group of a folder may be one of which others are members.
 #[test]
 fn a_folder_that_others_may_write_is_not_trusted() {
-    use std::os::unix::fs::PermissionsExt;
     let folder = scratch();
     let load = || Extension::new("distrust").cpp("not C++").cache(folder.path()).load();
     assert_says(&message(load()), &["does not compile"]);
-    for prefix in ["distrust-", "include-"] {
-        let mut entries =
-            std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.path());
-        let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(prefix);
-        let path = entries.find(name).unwrap();
-        let mode = |mode: u32| {
-            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap()
-        };
-        mode(0o777);
-        assert_says(
-            &message(load()),
-            &["distrust", prefix, "others may write", "TCH_EXTENSION_CACHE"],
-        );
-        mode(0o700);
+    let entries = ["distrust-", "include-"].map(|prefix| entry(folder.path(), prefix));
+    for path in entries.iter().chain([&folder.path().to_path_buf()]) {
+        for (mode, who) in [(0o770, "g"), (0o702, "o"), (0o777, "go")] {
+            set_mode(path, mode);
+            let name = path.file_name().unwrap().to_string_lossy();
+            let way_out = [format!("run `chmod {who}-w /"), format!("/{name}`")];
+            assert_says(
+                &message(load()),
+                &["distrust", "others may write", &way_out[0], &way_out[1], "TCH_EXTENSION_CACHE"],
+            );
+        }
+        set_mode(path, 0o755);
+        assert_says(&message(load()), &["does not compile"]);
+    }
+}
+
+/// Opening the lock would otherwise make a file, or change one, wherever the link leads.
+#[test]
+fn a_lock_that_is_a_link_is_never_followed() {
+    let folder = scratch();
+    let load = || Extension::new("lock_link").cpp("not C++").cache(folder.path()).load();
+    assert_says(&message(load()), &["does not compile"]);
+    let (entry, aim) = (entry(folder.path(), "lock_link-"), folder.path().join("aim"));
+    std::fs::remove_file(entry.join("lock")).unwrap();
+    std::os::unix::fs::symlink(&aim, entry.join("lock")).unwrap();
+    for mode in [0o770, 0o700] {
+        set_mode(&entry, mode);
+        assert_says(&message(load()), &["lock_link-"]);
+        assert!(!aim.exists(), "{mode:o}");
+    }
+    assert_says(&message(load()), &["lock may contain code of another user's: it is a link"]);
+}
+
+#[test]
+fn an_entry_that_is_a_link_is_not_trusted() {
+    let (folder, elsewhere) = (scratch(), scratch());
+    let load = || Extension::new("entry_link").cpp("not C++").cache(folder.path()).load();
+    assert_says(&message(load()), &["does not compile"]);
+    for prefix in ["entry_link-", "include-"] {
+        let (path, moved) = (entry(folder.path(), prefix), elsewhere.path().join(prefix));
+        std::fs::rename(&path, &moved).unwrap();
+        std::os::unix::fs::symlink(&moved, &path).unwrap();
+        assert_says(&message(load()), &[prefix, "it is a link"]);
+        std::fs::remove_file(&path).unwrap();
+        std::fs::rename(&moved, &path).unwrap();
     }
     assert_says(&message(load()), &["does not compile"]);
+}
+
+#[test]
+fn the_cache_may_be_a_link() {
+    let folder = scratch();
+    let (real, link) = (folder.path().join("real"), folder.path().join("link"));
+    std::fs::create_dir(&real).unwrap();
+    set_mode(&real, 0o700);
+    std::os::unix::fs::symlink(&real, &link).unwrap();
+    let module = Extension::new("by_a_link").cpp(ANSWER).cache(&link).load().unwrap();
+    assert!(module.path().starts_with(real.canonicalize().unwrap()), "{:?}", module.path());
+    set_mode(&real, 0o770);
+    let other = Extension::new("by_a_link_of_others").cpp(ANSWER).cache(&link);
+    assert_says(&message(other.load()), &["others may write"]);
+}
+
+/// Only root can give files away.
+#[test]
+fn what_another_user_owns_is_not_trusted() {
+    use std::os::unix::fs::{chown, lchown};
+    const OTHER: u32 = 54321;
+    let folder = scratch();
+    let cache = folder.path().join("cache");
+    let load = |name: &str| Extension::new(name).cpp("not C++").cache(&cache).load();
+    assert_says(&message(load("owned")), &["does not compile"]);
+    let entry = entry(&cache, "owned-");
+    if chown(&entry, Some(OTHER), None).is_err() {
+        eprintln!("skipped: only root can make a folder of another user's");
+        return;
+    }
+    assert_says(&message(load("owned")), &["owned-", "it belongs to user 54321"]);
+    // A folder that another user made, with an entry of this user's.
+    chown(&cache, Some(OTHER), None).unwrap();
+    let before = std::fs::read_dir(&cache).unwrap().count();
+    let text = message(load("owned_by_its_root"));
+    let real = cache.canonicalize().unwrap();
+    let says = format!("{} may contain code of another user's", real.display());
+    assert_says(&text, &["owned_by_its_root", &says, "it belongs to user 54321"]);
+    assert_eq!(std::fs::read_dir(&cache).unwrap().count(), before, "nothing was written");
+    // A link of another user's could lead elsewhere when the library is loaded.
+    chown(&cache, Some(0), None).unwrap();
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink(&cache, &link).unwrap();
+    let load = || Extension::new("owned_link").cpp("not C++").cache(&link).load();
+    assert_says(&message(load()), &["does not compile"]);
+    lchown(&link, Some(OTHER), None).unwrap();
+    assert_says(&message(load()), &["owned_link", "link may contain", "it belongs to user 54321"]);
 }

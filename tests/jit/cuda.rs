@@ -45,6 +45,81 @@ fn cuda_jit_inline() {
     assert_eq!(tensor, expected);
 }
 
+/// Sums and largest values of rows, by parts of warps, warps and blocks. Each thread writes what it
+/// got, so that a thread with other bits is seen.
+#[test]
+fn cuda_jit_reductions() {
+    let name = "cuda_jit_reductions";
+    if !cuda::is_compiled() {
+        assert!(cuda_or_skip(name).is_none());
+        return;
+    }
+    let module = extension("cuda_reductions")
+        .cuda(
+            "#include <tch_extension/cuda_reduce.h>\n\
+             using namespace tch_extension;\n\
+             struct Sum { template <typename T> __device__ T operator()(T a, T b) const { return a + b; } };\n\
+             struct Largest { template <typename T> __device__ T operator()(T a, T b) const { return a > b ? a : b; } };\n\
+             template <typename T>\n\
+             __global__ void reduce(const T* x, T* y, int64_t size) {\n\
+               const T own = x[blockIdx.x * blockDim.x + threadIdx.x];\n\
+               T* to = y + blockIdx.x * blockDim.x + threadIdx.x;\n\
+               to[0] = warp_reduce<8>(own, Sum{});\n\
+               to[size] = warp_reduce<1>(own, Sum{});\n\
+               to[2 * size] = warp_reduce(own, Largest{});\n\
+               // One call after the other, whose values share memory.\n\
+               to[3 * size] = block_reduce(own, Sum{});\n\
+               to[4 * size] = block_reduce(own, Largest{});\n\
+               to[5 * size] = block_reduce(-own, Sum{});\n\
+             }\n\
+             void launch_reduce(const float* x, float* y, int rows, int columns, cudaStream_t stream) {\n\
+               reduce<<<rows, columns, 0, stream>>>(x, y, int64_t(rows) * columns);\n\
+             }\n\
+             void launch_reduce(const double* x, double* y, int rows, int columns, cudaStream_t stream) {\n\
+               reduce<<<rows, columns, 0, stream>>>(x, y, int64_t(rows) * columns);\n\
+             }",
+        )
+        .cpp(
+            "#include <c10/cuda/CUDAStream.h>\n\
+             void launch_reduce(const float* x, float* y, int rows, int columns, cudaStream_t stream);\n\
+             void launch_reduce(const double* x, double* y, int rows, int columns, cudaStream_t stream);\n\
+             torch::Tensor reduce(torch::Tensor x) {\n\
+               TORCH_CHECK(x.is_cuda() && x.is_contiguous() && x.dim() == 2, \"wants a CUDA matrix\");\n\
+               auto y = torch::empty({6, x.size(0), x.size(1)}, x.options());\n\
+               AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), \"reduce\", [&] {\n\
+                 launch_reduce(x.data_ptr<scalar_t>(), y.data_ptr<scalar_t>(), x.size(0), x.size(1),\n\
+                               c10::cuda::getCurrentCUDAStream());\n\
+               });\n\
+               return y;\n\
+             }",
+        )
+        .functions(["reduce"])
+        .flag("-O0")
+        .load()
+        .unwrap();
+    let reduce = module.operator("reduce").unwrap();
+    let on_cpu = Tensor::zeros([1, 32], (Kind::Float, Device::Cpu));
+    assert_says(&message(reduce.call::<Tensor>(args![&on_cpu])), &["wants a CUDA matrix"]);
+    let Some(device) = cuda_or_skip(name) else { return };
+    for kind in [Kind::Float, Kind::Double] {
+        for columns in [32, 96, 256, 1024] {
+            // Whole numbers, whose sums are exact in any order.
+            let x = Tensor::randint_low(-999, 999, [5, columns], (kind, device));
+            let y: Tensor = reduce.call(args![&x]).unwrap();
+            let groups = |lanes: i64| x.view([5, columns / lanes, lanes]);
+            let all =
+                |of_groups: Tensor| of_groups.expand([5, -1, columns / of_groups.size()[1]], false);
+            let sum = |lanes| all(groups(lanes).sum_dim_intlist(-1, true, kind));
+            let largest = |lanes| all(groups(lanes).amax([-1], true));
+            let expected =
+                [sum(8), sum(1), largest(32), sum(columns), largest(columns), -sum(columns)];
+            let expected: Vec<Tensor> =
+                expected.iter().map(|one| one.reshape([5, columns])).collect();
+            assert_eq!(y, Tensor::stack(&expected, 0), "{kind:?}, {columns}");
+        }
+    }
+}
+
 #[test]
 fn cuda_jit_lltm() {
     let name = "cuda_jit_lltm";

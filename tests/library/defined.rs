@@ -6,7 +6,7 @@ use tch_extension::library::{
     registration_error, sizes,
 };
 use tch_extension::testing;
-use tch_extension::{Error, autograd};
+use tch_extension::{Error, autograd, check};
 
 tch_extension::operators! {
     namespace defined;
@@ -52,6 +52,14 @@ tch_extension::operators! {
     }
 
     fn without_gradient(x: &Tensor) -> Tensor { cpu = |x| Ok(x * 1.0) }
+
+    fn checked(x: &Tensor, scale: f64) -> Tensor {
+        cpu = |x, scale| {
+            check!("checked", x).kind_in(&[Kind::Double, Kind::Half])?;
+            Ok(x * scale)
+        },
+        backward = |ctx, grads| Ok((grads.get(0)? * ctx.argument::<i64>("scale")?).into()),
+    }
 
     fn square(x: &Tensor) -> Tensor { composite = |x| Ok(x * x) }
 
@@ -121,6 +129,15 @@ mod twice {
         namespace aten;
         fn defined_nowhere_else(x: &tch::Tensor) -> tch::Tensor { composite = |x| Ok(x * 2) }
         fn relu(x: &tch::Tensor) -> tch::Tensor { composite = |x| Ok(x * 2) }
+    }
+}
+
+// The second cannot be registered, after the first was.
+mod half {
+    tch_extension::operators! {
+        namespace defined_half;
+        fn first(x: &tch::Tensor) -> tch::Tensor { cpu = |x| Ok(x * 2) }
+        fn second(x: &mut tch::Tensor) { cpu = |_x| Ok(()), key("Toaster") = |_x| Ok(()) }
     }
 }
 
@@ -297,6 +314,21 @@ fn failures_are_errors_that_name_the_operator() {
     assert!(call(2).starts_with("defined::fails: shape '[2, 2]' is invalid for input of size 1"));
 }
 
+/// Whoever calls a registered operator may write Python.
+#[test]
+fn errors_have_the_words_of_python() {
+    let checked = |x: &Tensor| find("checked").call::<Tensor>(args![x, 0.5]);
+    let error = message(checked(&Tensor::zeros([2], (Kind::Int64, Device::Cpu))));
+    assert_eq!(
+        error.split(';').take(2).collect::<String>(),
+        "defined::checked: x: expected dtype torch.float64 or torch.float16, got torch.int64 cast it with \
+         to(torch.float64)"
+    );
+    let y = checked(&leaf(&[1.0])).expect("a call");
+    let error = message(y.sum(Kind::Double).f_backward().map_err(Error::from));
+    assert!(error.contains("its argument `scale` is 0.5, and int was asked for"), "{error}");
+}
+
 #[test]
 fn a_sym_int_is_an_int_in_a_kernel() {
     let x = Tensor::zeros([4, 3], (Kind::Float, Device::Cpu));
@@ -385,8 +417,22 @@ fn a_block_is_registered_whole_or_not_at_all() {
     let error = message(registration_error());
     assert!(error.contains("the operators of aten (tests/library/defined.rs:"), "{error}");
     assert!(error.contains("aten::relu is defined already, registered at "), "{error}");
-    assert_eq!(error.lines().count(), 1, "{error}");
-    assert!(Operator::find("aten::defined_nowhere_else").is_err());
+    assert!(error.contains("the operators of defined_half (tests/library/defined.rs:"), "{error}");
+    assert!(error.contains("defined_half::second: its kernel for Toaster was refused"), "{error}");
+    assert_eq!(error.lines().count(), 2, "{error}");
+    for absent in ["aten::defined_nowhere_else", "defined_half::first", "defined_half::second"] {
+        assert!(Operator::find(absent).is_err(), "{absent}");
+    }
     let y: Tensor = find("second").call(args![&doubles(&[1.0])]).expect("a call");
     assert_eq!(y, doubles(&[2.0]));
+
+    // What ended is as if it had never been.
+    define("defined_half", "first(Tensor x, int by) -> Tensor").expect("a definition");
+    implement("defined_half", "first", "CPU", |arguments| match arguments {
+        [Output::Tensor(x), Output::Int(by)] => Ok(vec![Output::Tensor(x * *by)]),
+        other => Err(Error::msg(format!("{other:?}"))),
+    })
+    .expect("a kernel");
+    let first = Operator::find("defined_half::first").expect("an operator");
+    assert_eq!(first.call::<Tensor>(args![&doubles(&[2.0]), 3]).expect("a call"), doubles(&[6.0]));
 }

@@ -1,9 +1,10 @@
 //! Files that are incomplete, corrupt or of another model. None may change a variable.
 
 use super::{assert_names, assert_unchanged, float, model, place, store, values};
+use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::{Device, Kind, Tensor};
-use tch_extension::nn::state_dict::{StateDictOptions, load, save};
+use tch_extension::nn::state_dict::{StateDictOptions, load, load_tensors, save, save_tensors};
 
 #[test]
 fn a_file_that_ends_at_any_byte_is_refused() {
@@ -91,6 +92,33 @@ fn headers_that_lie_are_refused() {
     write(&info("[2,2]", "F32", "[0,16]"), &[0; 16]);
     load(&vs, &[&file], &Default::default()).expect("an honest header");
     assert_eq!(vs.variables()["w"].abs().sum(Kind::Float).double_value(&[]), 0.0);
+}
+
+/// The sizes of an empty tensor are multiplied, too: by safetensors, by tch and for the strides.
+#[test]
+fn sizes_that_overflow_are_refused() {
+    let (_folder, file) = place();
+    for (shape, kind, end) in [
+        ("[0,18446744073709551615]", "F32", "0"),
+        ("[18446744073709551615,0]", "F32", "0"),
+        ("[0,9223372036854775807,4]", "F32", "0"),
+        ("[4611686018427387904,2,0]", "U8", "0"),
+        ("[2305843009213693952,0]", "F64", "0"),
+        ("[18446744073709551615]", "U8", "18446744073709551615"),
+        ("[9223372036854775808]", "U8", "9223372036854775808"),
+    ] {
+        let header =
+            format!(r#"{{"w":{{"dtype":"{kind}","shape":{shape},"data_offsets":[0,{end}]}}}}"#);
+        let len = (header.len() as u64).to_le_bytes();
+        std::fs::write(&file, [&len[..], header.as_bytes()].concat()).expect("written");
+        let attempt = AssertUnwindSafe(|| load_tensors(&file));
+        let error = catch_unwind(attempt).expect("no panic").expect_err(shape);
+        assert_names(&error, &file, &["expected tensors that fit into the file, got w of shape ["]);
+    }
+    let header = r#"{"w":{"dtype":"F32","shape":[0,1073741824,2],"data_offsets":[0,0]}}"#;
+    let len = (header.len() as u64).to_le_bytes();
+    std::fs::write(&file, [&len[..], header.as_bytes()].concat()).expect("written");
+    assert_eq!(load_tensors(&file).expect("an empty tensor")["w"].size(), [0, 1 << 30, 2]);
 }
 
 /// Names and kinds are a stranger's, so messages escape what they show of them.
@@ -192,4 +220,34 @@ fn a_missing_file_or_a_folder_is_named() {
     assert_names(&error, &file, &["state_dict::load", "No such file"]);
     let folder = folder.path().to_path_buf();
     assert_names(&load(&vs, &[&folder], &Default::default()).expect_err("a folder"), &folder, &[]);
+}
+
+/// A file that no reader accepts may not replace a good one.
+#[test]
+fn what_could_not_be_read_back_is_not_written() {
+    let (folder, file) = place();
+    let good = BTreeMap::from([("w".to_string(), float(&[2]))]);
+    save_tensors(&good, &file).expect("saved");
+    let names = [("w".repeat(100_000_000), float(&[2]))];
+    let one = Tensor::from_slice(&[1.0]);
+    // So large a tensor has no memory, and the sizes of three overflow.
+    let expanded = |size: i64| one.expand([size], false);
+    let named = |name: &str, size: i64| (name.to_string(), expanded(size));
+    let uncountable = [named("w", 1 << 61)];
+    let too_large = [named("w", 1 << 45)];
+    let together = [named("a", 1 << 59), named("b", 1 << 59), named("c", 1 << 59)];
+    for (tensors, says) in [
+        (&names[..], "names and shapes of at most 100000000 bytes, got 1000000"),
+        (&uncountable, "w: expected a tensor whose bytes can be counted, got shape [23058430092"),
+        (&too_large, "memory"),
+        (&together, "expected tensors that fit into a file"),
+    ] {
+        let tensors = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        let tensors = tensors.collect::<BTreeMap<_, _>>();
+        let attempt = AssertUnwindSafe(|| save_tensors(&tensors, &file));
+        let error = catch_unwind(attempt).expect("no panic").expect_err(says).to_string();
+        assert!(error.contains(says) && error.contains("save_tensors"), "{error}");
+        assert_eq!(load_tensors(&file).expect("the good file"), good);
+    }
+    assert_eq!(std::fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is left");
 }

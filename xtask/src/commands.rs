@@ -3,11 +3,12 @@
 
 use crate::cuda::Cuda;
 use crate::repo::Repo;
-use crate::setup::{Changes, Ready};
+use crate::setup::Changes;
 use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions, wheel};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
+use std::process::ExitCode;
+use std::time::SystemTime;
 
 /// The error for a command line that xtask does not understand.
 #[derive(Debug)]
@@ -62,7 +63,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         },
         Some("bench") => {
             let bench = ["bench", "--profile", "dev", "--bench", "ops", "--", "table"];
-            start(&bench, own_args(args), Changes::new())
+            start(&bench, own_args(args))
         }
         Some("plot") => plots(args),
         Some("ci") => ci::run(Repo::find()?, args),
@@ -87,30 +88,48 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
 
 fn demo(args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
-    let ready = setup::run(&repo)?;
-    let mut changes = setup::short_waits();
+    let mut ready = setup::run(&repo)?;
+    ready.changes.extend(setup::short_waits());
     if matches!(ready.cuda, Cuda::On(_)) {
-        changes.extend(setup::no_kernels_without_gpu());
+        ready.changes.extend(setup::no_kernels_without_gpu());
     }
-    become_cargo(&repo, ready, &["run", "--example", "char_lltm", "--"], args, changes)
+    // If an option is given twice, the program takes the last one.
+    let mut all = ["--out", "runs/char_lltm"].map(String::from).to_vec();
+    all.extend_from_slice(args);
+    let started = SystemTime::now();
+    let mut command =
+        cargo::command(&repo, &ready.changes, &["run", "--example", "char_lltm", "--"]);
+    let status = command.args(&all).status().context("cannot run cargo; is it in PATH?")?;
+    let folder = repo.root.join(last_out(&all));
+    let (table, picture) = (folder.join("loss.csv"), folder.join("loss.svg"));
+    // `--help` writes nothing.
+    let written = table.metadata().and_then(|table| table.modified());
+    if status.success() && written.is_ok_and(|written| written >= started) {
+        plot::losses(&table, &picture)?;
+        report::say(format_args!("drawn: {}", picture.display()));
+    }
+    Ok(ExitCode::from(status.code().and_then(|code| code.try_into().ok()).unwrap_or(1)))
+}
+
+/// The value of the last `--out`.
+fn last_out(args: &[String]) -> &str {
+    let mut out = "";
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        match arg.strip_prefix("--out") {
+            Some("") => out = rest.next().map_or(out, String::as_str),
+            Some(value) => out = value.strip_prefix('=').unwrap_or(out),
+            None => {}
+        }
+    }
+    out
 }
 
 /// Runs set-up and then replaces this process by cargo.
-fn start(cargo_args: &[&str], args: &[String], changes: Changes) -> Result<ExitCode> {
+fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
     let ready = setup::run(&repo)?;
-    become_cargo(&repo, ready, cargo_args, args, changes)
-}
-
-fn become_cargo(
-    repo: &Repo,
-    mut ready: Ready,
-    cargo_args: &[&str],
-    args: &[String],
-    changes: Changes,
-) -> Result<ExitCode> {
-    ready.changes.extend(changes);
-    let mut command: Command = cargo::command(repo, &ready.changes, cargo_args);
+    let mut command = cargo::command(&repo, &ready.changes, cargo_args);
     command.args(args);
     Err(cargo::become_command(command))
 }
@@ -186,6 +205,15 @@ mod tests {
         assert_eq!(own_args(&strings(&["--", "--steps", "--"])), strings(&["--steps", "--"]));
         assert_eq!(own_args(&strings(&["--steps"])), strings(&["--steps"]));
         assert!(own_args(&[]).is_empty());
+    }
+
+    #[test]
+    fn the_last_out_counts() {
+        let out = |args: &[&str]| last_out(&strings(args)).to_string();
+        assert_eq!(out(&["--out", "a"]), "a");
+        assert_eq!(out(&["--out", "a", "--steps", "3", "--out=b c"]), "b c");
+        assert_eq!(out(&["--out", "a", "--out", "b", "--outer=c"]), "b");
+        assert_eq!(out(&["--out", "a", "--out"]), "a");
     }
 
     #[test]

@@ -1,4 +1,5 @@
-//! `cargo xtask plot FILE…`: draws the benchmark's JSON as pictures for the README.
+//! `cargo xtask plot FILE…`: draws the benchmark's JSON as pictures for the README. Also draws the
+//! losses of `cargo xtask demo`.
 
 use anyhow::{Context, Result, anyhow, ensure};
 use plotters::prelude::*;
@@ -297,6 +298,110 @@ fn draw(picture: &mut String, size: (u32, u32), chart: &Chart, machine: &str) ->
     area.present()
 }
 
+/// One column of a table of losses.
+struct Curve {
+    name: String,
+    /// (step, loss)
+    points: Vec<(f64, f64)>,
+}
+
+/// The largest number of points of a curve. A longer curve is averaged in groups, because the loss of
+/// single batches is a broad band.
+const POINTS: usize = 120;
+
+/// Draws the `loss.csv` of the demo, which has a column of steps, one for each curve, and one for the
+/// loss that a model should stay below.
+pub fn losses(table: &Path, picture: &Path) -> Result<()> {
+    let text = std::fs::read_to_string(table)
+        .with_context(|| format!("cannot read {}", table.display()))?;
+    let curves = curves(&text)
+        .with_context(|| format!("{} is no table of losses by steps", table.display()))?;
+    let mut drawn = String::new();
+    draw_curves(&mut drawn, &curves)
+        .map_err(|error| anyhow!("cannot draw {}: {error}", table.display()))?;
+    std::fs::write(picture, drawn).with_context(|| format!("cannot write {}", picture.display()))
+}
+
+/// `None` if the text is no such table.
+fn curves(table: &str) -> Option<Vec<Curve>> {
+    let mut lines = table.lines();
+    let names = lines.next()?.strip_prefix("step,")?.split(',');
+    let mut curves: Vec<Curve> =
+        names.map(|name| Curve { name: name.to_string(), points: Vec::new() }).collect();
+    for line in lines {
+        let numbers: Vec<f64> =
+            line.split(',').map(str::parse).collect::<std::result::Result<_, _>>().ok()?;
+        let (step, losses) = numbers.split_first()?;
+        if losses.len() != curves.len() {
+            return None;
+        }
+        for (curve, loss) in curves.iter_mut().zip(losses) {
+            curve.points.push((*step, *loss));
+        }
+    }
+    let is_drawable = curves.len() > 1 && curves.iter().all(|curve| !curve.points.is_empty());
+    is_drawable.then_some(curves)
+}
+
+/// The points, averaged in groups of equal size.
+fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    let mean = |part: &[(f64, f64)]| {
+        let sum = part.iter().fold((0.0, 0.0), |sum, point| (sum.0 + point.0, sum.1 + point.1));
+        (sum.0 / part.len() as f64, sum.1 / part.len() as f64)
+    };
+    points.chunks(points.len().div_ceil(POINTS).max(1)).map(mean).collect()
+}
+
+/// One solid line for each curve. Where curves coincide, the earlier, wider one shows at the edges of
+/// the later.
+fn draw_curves(picture: &mut String, curves: &[Curve]) -> Drawn {
+    const COLORS: [RGBColor; 3] =
+        [RGBColor(230, 110, 30), RGBColor(60, 140, 50), RGBColor(20, 60, 160)];
+    let area = SVGBackend::with_string(picture, (960, 540)).into_drawing_area();
+    area.fill(&WHITE)?;
+    let lines: Vec<Vec<(f64, f64)>> = curves.iter().map(|curve| thinned(&curve.points)).collect();
+    let all = || lines.iter().flatten();
+    let steps = all().map(|point| point.0).fold(2.0, f64::max);
+    let top = all().map(|point| point.1).fold(0.1, f64::max) * 1.05;
+    let end = |line: &[(f64, f64)]| line.last().map_or(0.0, |point| point.1);
+    let ends: Vec<String> = curves
+        .iter()
+        .zip(&lines)
+        .map(|(curve, line)| format!("{} {:.2}", curve.name, end(line)))
+        .collect();
+    let mut context = ChartBuilder::on(&area)
+        .caption(format!("Loss at the end: {}", ends.join(", ")), ("sans-serif", 18))
+        .margin(12)
+        .margin_right(24)
+        .x_label_area_size(44)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0.0..steps, 0.0..top)?;
+    context
+        .configure_mesh()
+        .light_line_style(TRANSPARENT)
+        .x_desc("step")
+        .y_desc("loss (nats per character)")
+        .x_label_formatter(&|step| format!("{step:.0}"))
+        .draw()?;
+    let baseline = curves.len() - 1;
+    for (index, (curve, line)) in curves.iter().zip(lines).enumerate() {
+        let style = match index == baseline {
+            true => BLACK.stroke_width(1),
+            false => COLORS[index % COLORS.len()].stroke_width(2 * (baseline - index) as u32),
+        };
+        let legend = move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style);
+        let series = context.draw_series([PathElement::new(line, style)])?;
+        series.label(&curve.name).legend(legend);
+    }
+    context
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.85))
+        .border_style(BLACK.mix(0.3))
+        .draw()?;
+    area.present()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -363,6 +468,33 @@ mod tests {
             std::fs::write(&file, text).unwrap();
             let error = run(&[file], &folder).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_curve_is_one_solid_line() {
+        let folder = tempfile::tempdir().unwrap();
+        let (table, picture) = (folder.path().join("loss.csv"), folder.path().join("loss.svg"));
+        let rows: String =
+            (1..=1000).map(|step| format!("{step},{},3.25\n", 4.0 / f64::from(step))).collect();
+        std::fs::write(&table, format!("step,sequence,unigram baseline\n{rows}")).unwrap();
+        losses(&table, &picture).unwrap();
+        let drawn = std::fs::read_to_string(&picture).unwrap();
+        // plotters writes a path for each dash of a dashed line.
+        let lines: Vec<&str> = drawn
+            .lines()
+            .filter(|line| line.contains("polyline") && line.contains("#E66E1E"))
+            .collect();
+        let points = |line: &str| line.split("points=\"").nth(1).unwrap().matches(',').count();
+        let lengths: Vec<usize> = lines.iter().map(|line| points(line)).collect();
+        // The curve, averaged in groups of nine, and its sample in the legend.
+        assert_eq!(lengths, [112, 2], "{drawn}");
+        assert!(drawn.contains("unigram baseline 3.25") && drawn.contains("nats per character"));
+
+        for text in ["", "step,a\n1,2\n", "step,a,b\n", "step,a,b\n1,2\n", "step,a,b\n1,x,2\n"] {
+            std::fs::write(&table, text).unwrap();
+            let error = losses(&table, &picture).unwrap_err().to_string();
+            assert!(error.contains("is no table of losses"), "{text}: {error}");
         }
     }
 }

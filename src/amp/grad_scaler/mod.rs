@@ -119,8 +119,9 @@ impl GradScaler {
     }
 
     /// Returns the loss times the scale; call `backward` on the result. The loss may have any shape
-    /// and any floating-point kind, on the CPU or on CUDA. The result has the same kind, so a loss
-    /// of kind `Half` easily becomes infinite.
+    /// and any floating-point kind, on the CPU or on CUDA. As in PyTorch, the result has the loss's
+    /// kind, so that values of kind `Half` easily become infinite; but a single number without
+    /// dimensions, as `mean` returns it, becomes `Float` if it is of a half kind.
     ///
     /// # Errors
     /// When the tensor is undefined or sparse, or an error of libtorch.

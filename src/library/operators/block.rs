@@ -2,7 +2,7 @@
 //! the library or program is loaded.
 
 use super::types::Default;
-use crate::ffi::define::{self as ffi, Kernel, Place, TypedKernel};
+use crate::ffi::define::{self as ffi, Kernel, Place, Registrations, TypedKernel};
 use crate::ffi::exceptions;
 use crate::ffi::library::Operator;
 use crate::library::define::{define_at, implement_at};
@@ -41,7 +41,20 @@ pub struct Definition {
     /// The types of its results.
     pub results: String,
     /// Its kernels.
-    pub kernels: Vec<Implementation>,
+    pub kernels: &'static [Implementation],
+}
+
+/// Whether one of the kernels computes results: that of `Meta` knows only sizes, and those of keys
+/// such as `Autograd` and `AutocastCPU` call others.
+pub const fn has_kernel(kernels: &[Implementation]) -> bool {
+    let mut index = 0;
+    while index < kernels.len() {
+        match kernels[index].key.as_bytes() {
+            b"Meta" | [b'A', b'u', b't', b'o', ..] => index += 1,
+            _ => return true,
+        }
+    }
+    false
 }
 
 impl Definition {
@@ -80,16 +93,21 @@ impl Definition {
         Err(Error::msg(format!("{name}: libtorch reads {} as {schema}", self.schema())))
     }
 
-    fn implement(&self, namespace: &str, place: Place<'_>) -> Result<()> {
-        for implementation in &self.kernels {
+    fn implement(
+        &self,
+        registrations: &Registrations,
+        namespace: &str,
+        place: Place<'_>,
+    ) -> Result<()> {
+        for implementation in self.kernels {
             let kernel = match implementation.only_for_graphs {
                 true => Kernel::Graph(implementation.kernel),
                 false => Kernel::Typed(implementation.kernel),
             };
-            implement_at(namespace, self.name, implementation.key, kernel, place)?;
+            implement_at(registrations, namespace, self.name, implementation.key, kernel, place)?;
         }
         if self.arguments.iter().any(|argument| argument.written) {
-            ffi::count_changes(namespace, self.name, place)?;
+            ffi::count_changes(registrations, namespace, self.name, place)?;
         }
         Ok(())
     }
@@ -124,7 +142,7 @@ pub struct Block {
 }
 
 impl Block {
-    /// Registers all operators, or none if one of them is defined already.
+    /// Registers all operators, or none if something is wrong with one of them.
     fn register(&self) -> Result<()> {
         ffi::check_version()?;
         let place = Place { file: self.file, line: self.line };
@@ -134,18 +152,26 @@ impl Block {
                 return Err(self.defined_already(&name, operator, place));
             }
         }
+        let registrations = Registrations::new();
         for operator in &self.operators {
-            define_at(self.namespace, &operator.schema(), operator.is_seeded, place)?;
+            let is_seeded = operator.is_seeded;
+            define_at(&registrations, self.namespace, &operator.schema(), is_seeded, place)?;
             operator.check(self.namespace)?;
         }
-        self.operators.iter().try_for_each(|operator| operator.implement(self.namespace, place))
+        for operator in &self.operators {
+            operator.implement(&registrations, self.namespace, place)?;
+        }
+        registrations.keep();
+        Ok(())
     }
 }
 
 impl Block {
     fn defined_already(&self, name: &str, operator: &Definition, place: Place<'_>) -> Error {
         // libtorch's own refusal says who defined it.
-        let refusal = define_at(self.namespace, &operator.schema(), false, place).err();
+        let refusal =
+            define_at(&Registrations::new(), self.namespace, &operator.schema(), false, place)
+                .err();
         let refusal = refusal.map_or(String::new(), |error| error.to_string());
         let before =
             refusal.rsplit_once("Original registration: ").map(|(_, before)| before.trim());

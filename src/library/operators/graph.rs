@@ -1,6 +1,7 @@
 //! Calls of operators of [`operators!`](crate::operators) as part of a graph.
 
 use super::types::Tensors as Count;
+use super::words::for_python;
 use crate::autograd::{Context, Saver, Tensors, apply_registered};
 use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::define::{Borrowed, Call};
@@ -123,7 +124,9 @@ impl NamedArguments for Node {
 impl Node {
     fn backward(&self, context: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         match self.graph.backward {
-            Some(backward) => backward(&CallContext::new(context, self), grads),
+            Some(backward) => {
+                backward(&CallContext::new(context, self), grads).map_err(for_python)
+            }
             None => Err(Error::Autograd(
                 "it has no gradient: give it a `backward` in operators!, or call it with grad mode off".to_string(),
             )),

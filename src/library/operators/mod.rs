@@ -3,13 +3,14 @@
 mod block;
 mod graph;
 mod types;
+mod words;
 
 pub use block::registration_error;
 
 /// What [`operators!`](crate::operators) expands to. It is no stable API.
 #[doc(hidden)]
 pub mod expansion {
-    pub use super::block::{Argument, Block, Definition, Implementation, register};
+    pub use super::block::{Argument, Block, Definition, Implementation, has_kernel, register};
     pub use super::graph::{Backward, Graph, Place, Slot, differentiate};
     pub use super::types::{ArgumentType, Default, Give, Read, ResultType, Tensors};
     pub use crate::Result;
@@ -21,6 +22,12 @@ pub mod expansion {
     /// The default value of an argument, checked against its type.
     pub fn default<T: ArgumentType>(value: T::Default) -> Option<Default> {
         Some(T::default(value))
+    }
+
+    /// The result of a kernel, whose error has Python's words.
+    #[inline]
+    pub fn told<T>(result: Result<T>) -> Result<T> {
+        result.map_err(super::words::for_python)
     }
 
     /// Gives a result to libtorch, in the place of the arguments.
@@ -109,8 +116,10 @@ pub mod expansion {
 ///
 /// # Kernels
 /// Each is a function or a closure without captured values, with the signature's types, that returns
-/// a [`Result`](crate::Result). An `Err` or a panic is a `RuntimeError` in Python. Several keys can
-/// have one kernel: `cpu, cuda = f`.
+/// a [`Result`](crate::Result). An `Err` or a panic is a `RuntimeError` in Python. What
+/// [`check!`](crate::check!) says of an argument then has Python's words, such as `torch.float32` for
+/// `Float`. Several keys can have one kernel: `cpu, cuda = f`. An operator needs at least one that
+/// computes: `cpu`, `cuda`, `composite`, or a `key` of another device.
 ///
 /// | | runs for |
 /// |---|---|
@@ -147,8 +156,9 @@ pub mod expansion {
 /// operator, such as `muladd_backward`, with a `fake` of its own.
 ///
 /// # Registration
-/// The macro can be used several times in a crate, with the same namespace or others. An operator that
-/// is defined already, or a libtorch of another version, makes one line on stderr and an error in
+/// The macro can be used several times in a crate, with the same namespace or others. Each use registers
+/// all its operators or none. An operator that is defined already, a key that libtorch does not know, or
+/// a libtorch of another version, makes one line on stderr and an error in
 /// [`registration_error`](crate::library::registration_error); the program goes on. Registration never
 /// ends, so a library must never be unloaded: `tch_extension_build::python_link_args` in build.rs
 /// sees to it.
@@ -191,7 +201,18 @@ macro_rules! operators {
                 arguments
             },
             results: <$crate::operators!(@result $result) as $crate::library::expansion::ResultType>::schema(),
-            kernels: $crate::operators!(@kernels [] [default all false] ($name $($argument: $type),*) $result $($kernels)*),
+            kernels: {
+                const KERNELS: &[$crate::library::expansion::Implementation] =
+                    $crate::operators!(@kernels [] [default all false] ($name $($argument: $type),*) $result $($kernels)*);
+                const _: () = assert!(
+                    $crate::library::expansion::has_kernel(KERNELS),
+                    concat!(
+                        "operators!: ", stringify!($name),
+                        " has nothing that computes its results: give it a kernel `cpu`, `cuda` or `composite`"
+                    )
+                );
+                KERNELS
+            },
         }
     };
     (@operator $tag:tt $name:ident $arguments:tt $result:tt $kernels:tt) => {
@@ -255,19 +276,19 @@ macro_rules! operators {
     };
 
     // The end.
-    (@kernels [$($done:tt)*] [own all false] $signature:tt $result:tt) => { vec![$($done)*] };
-    (@kernels [$($done:tt)*] [composite all false] $signature:tt $result:tt) => { vec![$($done)*] };
+    (@kernels [$($done:tt)*] [own all false] $signature:tt $result:tt) => { &[$($done)*] };
+    (@kernels [$($done:tt)*] [composite all false] $signature:tt $result:tt) => { &[$($done)*] };
     (@kernels [$($done:tt)*] [default all false] $signature:tt $result:tt) => {
-        vec![$($done)* $crate::operators!(@graph $signature None, None, false)]
+        &[$($done)* $crate::operators!(@graph $signature None, None, false)]
     };
     (@kernels [$($done:tt)*] [($backward:expr) all $double:tt] $signature:tt $result:tt) => {
-        vec![$($done)* $crate::operators!(@graph $signature Some({
+        &[$($done)* $crate::operators!(@graph $signature Some({
             const BACKWARD: $crate::library::expansion::Backward = $backward;
             BACKWARD
         }), None, $double)]
     };
     (@kernels [$($done:tt)*] [($backward:expr) [$($save:tt)*] $double:tt] $signature:tt $result:tt) => {
-        vec![$($done)* $crate::operators!(@graph $signature Some({
+        &[$($done)* $crate::operators!(@graph $signature Some({
             const BACKWARD: $crate::library::expansion::Backward = $backward;
             BACKWARD
         }), Some($crate::operators!(@slots $signature [] $($save)*)), $double)]
@@ -316,9 +337,9 @@ macro_rules! operators {
                             >(call, &mut index)?;
                         )*
                         let _ = index;
-                        kernel($(
+                        $crate::library::expansion::told(kernel($(
                             <<$type as $crate::library::expansion::ArgumentType>::$view as $crate::library::expansion::Read>::give(&mut $argument)
-                        ),*)?
+                        ),*))?
                     };
                     $crate::library::expansion::give(call, result)
                 }
