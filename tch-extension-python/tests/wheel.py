@@ -350,6 +350,8 @@ def what_recurrent_layers_do_not_take_is_an_error():
     refused(ValueError, "hidden_size", lambda: tch_extension.nn.GRU(4, 0))
     refused(ValueError, "2 or 3 dimensions", lambda: lstm(x[None]))
     refused(RuntimeError, "input_size", lambda: lstm(x[..., :3]))
+    refused(ValueError, "convert the input with .to(torch.float64)", lambda: gru(x.float()))
+    refused(ValueError, "convert the input with .to(torch.float64)", lambda: lstm(pack_sequence([x[:, 0].float()])))
     refused(RuntimeError, "h must have the shape (1, 3, 6)", lambda: gru(x, torch.zeros(1, 2, 6)))
     refused(RuntimeError, "c must have the shape (1, 3, 6)", lambda: lstm(x, (torch.zeros(1, 3, 6), torch.zeros(1, 3, 5))))
     refused(RuntimeError, "hx must be (h, c), got 1", lambda: lstm(x, (torch.zeros(1, 3, 6),)))
@@ -357,6 +359,7 @@ def what_recurrent_layers_do_not_take_is_an_error():
     refused(RuntimeError, "h must have the shape", lambda: gru(pack_sequence([x[:, 0]]), torch.zeros(1, 2, 6)))
     loss = tch_extension.nn.LinearCrossEntropy(4, 9)
     refused(RuntimeError, "target has the shape (5,)", lambda: loss(x, torch.zeros(5, dtype=torch.long)))
+    refused(ValueError, "target has the shape (4, 3)", lambda: loss(x, torch.zeros(4, 3, dtype=torch.long)))
 
 
 @check

@@ -73,7 +73,9 @@ class LinearCrossEntropy(torch.nn.Linear):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         if input.shape[:-1] != target.shape:
-            raise RuntimeError(
+            # As torch's cross_entropy does.
+            kind = RuntimeError if input.shape[:1] == target.shape[:1] else ValueError
+            raise kind(
                 f"LinearCrossEntropy: target has the shape {tuple(target.shape)}, and the input {tuple(input.shape)}; "
                 "they must be equal but for the input's last dimension"
             )
@@ -143,6 +145,12 @@ class _Recurrent(torch.nn.RNNBase):
         return x, [torch.stack(after) for after in last]
 
     def _check(self, x: Tensor, states: List[Tensor]) -> None:
+        dtype = self.weight_ih_l0.dtype
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"{self._name()}: the input is of dtype {x.dtype} and the weights of {dtype}: "
+                f"convert the input with .to({dtype}), or the module with .to({x.dtype})"
+            )
         if x.shape[-1] != self.input_size:
             raise RuntimeError(
                 f"{self._name()}: the input's last dimension must be {self.input_size} (input_size), got {x.shape[-1]}"
