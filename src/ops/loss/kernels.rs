@@ -1,6 +1,6 @@
 //! Calls of the kernels of `csrc/loss`: rows of logits, the loss of each, and its gradient.
 
-use crate::ffi::tensor::{describe, plain};
+use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
