@@ -586,3 +586,27 @@ fn a_reduction_that_failed_is_no_average() {
     })
     .expect("all ranks");
 }
+
+/// A static graph does not average what only an unsynchronised pass has used.
+#[test]
+fn a_static_graph_that_accumulates_another_parameter_is_named() {
+    for view in [false, true] {
+        let errors = all_fail(2, |group| {
+            let options = DdpOptions {
+                static_graph: true,
+                gradient_as_bucket_view: view,
+                ..Default::default()
+            };
+            let trained = trained(group, options)?;
+            let pass = |left_out: &[usize]| {
+                let y = || output(&trained.weights, &batch(group.rank(), 0), left_out);
+                trained.ddp.backward(&trained.ddp.forward(|| Ok(y().mean(Kind::Float)))?)
+            };
+            trained.ddp.no_sync(|| pass(&[]))?;
+            pass(&[1])
+        });
+        for error in errors {
+            assert!(error.contains("added to layer1.weight, layer1.bias: by"), "{error}");
+        }
+    }
+}
