@@ -273,3 +273,28 @@ fn a_static_graph_accumulates_in_a_step() {
         });
     }
 }
+
+/// The rest of the program must not stay without averages.
+#[test]
+fn a_step_that_ends_within_an_accumulation_synchronises_again() {
+    for drops in [true, false] {
+        all_ranks(2, |group| {
+            let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
+            let optimizer = ddp.guard(adamw(&vs)?)?;
+            let options = StepOptions { accumulate: 2, ..Default::default() };
+            let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
+                ddp.forward(|| Ok(loss(&weights, &batch[0])))
+            })?;
+            let _ = step.step(&[&batch(group.rank(), 0)])?;
+            let optimizer = if drops {
+                drop(step);
+                None
+            } else {
+                Some(step.into_optimizer())
+            };
+            let x = batch(group.rank(), 1);
+            check_pass(group, &vs, &ddp, 0.0, || loss(&weights, &x))?;
+            optimizer.map_or(Ok(()), |mut optimizer| optimizer.step())
+        });
+    }
+}
