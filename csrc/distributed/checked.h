@@ -45,6 +45,10 @@ class Endable {
   // Makes all operations fail, those in flight and later ones, here and on the other ranks. Any
   // thread may call it at any time.
   virtual void end(const std::string& why) = 0;
+  // Throws on every rank if they differ, and operations are compared.
+  virtual void compare(const std::string& what) = 0;
+  // Waits for what the destructor would abort. Throws if it loses something.
+  virtual void leave() {}
 };
 
 inline std::string describe(const at::Tensor& tensor) {
@@ -218,6 +222,12 @@ class Checked : public Base, public Endable {
       return Base::recv(tensors, rank, tag);
     };
     return c10::make_intrusive<CheckedRecv>(this->getRank(), std::move(start));
+  }
+
+  void compare(const std::string& what) override {
+    const Entry entry(*this);
+    require_life();
+    if (Checker* checker = entry.checker()) checker->compare(what);
   }
 
   void end(const std::string& why) override {

@@ -38,27 +38,50 @@ TCH_EXTENSION_API Message tch_extension_group_new(const StorePtr* store, const G
   });
 }
 
-// Waits for what is in flight.
+// Waits for what is in flight on the CPU; on a GPU, it is aborted.
 TCH_EXTENSION_API Message tch_extension_group_free(ProcessGroup* group) {
   return guard([&] { delete group; });
 }
+
+namespace {
+
+// Calls `f` with each backend. One that fails must not spare the others.
+template <typename F>
+void for_each_backend(ProcessGroup& group, F&& f) {
+  auto& inner = *group.group;
+  std::exception_ptr failure;
+  for (const c10::Device device : inner.getDeviceTypes()) {
+    try {
+      auto* backend = dynamic_cast<Endable*>(inner.getBackend(device.type()).get());
+      if (backend != nullptr) f(*backend);
+    } catch (...) {
+      failure = std::current_exception();
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+}
+
+}  // namespace
 
 // Makes all operations fail, those in flight and later ones, here and on the other ranks.
 TCH_EXTENSION_API Message tch_extension_group_end(ProcessGroup* group, const char* why,
                                                   size_t length) {
   return guard([&] {
-    auto& inner = *group->group;
-    std::exception_ptr failure;
-    for (const c10::Device device : inner.getDeviceTypes()) {
-      // One that fails must not spare the others.
-      try {
-        auto* backend = dynamic_cast<Endable*>(inner.getBackend(device.type()).get());
-        if (backend != nullptr) backend->end(std::string(why, length));
-      } catch (...) {
-        failure = std::current_exception();
-      }
-    }
-    if (failure) std::rethrow_exception(failure);
+    for_each_backend(*group, [&](Endable& backend) { backend.end(std::string(why, length)); });
+  });
+}
+
+// Waits for what is in flight on a GPU. The message says what is lost when the group is freed.
+TCH_EXTENSION_API Message tch_extension_group_leave(ProcessGroup* group) {
+  return guard([&] { for_each_backend(*group, [](Endable& backend) { backend.leave(); }); });
+}
+
+// Compares `what` with what the other ranks are about to do, if the group compares.
+TCH_EXTENSION_API Message tch_extension_group_compare(ProcessGroup* group, const char* what,
+                                                      size_t length) {
+  return guard([&] {
+    auto* backend = dynamic_cast<Endable*>(group->group->getBackend(c10::kCPU).get());
+    if (backend != nullptr) backend->compare(std::string(what, length));
   });
 }
 

@@ -64,8 +64,10 @@ c10::intrusive_ptr<c10d::Backend> make_nccl(const StorePtr&, const GroupParts&,
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_runtime.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <thread>
+#include <utility>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
@@ -81,14 +83,15 @@ static_assert(sizeof(c10d::ProcessGroupNCCL) == TCH_EXTENSION_NCCL_SIZE,
 // are gone, and waits for that without end.
 class Graphs {
  public:
-  // Notes that an operation starts on this stream, which may be captured.
-  void note(cudaStream_t stream) {
+  // Notes that an operation starts on this stream. Returns whether the stream is being captured.
+  bool note(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     unsigned long long id = 0;
     cudaGraph_t graph = nullptr;
     C10_CUDA_CHECK(
         cudaStreamGetCaptureInfo(stream, &status, &id, &graph, nullptr, nullptr, nullptr));
-    if (status != cudaStreamCaptureStatusActive || id == last_) return;
+    if (status != cudaStreamCaptureStatusActive) return false;
+    if (id == last_) return true;
     auto alive = std::make_unique<Count>(alive_);
     cudaUserObject_t object = nullptr;
     C10_CUDA_CHECK(
@@ -98,6 +101,7 @@ class Graphs {
     // The graph, and all that is made of it, own the object from here on.
     C10_CUDA_CHECK(cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove));
     last_ = id;
+    return true;
   }
 
   // CUDA destroys what a graph owned a moment after the graph, so this waits a little.
@@ -126,10 +130,39 @@ class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
 
   // With a graph alive, the communicator stays until the process ends.
   void shutdown() override {
-    if (!graphs_.are_alive()) ProcessGroupNCCL::shutdown();
+    if (!graphs_.are_alive()) return ProcessGroupNCCL::shutdown();
+    keep();
+  }
+
+  // The destructor aborts what is in flight, whose results would be wrong without an error.
+  void leave() override {
+    if (graphs_.are_alive()) {
+      keep();
+      TORCH_CHECK(false, "a CUDA graph holds its collectives, so NCCL's connections stay until the "
+                         "process ends");
+    }
+    const auto end = std::chrono::steady_clock::now() + options_->timeout;
+    while (!is_idle()) {
+      TORCH_CHECK(std::chrono::steady_clock::now() < end, "operations on the GPU did not end within ",
+                  options_->timeout.count(), " ms, and are aborted; their results are lost");
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
   }
 
  private:
+  // Whether the watchdog has seen all operations end, except for those of graphs.
+  bool is_idle() {
+    const std::lock_guard<std::mutex> lock(workMetaListMutex_);
+    return workMetaList_.empty();
+  }
+
+  // Lets this live until the process ends: the destructor would wait for graphs without end.
+  void keep() {
+    if (!std::exchange(is_kept_, true)) {
+      (void)c10::intrusive_ptr<CheckedNccl>::unsafe_reclaim_from_nonowning(this).release();
+    }
+  }
+
   // libtorch 2.11's FlightRecorder is not safe for several groups in several threads; see
   // lock_all_groups in gloo.cpp. This function, which notes an operation there, waits for nobody.
   c10::intrusive_ptr<WorkNCCL> initWork(at::Device& device, int rank, c10d::OpType type,
@@ -143,8 +176,12 @@ class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
                                       record);
   }
 
+  // The CPU cannot wait for an operation that is captured, and a replay is watched by whoever
+  // launches it.
   void starting() override {
-    graphs_.note(c10::cuda::getCurrentCUDAStream(getBoundDeviceId()->index()).stream());
+    const auto stream = c10::cuda::getCurrentCUDAStream(getBoundDeviceId()->index());
+    const bool is_captured = graphs_.note(stream.stream());
+    blockingWait_ = blocks_ && !is_captured;
   }
 
   void end_base(const std::string&) override {
@@ -161,6 +198,8 @@ class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
   }
 
   Graphs graphs_;
+  bool is_kept_ = false;
+  const bool blocks_ = blockingWait_;  // TORCH_NCCL_BLOCKING_WAIT, as the constructor read it
 };
 
 }  // namespace

@@ -207,7 +207,8 @@ Ddp::Ddp(c10::intrusive_ptr<c10d::ProcessGroup> group, std::vector<at::Tensor> p
       layouts_(layouts_of(parameters_)),
       options_(options),
       is_on_several_devices_(are_on_several_devices(parameters_)),
-      last_pass_(parameters_.size(), 0) {
+      last_pass_(parameters_.size(), 0),
+      is_local_(parameters_.size(), false) {
   const size_t count = parameters_.size();
   std::unordered_map<size_t, std::string> named;
   for (size_t i = 0; i < count; ++i) named.emplace(i, names_[i]);
@@ -383,11 +384,15 @@ void Ddp::arrive(size_t index) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     settle();
-    if (reducer_->awaits_gradients()) {
+    const bool is_awaited = reducer_->awaits_gradients();
+    is_local_[index] = !is_awaited;
+    if (is_awaited) {
       ++arrived_;
       last_pass_[index] = pass_;
-    } else {
-      has_local_ = true;
+    } else if (options_.static_graph) {
+      // In its first backward pass, the Reducer counts how often each gradient arrives, and waits
+      // for as many in each later one. It would also count what is not synchronised.
+      return;
     }
   }
   const InHook mark(this);
@@ -402,12 +407,21 @@ void Ddp::arrive(size_t index) {
       [self = shared_from_this()] { self->note_end(); });
 }
 
-// A reduction averages all that is in the gradients by then.
+// A reduction averages all that is in the gradients by then. That of a static graph leaves out what
+// the synchronised pass does not use.
 void Ddp::settle() {
   if (!is_open_ || !has_ended_) return;
   is_open_ = false;
-  has_local_ = false;
+  if (!options_.static_graph) is_local_.assign(is_local_.size(), false);
   is_synchronised_ = true;
+}
+
+std::string Ddp::local() const {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < names_.size(); ++i) {
+    if (is_local_[i] && parameters_[i].grad().defined()) names.push_back(names_[i]);
+  }
+  return list_of(names);
 }
 
 std::string Ddp::missing() const {
@@ -439,10 +453,11 @@ void Ddp::check(bool for_step) {
   std::lock_guard<std::mutex> lock(mutex_);
   settle();
   check_finished();
-  TORCH_CHECK(!has_local_,
-              "gradients of this rank only were added: by a backward pass that did not begin in "
-              "Ddp::forward, by a second one of the same forward pass, or in Ddp::no_sync without "
-              "a synchronised pass after it");
+  const std::string names = local();
+  TORCH_CHECK(names.empty(), "gradients of this rank only were added to ", names,
+              ": by a backward pass that did not begin in Ddp::forward, by a second one of the same "
+              "forward pass, or in Ddp::no_sync without a synchronised pass after it",
+              options_.static_graph ? " that uses the same parameters" : "");
   TORCH_CHECK(!for_step || is_synchronised_,
               "no backward pass was synchronised since the last step; compute the loss inside "
               "Ddp::forward, or from its outputs, and call backward before the step");

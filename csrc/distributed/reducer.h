@@ -141,6 +141,8 @@ class Ddp final : public std::enable_shared_from_this<Ddp> {
   void settle();
   void check_finished();
   std::string missing() const;
+  // The parameters with gradients that were added to and not averaged since.
+  std::string local() const;
 
   const c10::intrusive_ptr<c10d::ProcessGroup> group_;
   const std::vector<at::Tensor> parameters_;
@@ -164,11 +166,11 @@ class Ddp final : public std::enable_shared_from_this<Ddp> {
   std::mutex mutex_;  // of what follows
   uint64_t pass_ = 0;
   std::vector<uint64_t> last_pass_;  // in which the parameter's gradient arrived
+  std::vector<bool> is_local_;       // whether it was added to and not averaged since
   size_t arrived_ = 0;               // gradients in this pass
   bool is_open_ = false;             // the reduction of this pass has not ended
   bool end_is_queued_ = false;       // its end will be noted
   bool has_ended_ = false;           // it has ended, and well
-  bool has_local_ = false;           // gradients were added that were not averaged since
   bool is_synchronised_ = false;     // a reduction has ended since the last step
   bool delay_is_queued_ = false;     // in the first pass of a static graph
 };

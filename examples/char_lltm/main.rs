@@ -49,6 +49,10 @@ fn main() -> ExitCode {
 fn run(options: &Options) -> Result<()> {
     options.check()?;
     let ranks = Ranks::join(options)?;
+    ranks.run(|| run_with(options, &ranks))
+}
+
+fn run_with(options: &Options, ranks: &Ranks) -> Result<()> {
     if !ranks.is_main() {
         report::silence();
     }
@@ -71,8 +75,8 @@ fn run(options: &Options) -> Result<()> {
     report::say(&corpus.describe(&text))?;
     report::say(&options.describe(device))?;
 
-    let mut learners = new_learners(options, &corpus, &ranks, rows, resume.as_ref())?;
-    train::train(&mut learners, options, &streams, &ranks, |learner| match &output {
+    let mut learners = new_learners(options, &corpus, ranks, rows, resume.as_ref())?;
+    train::train(&mut learners, options, &streams, ranks, |learner| match &output {
         Some(output) => {
             checkpoint::save(&learner.model, &corpus.vocabulary, &output.weights(learner.op))
         }

@@ -95,6 +95,11 @@ mod several {
             Ok(self.group.all_reduce(numbers, ReduceOp::Avg)?)
         }
 
+        /// Tells the other ranks if `body` fails.
+        pub fn run(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+            self.group.run(body)
+        }
+
         /// Waits for all ranks, at the end.
         pub fn leave(&self) -> Result<()> {
             Ok(self.group.shutdown()?)
@@ -149,6 +154,10 @@ mod one {
 
         pub fn device(&self) -> Device {
             self.device
+        }
+
+        pub fn run(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+            body()
         }
 
         pub fn train(&self, _: &VarStore, optimizer: Optimizer) -> Result<(Together, Trained)> {

@@ -6,7 +6,7 @@ use crate::model::CharModel;
 use crate::options::{Op, Options};
 use crate::ranks::{Ranks, Together, Trained, inner};
 use crate::report::Progress;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Reduction, Tensor};
@@ -53,6 +53,7 @@ pub fn train(
         };
         progress.update(step, learners);
         if count == until_save {
+            learners.iter().try_for_each(|learner| learner.check_weights(options.lr))?;
             learners.iter().try_for_each(&save)?;
             learners.iter_mut().for_each(|learner| learner.saved = Some(step));
         }
@@ -151,6 +152,17 @@ impl Learner {
             Some(index) => bail!("the loss of step {} is {}", index + 1, self.losses[index]),
             None => Ok(()),
         }
+    }
+
+    /// Checks the weights, which the last step may have spoilt although its loss was finite. All ranks
+    /// have the same.
+    fn check_weights(&self, lr: f64) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let weights = self.model.variables.trainable_variables();
+        let each = weights.iter().map(|weight| Ok(weight.f_isfinite()?.f_all()?));
+        let all = Tensor::f_stack(&each.collect::<Result<Vec<_>>>()?, 0)?.f_all()?;
+        ensure!(all.f_int64_value(&[])? != 0, "a weight is not finite; {}", self.diverged(lr));
+        Ok(())
     }
 
     fn diverged(&self, lr: f64) -> String {

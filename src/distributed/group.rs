@@ -3,7 +3,8 @@
 use super::{Env, Store, TcpStoreOptions, failed, report};
 use crate::ffi::distributed as ffi;
 use crate::{Error, Result};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::io::Write;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use tch::Device;
@@ -16,7 +17,8 @@ pub enum OnNcclError {
     #[default]
     Exit,
     /// [`Work::wait`](super::Work::wait) waits on the CPU until the operation has ended on the GPU,
-    /// and returns an error. That costs the overlap of communication and computation. It sets
+    /// and returns an error. That costs the overlap of communication and computation, except for
+    /// operations that are captured in a CUDA graph, for which nothing waits on the CPU. It sets
     /// `TORCH_NCCL_BLOCKING_WAIT=1` and `TORCH_NCCL_ASYNC_ERROR_HANDLING=2` for the process, unless
     /// they are set, so the first group of a process should be made before other threads read
     /// variables.
@@ -91,9 +93,13 @@ pub fn nccl_missing() -> Option<String> {
 /// another one under another name, or end the program and let the launcher start all ranks again. A
 /// rank that goes on after an error of its own must say so by [`poison`](ProcessGroup::poison).
 ///
-/// Dropping the last handle waits for operations in flight on CPU tensors, at most for the timeout. It
-/// aborts those on GPUs: call [`shutdown`](ProcessGroup::shutdown) first, after CUDA graphs with
-/// collectives were dropped.
+/// Let [`run`](ProcessGroup::run) call what may fail anywhere, such as the whole training: the other
+/// ranks then get the message, and not only "Connection closed by peer".
+///
+/// Dropping the last handle waits for this rank's operations in flight, at most for the timeout. What
+/// is lost after it, and a CUDA graph with collectives that is still alive, are reported on stderr.
+/// Unlike [`shutdown`](ProcessGroup::shutdown) it does not wait for the other ranks: operations that
+/// they still wait for then fail, and name this rank.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
@@ -115,6 +121,8 @@ struct Inner {
     signals: Store,
     /// Why the group cannot be used any more.
     failed: Mutex<Option<String>>,
+    /// Whether an operation has failed here, so that another rank is the cause.
+    follows: AtomicBool,
     /// Held while an operation is started: operations that start at the same time would have
     /// another order on each rank.
     start: Mutex<()>,
@@ -129,8 +137,14 @@ const FAILED: &str = "tch_extension/failed";
 /// How long the store may take to answer when something has failed and nothing else is waited for.
 const SIGNAL: Duration = Duration::from_secs(5);
 
+/// The key with what a rank says that drops its group.
+const DROPPED: &str = "tch_extension/dropped";
+
 /// How long rank 0, which may have the store's server, waits for the others at the end.
 const FAREWELL: Duration = Duration::from_secs(5);
+
+/// The longest time between two looks at the store.
+const LONGEST_PAUSE: Duration = Duration::from_millis(200);
 
 impl ProcessGroup {
     /// Joins all ranks that the launcher started, with Gloo for CPU tensors, and NCCL for those on
@@ -231,6 +245,7 @@ impl ProcessGroup {
             signals,
             store: own,
             failed: Mutex::new(None),
+            follows: AtomicBool::new(false),
             start: Mutex::new(()),
             subgroups: Mutex::new(Vec::new()),
             asked: AtomicUsize::new(0),
@@ -260,21 +275,23 @@ impl ProcessGroup {
     ///
     /// # Errors
     /// When the list is empty, has a rank twice or one that does not exist, when another rank asks
-    /// for other ranks, or when not all ranks come until the timeout.
+    /// for other ranks or calls another operation, when a rank gives the group up, or when not all
+    /// ranks come until the timeout.
     pub fn subgroup(&self, ranks: &[usize]) -> Result<Option<ProcessGroup>> {
         let op = "subgroup";
-        let expected = format!("different ranks less than {}", self.size());
-        let is_wrong =
-            |(at, rank): (usize, &usize)| *rank >= self.size() || ranks[..at].contains(rank);
-        if ranks.is_empty() || ranks.iter().enumerate().any(is_wrong) {
-            return Err(Error::argument(op, "ranks", expected, format!("{ranks:?}"), ""));
-        }
-        drop(self.starting(op)?);
+        self.compare(op, op)?;
+        // A list that is refused counts, too, and is told: other ranks may have another one.
         let number = self.inner.asked.fetch_add(1, Ordering::Relaxed);
         let list = format!("{ranks:?}");
         let key = |rank: usize| format!("tch_extension/subgroup/{number}/{rank}");
         let store = &self.inner.store;
         store.set(&key(self.rank()), list.as_bytes())?;
+        let expected = format!("different ranks less than {}", self.size());
+        let is_wrong =
+            |(at, rank): (usize, &usize)| *rank >= self.size() || ranks[..at].contains(rank);
+        if ranks.is_empty() || ranks.iter().enumerate().any(is_wrong) {
+            return Err(Error::argument(op, "ranks", expected, list, ""));
+        }
         for rank in 0..self.size() {
             let other = self.read_in_time(op, &key(rank))?;
             if other != list {
@@ -293,12 +310,31 @@ impl ProcessGroup {
         Ok(Some(group))
     }
 
-    /// The value that another rank sets, as text.
+    /// The value that another rank sets, as text. It looks at the store again and again, because a
+    /// store that waits for a key would not notice that a rank gives the group up.
     fn read_in_time(&self, op: &str, key: &str) -> Result<String> {
-        let store = &self.inner.store;
-        let value = store.wait(key, self.timeout()).and_then(|()| store.get(key));
-        let value = value.map_err(|error| self.error(op, &error.to_string()))?;
+        let (store, begun) = (&self.inner.store, Instant::now());
+        let mut pause = Duration::from_millis(1);
+        let is_set = || store.check(key).map_err(|error| self.error(op, &error.to_string()));
+        while !is_set()? {
+            if self.failure().is_some() || self.others_failed() {
+                return Err(self.error(op, "it waited for the other ranks"));
+            }
+            if begun.elapsed() >= self.timeout() {
+                let timeout = self.timeout();
+                return Err(self.error(op, &format!("Timed out waiting {timeout:?} for all ranks")));
+            }
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(LONGEST_PAUSE);
+        }
+        let value = store.get(key).map_err(|error| self.error(op, &error.to_string()))?;
         Ok(String::from_utf8_lossy(&value).into_owned())
+    }
+
+    /// Is an error on every rank if some of them do something else, and operations are compared.
+    fn compare(&self, op: &str, what: &str) -> Result<()> {
+        let _start = self.starting(op)?;
+        self.inner.group.compare(what).map_err(|reason| self.error(op, &reason))
     }
 
     /// This rank, from 0.
@@ -347,8 +383,8 @@ impl ProcessGroup {
 
     /// Gives the group up on this rank, because something failed here: an operation of this rank
     /// alone, or a step of a training. Operations of the other ranks fail at once, with this message
-    /// if the store can still be reached, and so do all later ones on every rank. Groups that were
-    /// made of this one are given up, too.
+    /// if the store can still be reached, and so do all later ones on every rank. If several ranks give
+    /// up, the first message stays. Groups that were made of this one are given up, too.
     ///
     /// Without it, the other ranks would wait until the timeout, or take this rank's next collective
     /// for the one that it left out.
@@ -363,12 +399,53 @@ impl ProcessGroup {
         report::failure(message);
         // The others read the message when their operation fails, so it is set first.
         let text = format!("rank {}: {message}", self.rank());
-        drop(self.inner.signals.set(FAILED, text.as_bytes()));
+        // The first failure is the cause.
+        drop(self.inner.signals.compare_set(FAILED, b"", text.as_bytes()));
         drop(self.inner.group.end(&text));
         for subgroup in lock(&self.inner.subgroups).drain(..) {
             if let Some(inner) = subgroup.upgrade() {
                 ProcessGroup { inner }.poison(message);
             }
+        }
+    }
+
+    /// Runs the part of a program that needs the other ranks, such as its training. If it returns an
+    /// error or panics, this rank gives the group up ([`poison`](ProcessGroup::poison)), so that the
+    /// others get the message at once. In a group of one it only runs.
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_extension::Error;
+    /// use tch_extension::distributed::{ReduceOp, run_ranks};
+    ///
+    /// let errors = run_ranks(2, |group| {
+    ///     let trained = group.run(|| match group.rank() {
+    ///         1 => Err(Error::msg("the data end early")),
+    ///         _ => group.all_reduce(&Tensor::from(1.0), ReduceOp::Sum),
+    ///     });
+    ///     Ok(trained.expect_err("both fail").to_string())
+    /// })?;
+    /// assert!(errors[0].contains("rank 1: the data end early"));
+    /// # Ok::<(), Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of `body`.
+    pub fn run<T, E: std::fmt::Display>(
+        &self,
+        body: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        let unless_done = PoisonUnlessDone { group: self };
+        let outcome = body();
+        std::mem::forget(unless_done);
+        // Errors of anyhow show their causes in this way.
+        outcome.inspect_err(|error| self.give_up(&format!("{error:#}")))
+    }
+
+    /// Gives the group up if there are other ranks.
+    pub(super) fn give_up(&self, message: &str) {
+        if self.size() > 1 {
+            self.poison(message);
         }
     }
 
@@ -381,14 +458,15 @@ impl ProcessGroup {
     /// still waits for its data. Operations that are called later are errors.
     ///
     /// A program that ends after its last collective can leave it out, but then a rank that is
-    /// slower may see that operation fail. NCCL's connections stay as long as a CUDA graph that holds
-    /// collectives, such as that of a `train::Step`; if it is not dropped before, until the process
-    /// ends.
+    /// slower may see that operation fail. If a CUDA graph that holds collectives, such as that of a
+    /// `train::Step`, is not dropped before, NCCL's connections stay until the process ends.
     ///
     /// # Errors
-    /// When not all ranks call it until the timeout.
+    /// When not all ranks call it until the timeout, when a rank gives the group up, and when a rank
+    /// calls another operation; without [`GroupOptions::check`] that is only known after the timeout.
     pub fn shutdown(&self) -> Result<()> {
         let op = "shutdown";
+        self.compare(op, op)?;
         let _start = self.starting(op)?;
         let store = &self.inner.store;
         let count = |key: &str, amount: i64| -> Result<bool> {
@@ -429,11 +507,13 @@ impl ProcessGroup {
 
     /// An error of an operation of this group. If a rank has left a message, that is the cause.
     pub(crate) fn error(&self, op: &str, reason: &str) -> Error {
+        self.inner.follows.store(true, Ordering::Relaxed);
         let own = lock(&self.inner.failed).clone();
         let cause = own.map(|message| format!("the group has failed: {message}")).or_else(|| {
             let store = &self.inner.signals;
-            let message = if self.others_failed() { store.get(FAILED).ok() } else { None };
-            let cause = String::from_utf8_lossy(&message?).into_owned();
+            let key =
+                [FAILED, DROPPED].into_iter().find(|key| store.check(key).unwrap_or(false))?;
+            let cause = String::from_utf8_lossy(&store.get(key).ok()?).into_owned();
             report::consequence(&cause);
             Some(cause)
         });
@@ -451,7 +531,8 @@ impl ProcessGroup {
 
     /// Whether a rank has left a message.
     pub(super) fn others_failed(&self) -> bool {
-        self.inner.signals.check(FAILED).unwrap_or(false)
+        let has = |key| self.inner.signals.check(key).unwrap_or(false);
+        has(FAILED) || has(DROPPED)
     }
 
     /// An error of this rank, or of the rank that failed before it.
@@ -469,6 +550,41 @@ impl ProcessGroup {
 
     fn place(&self, reason: &str) -> String {
         format!("rank {} of {}: {reason}", self.rank(), self.size())
+    }
+}
+
+/// Ends a group that was neither shut down nor given up. No other rank is waited for: this one may
+/// have left because of an error, while the others wait for it in an operation.
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if lock(&self.failed).is_some() {
+            return;
+        }
+        let (rank, size) = (self.rank, self.size);
+        if size > 1 && !self.follows.load(Ordering::Relaxed) {
+            let why = if std::thread::panicking() { "it panicked" } else { "it dropped the group" };
+            let text = format!("rank {rank}: {why} without shutdown or poison");
+            // It waits for no answer: the store may have ended.
+            drop(self.signals.set(DROPPED, text.as_bytes()));
+        }
+        if let Err(lost) = self.group.leave() {
+            let _ = writeln!(
+                std::io::stderr(),
+                "tch-extension: rank {rank} of {size} dropped its group: {lost}; call \
+                 ProcessGroup::shutdown before, after the CUDA graphs were dropped"
+            );
+        }
+    }
+}
+
+/// When dropped, which only a panic does, gives the group up.
+struct PoisonUnlessDone<'a> {
+    group: &'a ProcessGroup,
+}
+
+impl Drop for PoisonUnlessDone<'_> {
+    fn drop(&mut self) {
+        self.group.give_up("it panicked");
     }
 }
 

@@ -54,8 +54,9 @@
 //! |---|---|
 //! | a rank ends or is killed | an error at once, in operations that involve it |
 //! | a rank is late | an error after the timeout; the group is then dead on all ranks |
-//! | a rank returns an error and ends | as for a rank that ends |
-//! | a rank fails a step and goes on | wrong values, unless it says so: [`ProcessGroup::poison`], as [`Ddp`] does |
+//! | a rank returns an error and ends | as for a rank that ends, and that it dropped the group; its message with [`ProcessGroup::run`] |
+//! | a rank fails a step and goes on | wrong values, unless it says so: [`ProcessGroup::poison`], as [`Ddp`] and [`ProcessGroup::run`] do |
+//! | a rank sets another learning rate, or loads another state | an error on every rank, before its step: [`Ddp::guard`], [`ShardedOptimizer`] |
 //! | ranks call different operations, or with different shapes | an error on every rank, with [`GroupOptions::check`]; without it wrong values, an error after the timeout, or the end of the process |
 //! | the process with the store ends | errors of [`Store`] and of new groups; operations between the others go on |
 //! | the process with the store is stopped, or another program has its port | the same after the timeout, or up to ten seconds later |
@@ -74,6 +75,7 @@
 //!
 //! Source: `csrc/distributed`, over `torch/csrc/distributed/c10d`.
 
+mod agree;
 mod checks;
 mod collectives;
 mod ddp;

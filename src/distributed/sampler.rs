@@ -6,7 +6,6 @@ use crate::{Error, Result};
 /// How a [`DistributedSampler`] orders and divides samples. The defaults are those of
 /// `torch.utils.data.DistributedSampler`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct SamplerOptions {
     /// Whether each epoch has an order of its own. Otherwise, samples come in their own order.
     /// Default: true.
@@ -66,16 +65,20 @@ impl DistributedSampler {
     /// The samples of a rank, of a data set with `len` samples. An empty one has none.
     ///
     /// # Errors
-    /// When the rank is not less than the number of ranks.
+    /// When there are no ranks, or the rank is not less than their number.
     pub fn new(
         len: usize,
         rank: usize,
         ranks: usize,
         options: &SamplerOptions,
     ) -> Result<DistributedSampler> {
+        let op = "DistributedSampler::new";
+        if ranks == 0 {
+            return Err(Error::argument(op, "ranks", "1 or more", "0", ""));
+        }
         if rank >= ranks {
             return Err(Error::argument(
-                "DistributedSampler::new",
+                op,
                 "rank",
                 "a number less than the number of ranks",
                 format!("rank {rank} of {ranks}"),

@@ -164,6 +164,12 @@ unsafe extern "C" {
         why: *const c_char,
         length: usize,
     ) -> *mut c_char;
+    fn tch_extension_group_compare(
+        group: *mut CGroup,
+        what: *const c_char,
+        length: usize,
+    ) -> *mut c_char;
+    fn tch_extension_group_leave(group: *mut CGroup) -> *mut c_char;
     fn tch_extension_group_shutdown(group: *mut CGroup) -> *mut c_char;
     safe fn tch_extension_no_nccl() -> *const c_char;
     fn tch_extension_group_start(
@@ -429,6 +435,20 @@ impl Group {
         let (why, length) = parts(why);
         // SAFETY: the group and the text live during the call.
         check(unsafe { tch_extension_group_end(self.0, why, length) })
+    }
+
+    /// Is an error on every rank if some of them do something else, and the group compares.
+    pub fn compare(&self, what: &str) -> Outcome<()> {
+        let (what, length) = parts(what);
+        // SAFETY: the group and the text live during the call.
+        check(unsafe { tch_extension_group_compare(self.0, what, length) })
+    }
+
+    /// Waits for what is in flight on a GPU, at most for the timeout, before the group is dropped. The
+    /// error says what is lost.
+    pub fn leave(&self) -> Outcome<()> {
+        // SAFETY: the group lives.
+        check(unsafe { tch_extension_group_leave(self.0) })
     }
 
     pub fn shutdown(&self) -> Outcome<()> {

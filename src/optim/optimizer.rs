@@ -82,6 +82,8 @@ pub struct Optimizer {
     pub(super) max_norm: Option<f64>,
     /// The first device of the last step that has measured a norm since `max_norm` was set.
     pub(super) norm_on: Option<Device>,
+    /// How often a state was loaded.
+    pub(super) loads: u64,
 }
 
 #[derive(Debug)]
@@ -133,6 +135,7 @@ impl Optimizer {
             has_master_weights: true,
             max_norm: None,
             norm_on: None,
+            loads: 0,
         })
     }
 
@@ -591,6 +594,20 @@ impl crate::amp::Optimizer for Optimizer {
             (group, state.is_some(), has_buffer, master).hash(&mut hasher);
         }
         hasher.finish()
+    }
+
+    fn settings(&self) -> String {
+        let states = self.parameters.iter().filter(|parameter| parameter.state.is_some());
+        let (states, all) = (states.count(), self.parameters.len());
+        format!("{}\n{states} of {all} parameters have a state", Optimizer::settings(self, false))
+    }
+
+    fn loads(&self) -> u64 {
+        self.loads
+    }
+
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        Ok(self.tensors()?.into_iter().collect())
     }
 
     fn step_on_device(&mut self, gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {

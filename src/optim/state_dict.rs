@@ -122,7 +122,7 @@ impl Optimizer {
     }
 
     /// Not copies: nobody else may get them.
-    fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
+    pub(super) fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let mut tensors = BTreeMap::new();
         for Parameter { name, state, .. } in &self.parameters {
             let steps = match state {
@@ -156,7 +156,7 @@ impl Optimizer {
     }
 
     /// Whether a group only has exempt parameters of another group.
-    fn stands_for_another(&self, id: usize, is_exempt: bool) -> bool {
+    pub(super) fn stands_for_another(&self, id: usize, is_exempt: bool) -> bool {
         is_exempt && self.groups.iter().any(|group| group.id == id && !group.is_exempt)
     }
 
@@ -287,6 +287,7 @@ impl Optimizer {
                 apply(found, parameter, state)?;
             }
         }
+        self.loads += 1;
         Ok(())
     }
 

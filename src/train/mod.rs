@@ -81,7 +81,8 @@
 //! Dropout draws from libtorch's generator of the GPU, whose state a replay reads and advances just
 //! as the same operations do without a graph. A captured run and one without graphs draw the same
 //! numbers after the same `tch::manual_seed`, step by step, and a new seed between two steps takes
-//! effect. Steps that draw random numbers in several threads at the same time must use one stream.
+//! effect. With several ranks, seed by step and rank: ranks with one seed drop the same places. Steps
+//! that draw random numbers in several threads at the same time must use one stream.
 //!
 //! # A state that is carried on
 //!

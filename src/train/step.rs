@@ -150,10 +150,12 @@ where
             true => Part::Accumulate,
             false => Part::Step,
         };
-        let output = match device {
+        let begun = self.work.optimizer.begin_batch(self.position == 0, part == Part::Step);
+        let output = begun.and_then(|()| match device {
             None => self.run_here(&batch, part),
             Some(device) => self.run_on(device, &batch, part),
-        };
+        });
+        self.work.optimizer.end_batch();
         let output = match output {
             Ok(output) => output,
             Err(error) => {
@@ -296,7 +298,7 @@ where
 
     fn run_eagerly(&mut self, batch: &[Tensor], part: Part) -> Result<StepOutput> {
         self.work.prepare_gradients(self.position == 0)?;
-        let output = self.work.run(STEP, batch, part, self.position == 0)?;
+        let output = self.work.run(STEP, batch, part)?;
         // Graphs know nothing of a parameter that had no gradient before.
         self.has_new_sums |= self.work.keep_gradients()?;
         // A step of tch's optimizers, and of those of `optim`, takes in new variables of its store.
@@ -376,10 +378,9 @@ where
         }
         let inputs: Vec<Tensor> =
             self.graphs.shape(index).inputs.iter().map(Tensor::shallow_clone).collect();
-        let is_first = self.position == 0;
         let (graph, (output, gradients)) =
             Graph::capture_for(STEP, side, self.graphs.any(), || {
-                let output = self.work.run(STEP, &inputs, part, is_first)?;
+                let output = self.work.run(STEP, &inputs, part)?;
                 Ok((output, self.work.captured_gradients(STEP)?))
             })?;
         Ok(Captured { graph, output, gradients })

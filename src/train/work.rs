@@ -123,17 +123,10 @@ where
     R: Into<StepOutput>,
 {
     /// Runs the closure, the backward pass and, for [`Part::Step`], what changes the parameters.
-    /// The gradients are prepared. `is_first` says whether this is the first batch of the step.
-    pub fn run(
-        &mut self,
-        op: &str,
-        batch: &[Tensor],
-        part: Part,
-        is_first: bool,
-    ) -> Result<StepOutput> {
+    /// The gradients are prepared, and the optimizer knows which batch it is.
+    pub fn run(&mut self, op: &str, batch: &[Tensor], part: Part) -> Result<StepOutput> {
         // Casts that the cache keeps are of weights before the last step, or belong to a capture.
         clear_autocast_cache()?;
-        self.optimizer.begin_batch(is_first, part == Part::Step)?;
         let output: StepOutput = (self.closure)(batch)?.into();
         check_loss(op, &output.loss)?;
         for (place, extra) in output.extra.iter().enumerate() {

@@ -6,7 +6,7 @@ use super::processes::{Case, Ranks};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::cuda::{Stream, StreamGuard, empty_cache};
+use tch_extension::cuda::{Graph, Stream, StreamGuard, empty_cache};
 use tch_extension::distributed::{
     Env, GroupOptions, OnNcclError, ProcessGroup, ReduceOp, functional,
 };
@@ -19,6 +19,9 @@ pub const CASES: &[Case] = &[
     ("nccl, late", late),
     ("nccl, poison", poison),
     ("nccl, memory", memory),
+    ("nccl, dropped", dropped),
+    ("nccl, dropped with a graph", dropped_with_a_graph),
+    ("nccl, captured, abort", captured_with_abort),
 ];
 
 fn group(check: bool, timeout: u64) -> Result<ProcessGroup> {
@@ -321,5 +324,94 @@ fn cuda_memory_of_operations_of_one_rank() {
 fn cuda_memory_of_operations_of_two_ranks() {
     if gpus_or_skip("cuda_memory_of_operations_of_two_ranks", 2) {
         assert_done("nccl, memory", 2);
+    }
+}
+
+/// What is in flight when a group is dropped is not lost.
+fn dropped() -> Result<()> {
+    let group = group(false, 60)?;
+    let (ranks, device) = (group.size() as i64, group.device());
+    let x = Tensor::ones([LARGE], (Kind::Float, device));
+    let y = Tensor::zeros([ranks * LARGE], (Kind::Float, device));
+    for _ in 0..20 {
+        drop(group.all_reduce_async(&x, ReduceOp::Sum)?);
+    }
+    drop(group.all_gather_into_async(&y, &x)?);
+    drop(group);
+    let expected = (ranks as f64).powi(20);
+    assert_eq!((&x - expected).abs().max().double_value(&[]), 0.0);
+    assert_eq!((&y - expected).abs().max().double_value(&[]), 0.0);
+    println!("DONE");
+    // A rank that ends may still be read from.
+    std::thread::sleep(Duration::from_secs(2));
+    Ok(())
+}
+
+#[test]
+fn cuda_a_group_is_dropped_with_operations_in_flight() {
+    for ranks in [1, 2] {
+        if gpus_or_skip("cuda_a_group_is_dropped_with_operations_in_flight", ranks) {
+            assert_done("nccl, dropped", ranks);
+        }
+    }
+}
+
+/// NCCL would wait for the graph without end.
+fn dropped_with_a_graph() -> Result<()> {
+    let group = group(false, 60)?;
+    let x = Tensor::ones([4], (Kind::Float, group.device()));
+    group.all_reduce(&x, ReduceOp::Sum)?;
+    let (graph, ()) = Graph::capture(group.device(), || group.all_reduce(&x, ReduceOp::Sum))?;
+    let start = Instant::now();
+    drop(group);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    println!("DONE");
+    drop(graph);
+    Ok(())
+}
+
+#[test]
+fn cuda_a_group_is_dropped_with_a_graph() {
+    if gpus_or_skip("cuda_a_group_is_dropped_with_a_graph", 1) {
+        for end in start("nccl, dropped with a graph", 1).finish(Duration::from_secs(60)) {
+            assert!(end.code == Some(0) && end.text.contains("DONE"), "{end:#?}");
+            assert!(end.text.contains("a CUDA graph holds its collectives"), "{end:#?}");
+        }
+    }
+}
+
+/// The CPU must not wait for an operation that is captured.
+fn captured_with_abort() -> Result<()> {
+    let options = GroupOptions {
+        check: false,
+        on_nccl_error: OnNcclError::Abort,
+        ..GroupOptions::with_timeout(Duration::from_secs(60))
+    };
+    let group = ProcessGroup::init(&Env::from_env()?, &options)?;
+    let ranks = group.size() as i64;
+    let like = (Kind::Float, group.device());
+    let (x, y) = (Tensor::ones([4], like), Tensor::zeros([4 * ranks], like));
+    let both = || {
+        group.all_reduce_async(&x, ReduceOp::Sum)?.wait()?;
+        group.all_gather_into(&y, &x)
+    };
+    both()?;
+    let (graph, ()) = Graph::capture(group.device(), both)?;
+    for _ in 0..3 {
+        graph.replay()?;
+    }
+    both()?;
+    assert_eq!(y, y.full_like((ranks as f64).powi(5)));
+    drop(graph);
+    println!("DONE");
+    group.shutdown()
+}
+
+#[test]
+fn cuda_operations_are_captured_with_abort() {
+    for ranks in [1, 2] {
+        if gpus_or_skip("cuda_operations_are_captured_with_abort", ranks) {
+            assert_done("nccl, captured, abort", ranks);
+        }
     }
 }

@@ -7,7 +7,9 @@ use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::{Autocast, GradScaler};
-use tch_extension::distributed::{CommHook, DdpOptions, GroupOptions, ProcessGroup, Store};
+use tch_extension::distributed::{
+    CommHook, DdpOptions, GroupOptions, OnNcclError, ProcessGroup, Store,
+};
 use tch_extension::optim::{AdamW, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions};
 
@@ -41,6 +43,10 @@ fn child_with_a_gpu() {
     let options = GroupOptions {
         device: Some(Device::Cuda(rank)),
         check: false,
+        on_nccl_error: match scenario.starts_with("abort") {
+            true => OnNcclError::Abort,
+            false => OnNcclError::Exit,
+        },
         ..GroupOptions::with_timeout(PATIENCE)
     };
     let group = ProcessGroup::with_store(&store, rank, 2, &options).expect("a group");
@@ -92,14 +98,14 @@ fn eager(group: &ProcessGroup) -> Result<()> {
 fn captured(group: &ProcessGroup, scenario: &str) -> Result<()> {
     let train = |capture: bool| -> Result<(Vec<Tensor>, usize)> {
         let options = DdpOptions {
-            hook: if scenario == "bf16" { CommHook::Bf16 } else { CommHook::None },
+            hook: if scenario.ends_with("bf16") { CommHook::Bf16 } else { CommHook::None },
             gradient_as_bucket_view: scenario != "copies",
-            static_graph: scenario == "static",
+            static_graph: scenario.starts_with("static"),
             ..small_buckets()
         };
         let (vs, ddp, weights) = averaged(group, group.rank() as i64, options)?;
         let optimizer = ddp.guard(AdamW::default().build(&vs, 0.01)?)?;
-        let accumulate = if scenario == "accumulate" { 2 } else { 1 };
+        let accumulate = if scenario.ends_with("accumulate") { 2 } else { 1 };
         let options = StepOptions { capture, accumulate, ..Default::default() };
         let device = group.device();
         let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
@@ -150,7 +156,7 @@ fn cuda_two_gpus_captured_steps() {
     }
     let scenarios =
         ["plain", "copies", "bf16", "static", "accumulate", "scaler", "autocast", "checkpoint"];
-    for scenario in scenarios {
+    for scenario in scenarios.into_iter().chain(["static, accumulate", "abort", "abort, bf16"]) {
         assert_success(scenario);
     }
 }

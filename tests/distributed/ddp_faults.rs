@@ -586,3 +586,166 @@ fn a_reduction_that_failed_is_no_average() {
     })
     .expect("all ranks");
 }
+
+/// A static graph does not average what only an unsynchronised pass has used.
+#[test]
+fn a_static_graph_that_accumulates_another_parameter_is_named() {
+    for view in [false, true] {
+        let errors = all_fail(2, |group| {
+            let options = DdpOptions {
+                static_graph: true,
+                gradient_as_bucket_view: view,
+                ..Default::default()
+            };
+            let trained = trained(group, options)?;
+            let pass = |left_out: &[usize]| {
+                let y = || output(&trained.weights, &batch(group.rank(), 0), left_out);
+                trained.ddp.backward(&trained.ddp.forward(|| Ok(y().mean(Kind::Float)))?)
+            };
+            trained.ddp.no_sync(|| pass(&[]))?;
+            pass(&[1])
+        });
+        for error in errors {
+            assert!(error.contains("added to layer1.weight, layer1.bias: by"), "{error}");
+        }
+    }
+}
+
+/// Rank 1 does something before a step that the other ranks do not do.
+#[test]
+fn optimizers_that_differ_are_an_error_on_every_rank() {
+    use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
+    type Guarded = DdpOptimizer<Optimizer>;
+    type Misuse = fn(&VarStore, &Ddp, &mut Guarded) -> Result<()>;
+    fn adamw(vs: &VarStore) -> Result<Optimizer> {
+        AdamW::default().build(vs, 0.01)
+    }
+    let cases: [(&str, i64, Misuse); 8] = [
+        ("got group 0: Hyper { lr: 0.02,", 2, |_, _, optimizer| optimizer.get_mut().f_set_lr(0.02)),
+        ("weight_decay: 0.5", 0, |_, _, optimizer| optimizer.get_mut().f_set_weight_decay(0.5)),
+        ("norms up to Some(1.0)", 2, |_, _, optimizer| {
+            optimizer.get_mut().f_set_clip_norm(Some(1.0))
+        }),
+        ("expected states loaded: 0, as rank 0 has, got states loaded: 1", 2, |_, _, optimizer| {
+            let state = optimizer.get_ref().f_state_dict()?;
+            optimizer.get_mut().f_load_state_dict(&state)
+        }),
+        ("got 0 of 8 parameters have a state", 2, |vs, ddp, optimizer| {
+            *optimizer = ddp.guard(adamw(vs)?)?;
+            Ok(())
+        }),
+        // Steps without the other ranks.
+        ("got 8 of 8 parameters have a state", 0, |vs, _, optimizer| {
+            let zeros = vs.trainable_variables().iter().map(Tensor::zeros_like).collect::<Vec<_>>();
+            optimizer.get_mut().f_step_with(&zeros.iter().map(Some).collect::<Vec<_>>())
+        }),
+        ("expected \"layer0.weight\" checksum ", 0, |vs, _, _| {
+            let _no_grad = tch::no_grad_guard();
+            vs.trainable_variables()[0].get(3).f_fill_(0.25).map(drop).map_err(Error::from)
+        }),
+        ("got 8 of 8 parameters have a state", 0, |vs, _, optimizer| {
+            optimizer.get_mut().f_load_state_dict(&adamw(vs)?.f_state_dict()?)
+        }),
+    ];
+    for (words, at, misuse) in cases {
+        for by_step in [false, true] {
+            let errors = all_fail(3, |group| {
+                let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
+                let mut optimizer = ddp.guard(adamw(&vs)?)?;
+                for number in 0..5 {
+                    if number == at && group.rank() == 1 {
+                        misuse(&vs, &ddp, &mut optimizer)?;
+                    }
+                    drop_gradients(&vs, false)?;
+                    let before = copies(&weights);
+                    let x = batch(group.rank(), number);
+                    let outcome = if by_step {
+                        optimizer = {
+                            let mut step = tch_extension::train::Step::new(
+                                Default::default(),
+                                optimizer,
+                                |batch: &[Tensor]| ddp.forward(|| Ok(loss(&weights, &batch[0]))),
+                            )?;
+                            let outcome = step.step(&[&x]);
+                            assert!(outcome.is_ok() || worst(&before, &weights) == 0.0);
+                            let _ = outcome?;
+                            step.into_optimizer()
+                        };
+                        Ok(())
+                    } else {
+                        ddp.backward(&ddp.forward(|| Ok(loss(&weights, &x)))?)?;
+                        optimizer.step()
+                    };
+                    assert_eq!(outcome.is_err(), number == at, "{words}: step {number}");
+                    assert!(
+                        outcome.is_ok() || worst(&before, &weights) == 0.0,
+                        "nothing was applied"
+                    );
+                    outcome?;
+                }
+                Ok(())
+            });
+            for error in &errors {
+                assert!(error.contains(words), "{words}: {errors:#?}");
+            }
+        }
+    }
+}
+
+/// What all ranks do is right: rates of a schedule, a state from a file, another optimizer.
+#[test]
+fn optimizers_that_change_alike_go_on() {
+    use tch_extension::optim::{AdamW, OptimizerConfig, Sgd};
+    all_ranks(2, |group| {
+        let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
+        let mut optimizer = ddp.guard(AdamW::default().build(&vs, 0.01)?)?;
+        let train = |number: i64| -> Result<()> {
+            drop_gradients(&vs, false)?;
+            ddp.backward(&ddp.forward(|| Ok(loss(&weights, &batch(group.rank(), number))))?)
+        };
+        for number in 0..4 {
+            optimizer.get_mut().f_set_lr(0.01 / (number + 1) as f64)?;
+            if number == 2 {
+                let state = optimizer.get_ref().f_state_dict()?;
+                optimizer.get_mut().f_load_state_dict(&state)?;
+            }
+            train(number)?;
+            optimizer.step()?;
+        }
+        let mut other = Sgd::default().build(&vs, 0.1)?;
+        for number in 4..7 {
+            train(number)?;
+            ddp.step(&mut other)?;
+        }
+        assert!(is_alike(group, &weights[0])?);
+        Ok(())
+    });
+}
+
+/// Loaded moments that differ are found, although the counts are the same.
+#[test]
+fn states_that_differ_are_an_error_on_every_rank() {
+    use tch_extension::optim::{AdamW, OptimizerConfig};
+    let errors = all_fail(2, |group| {
+        let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
+        let mut optimizer = ddp.guard(AdamW::default().build(&vs, 0.01)?)?;
+        for number in 0..3 {
+            if number == 1 {
+                let state = optimizer.get_ref().f_state_dict()?;
+                if group.rank() == 1 {
+                    let _ = state["exp_avg.layer2.bias"].get(0).f_add_scalar_(1e-3)?;
+                }
+                optimizer.get_mut().f_load_state_dict(&state)?;
+            }
+            drop_gradients(&vs, false)?;
+            ddp.backward(&ddp.forward(|| Ok(loss(&weights, &batch(group.rank(), number))))?)?;
+            let outcome = optimizer.step();
+            assert_eq!(outcome.is_err(), number == 1);
+            outcome?;
+        }
+        Ok(())
+    });
+    for error in errors {
+        assert!(error.contains("\"exp_avg.layer2.bias\" checksum"), "{error}");
+    }
+}

@@ -220,3 +220,81 @@ fn sequences_of_fused_operators() {
         Ok(())
     });
 }
+
+/// Passes that are not synchronised before the first one that is, and before later ones.
+#[test]
+fn a_static_graph_accumulates() {
+    for (unsynchronised, view) in [(1, false), (1, true), (2, true), (3, false)] {
+        all_ranks(2, |group| {
+            let options =
+                DdpOptions { static_graph: true, gradient_as_bucket_view: view, ..small_buckets() };
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
+            for update in 0..4 {
+                let run = |part: i64| {
+                    let x = batch(group.rank(), 10 * update + part);
+                    output(&weights, &x, &[2]).square().mean(Kind::Float)
+                };
+                let all = (0..=unsynchronised).map(run).reduce(|sum, loss| sum + loss);
+                let all = own_gradients(&weights, &all.expect("a sum"))?;
+                let expected = means(group, &all)?;
+                drop_gradients(&vs, update % 2 == 1)?;
+                let pass = |part: i64| ddp.backward(&ddp.forward(|| Ok(run(part)))?);
+                ddp.no_sync(|| (0..unsynchronised).try_for_each(pass))?;
+                pass(unsynchronised)?;
+                ddp.check()?;
+                assert!(!weights[4].grad().defined(), "never used");
+                assert_gradients(group, &weights[..4], &expected[..4], 1e-7)?;
+                assert_gradients(group, &weights[6..], &expected[6..], 1e-7)?;
+            }
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn a_static_graph_accumulates_in_a_step() {
+    for accumulate in [2, 3, 4] {
+        let train = |group: &ProcessGroup, static_graph: bool| -> Result<Vec<Tensor>> {
+            let options = DdpOptions { static_graph, ..small_buckets() };
+            let (vs, ddp, weights) = averaged(group, 1, options)?;
+            let optimizer = ddp.guard(adamw(&vs)?)?;
+            let options = StepOptions { accumulate, ..Default::default() };
+            let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
+                ddp.forward(|| Ok(loss(&weights, &batch[0])))
+            })?;
+            for call in 0..4 * accumulate as i64 {
+                let _ = step.step(&[&batch(group.rank(), call)])?;
+            }
+            Ok(copies(&weights))
+        };
+        all_ranks(2, |group| {
+            assert!(worst(&train(group, true)?, &train(group, false)?) < 1e-6, "{accumulate}");
+            Ok(())
+        });
+    }
+}
+
+/// The rest of the program must not stay without averages.
+#[test]
+fn a_step_that_ends_within_an_accumulation_synchronises_again() {
+    for drops in [true, false] {
+        all_ranks(2, |group| {
+            let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
+            let optimizer = ddp.guard(adamw(&vs)?)?;
+            let options = StepOptions { accumulate: 2, ..Default::default() };
+            let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
+                ddp.forward(|| Ok(loss(&weights, &batch[0])))
+            })?;
+            let _ = step.step(&[&batch(group.rank(), 0)])?;
+            let optimizer = if drops {
+                drop(step);
+                None
+            } else {
+                Some(step.into_optimizer())
+            };
+            let x = batch(group.rank(), 1);
+            check_pass(group, &vs, &ddp, 0.0, || loss(&weights, &x))?;
+            optimizer.map_or(Ok(()), |mut optimizer| optimizer.step())
+        });
+    }
+}

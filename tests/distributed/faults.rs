@@ -396,3 +396,127 @@ fn only_some_ranks_compare() {
         "{errors:?}"
     );
 }
+
+/// The ranks wait in the store there, of which Gloo's connections know nothing.
+#[test]
+fn what_waits_in_the_store_ends_when_a_rank_gives_up() {
+    type Waits = fn(&ProcessGroup) -> Result<()>;
+    let cases: [Waits; 2] = [|group| group.shutdown(), |group| group.subgroup(&[0, 1]).map(drop)];
+    for waits in cases {
+        let texts = super::unchecked(3, Duration::from_secs(20), |group| {
+            if group.rank() == 1 {
+                std::thread::sleep(Duration::from_millis(300));
+                group.poison("its loss is NaN");
+                return Ok(String::new());
+            }
+            let start = Instant::now();
+            let error = waits(group).expect_err("rank 1 gave up").to_string();
+            assert!(start.elapsed() < Duration::from_secs(2), "{:?}", start.elapsed());
+            Ok(error)
+        });
+        let texts = texts.expect("all ranks");
+        for rank in [0, 2] {
+            let words = format!("rank {rank} of 3: rank 1: its loss is NaN (");
+            assert!(texts[rank].contains(&words), "{texts:?}");
+        }
+    }
+}
+
+/// A thread of the same rank can end the waiting, too.
+#[test]
+fn abort_wakes_a_shutdown() {
+    super::unchecked(2, Duration::from_secs(20), |group| {
+        if group.rank() == 1 {
+            std::thread::sleep(Duration::from_millis(1500));
+            return Ok(());
+        }
+        let (other, start) = (group.clone(), Instant::now());
+        let aborts = std::thread::spawn(move || {
+            std::thread::sleep(Duration::from_millis(200));
+            other.abort();
+        });
+        let error = group.shutdown().expect_err("aborted").to_string();
+        assert!(error.contains("the group was aborted"), "{error}");
+        assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+        aborts.join().expect("no panic");
+        Ok(())
+    })
+    .expect("all ranks");
+}
+
+#[test]
+fn one_rank_ends_the_group_while_another_uses_it() {
+    let start = Instant::now();
+    let texts = super::checked(2, Duration::from_secs(20), |group| {
+        let outcome = match group.rank() {
+            0 => group.shutdown(),
+            _ => group.all_reduce(&ones(4), ReduceOp::Sum),
+        };
+        Ok(outcome.expect_err("they differ").to_string())
+    });
+    for text in texts.expect("both ranks") {
+        let words =
+            "the ranks call different operations: rank 0: shutdown; rank 1: all_reduce(sum)";
+        assert!(text.contains(words), "{text}");
+    }
+    assert!(start.elapsed() < Duration::from_secs(5), "at once");
+}
+
+/// The others are told what failed first, also when it was no operation of the group.
+#[test]
+fn an_error_of_a_program_reaches_the_others() {
+    type Fails = fn(&ProcessGroup) -> Result<()>;
+    let cases: [(Fails, &str); 2] = [
+        (
+            |group| group.run(|| Err(tch_extension::Error::msg("the data end early"))),
+            "rank 1: the data end early",
+        ),
+        (
+            |group| {
+                let panics = || group.run(|| -> Result<()> { panic!("an assertion") });
+                assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(panics)).is_err());
+                Ok(())
+            },
+            "rank 1: it panicked",
+        ),
+    ];
+    for (fails, words) in cases {
+        super::unchecked(3, Duration::from_secs(20), |group| {
+            if group.rank() == 1 {
+                let _ = fails(group);
+                return Ok(());
+            }
+            let error = group.run(|| group.all_reduce(&ones(4), ReduceOp::Sum));
+            let error = error.expect_err("rank 1 failed").to_string();
+            assert!(error.contains(words), "{error}");
+            // This rank has given the group up, too. What was the cause stays.
+            std::thread::sleep(Duration::from_millis(100));
+            let kept = group.store().get("tch_extension/failed")?;
+            assert_eq!(String::from_utf8_lossy(&kept), words);
+            Ok(())
+        })
+        .expect("all ranks");
+    }
+}
+
+/// As a program does that returns an error between two operations.
+#[test]
+fn a_rank_that_drops_its_group_is_named() {
+    let store = Store::hash(Duration::from_secs(20)).expect("a store");
+    let texts = run_ranks(2, |outer| {
+        let options = GroupOptions::with_timeout(Duration::from_secs(20));
+        let group = ProcessGroup::with_store(&store, outer.rank(), 2, &options)?;
+        group.barrier()?;
+        if group.rank() == 1 {
+            drop(group);
+            outer.barrier()?;
+            return Ok(String::new());
+        }
+        let error = group.all_reduce(&ones(4), ReduceOp::Sum).expect_err("rank 1 has left");
+        outer.barrier()?;
+        Ok(error.to_string())
+    });
+    let words = "rank 1: it dropped the group without shutdown or poison (";
+    let texts = texts.expect("both ranks");
+    assert!(texts[0].contains(words), "{texts:?}");
+}

@@ -157,6 +157,12 @@ fn subgroups_that_are_refused() {
         assert!(error.contains("asks for the ranks ["), "{error}");
         // The next attempt works.
         assert!(group.subgroup(&[0, 1])?.is_some());
+        // What only one rank asks for is refused on both, and counted on both.
+        let ranks: &[usize] = if group.rank() == 1 { &[0, 5] } else { &[0, 1] };
+        let error = group.subgroup(ranks).expect_err("one is wrong").to_string();
+        let words = ["rank 1 asks for the ranks [0, 5]", "expected different ranks less than 2"];
+        assert!(error.contains(words[group.rank()]), "{error}");
+        assert!(group.subgroup(&[0, 1])?.is_some());
         group.barrier()
     })
     .expect("all ranks");

@@ -130,3 +130,10 @@ fn a_rank_that_is_not_there_is_refused() {
     let expected = "DistributedSampler::new: rank: expected a number less than the number of ranks, got rank 3 of 3";
     assert_eq!(error.to_string(), expected);
 }
+
+#[test]
+fn no_ranks_at_all_are_refused() {
+    let options = SamplerOptions { seed: 3, ..Default::default() };
+    let error = DistributedSampler::new(10, 0, 0, &options).unwrap_err();
+    assert_eq!(error.to_string(), "DistributedSampler::new: ranks: expected 1 or more, got 0");
+}

@@ -155,6 +155,15 @@ impl Ranks {
         Ok(())
     }
 
+    /// Tells the other ranks if `body` fails, so that none waits for this one.
+    pub fn run(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
+        #[cfg(feature = "distributed")]
+        if let Some(group) = &self.group {
+            return group.run(body);
+        }
+        body()
+    }
+
     /// Waits for all ranks at the end of what they do together. Rank 0 may go on alone.
     pub fn leave(&self) -> Result<()> {
         #[cfg(feature = "distributed")]

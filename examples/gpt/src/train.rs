@@ -30,11 +30,15 @@ const PLOT: &str = "losses.svg";
 /// The subcommand.
 pub fn run(options: &TrainOptions) -> Result<()> {
     let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
+    ranks.run(|| run_with(options, &ranks, device))
+}
+
+fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()> {
     options.check(device)?;
     let mut main = ranks.on_main(|| Main::prepare(options, device, ranks.size()))?;
     let settings = ranks.share(&main.as_ref().map(|main| main.settings.clone()))?;
     let settings = settings.context("rank 0 sent no settings")?;
-    let mut run = Run::new(options, settings, &ranks, device, main.as_mut())?;
+    let mut run = Run::new(options, settings, ranks, device, main.as_mut())?;
     run.train()?;
     run.trainer.drop_graphs();
     ranks.leave()?;

@@ -128,6 +128,10 @@ impl Optimizer for Trained {
         of!(self, optimizer => optimizer.begin_batch(is_first, is_last))
     }
 
+    fn end_batch(&mut self) {
+        of!(self, optimizer => optimizer.end_batch())
+    }
+
     fn batch_failed(&mut self, error: tch_extension::Error) -> tch_extension::Error {
         of!(self, optimizer => optimizer.batch_failed(error))
     }

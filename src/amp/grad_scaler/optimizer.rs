@@ -81,16 +81,42 @@ pub trait Optimizer {
         None
     }
 
-    /// `train::Step` calls this before the forward pass of each batch that it runs or captures, with
-    /// whether the batch is the first and the last one of a step. An optimizer whose gradients come
-    /// from several ranks then knows when they must be exchanged. A graph of a batch that is neither
-    /// the first nor the last is also replayed as the first.
+    /// What the next step does, apart from gradients and state: the algorithm, learning rates and
+    /// other numbers, a line each. `distributed::Ddp::guard` compares it over all ranks before each
+    /// step, because ranks that differ would go apart without an error. The default is empty: only
+    /// the weights are compared, before the first step.
+    fn settings(&self) -> String {
+        String::new()
+    }
+
+    /// How often a state was loaded. Ranks compare what they loaded before the next step.
+    fn loads(&self) -> u64 {
+        0
+    }
+
+    /// The tensors of the state, with their names. They are no copies: do not change them. Counts of
+    /// steps, of kind `Int64`, are compared before the first step, too.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    fn state(&self) -> Result<Vec<(String, Tensor)>> {
+        Ok(Vec::new())
+    }
+
+    /// `train::Step` calls this before each batch, also one that a graph replays, with whether the
+    /// batch is the first and the last one of a step. An optimizer whose gradients come from several
+    /// ranks then knows when they must be exchanged. A graph of a batch that is neither the first nor
+    /// the last is also replayed as the first.
     ///
     /// # Errors
     /// An error of the optimizer; the batch is then not run.
     fn begin_batch(&mut self, _is_first: bool, _is_last: bool) -> Result<()> {
         Ok(())
     }
+
+    /// `train::Step` calls this after each batch, also after one that failed; not after a panic. What
+    /// follows is no part of a step, unless [`begin_batch`](Self::begin_batch) says so again.
+    fn end_batch(&mut self) {}
 
     /// `train::Step` calls this when a batch has failed, with the error, and returns the result. An
     /// optimizer whose gradients come from several ranks can tell the others, and say which rank

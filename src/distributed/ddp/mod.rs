@@ -12,6 +12,7 @@ pub use options::{Bucket, CommHook, DdpOptions};
 pub use outputs::Outputs;
 pub use statistics::DdpStatistics;
 
+use super::agree::{Agreement, checksums};
 use super::watch::Replays;
 use super::{ProcessGroup, failed};
 use crate::amp::Optimizer;
@@ -21,12 +22,12 @@ use crate::ffi::amp::identity;
 use crate::ffi::distributed::ddp as ffi;
 use crate::{Error, Result};
 use model::{Model, Source};
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use tch::nn::VarStore;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 const NEW: &str = "Ddp::new";
 const FORWARD: &str = "Ddp::forward";
@@ -36,7 +37,8 @@ const STEP: &str = "Ddp::step";
 /// Averages the gradients of a model over all ranks: `torch.nn.parallel.DistributedDataParallel`,
 /// by the same `Reducer` of libtorch.
 ///
-/// At the start, all ranks compare their parameters and take the values of rank 0. The forward pass
+/// At the start, all ranks compare their parameters and take the values of rank 0, so that they begin
+/// alike. That is no way to load a checkpoint: every rank loads it. The forward pass
 /// runs in [`forward`](Ddp::forward). During the backward pass, gradients are collected in buckets,
 /// and each bucket is averaged as soon as it is complete, while the pass goes on. At its end, `grad`
 /// of each parameter is `(g₀ + … + gₙ₋₁) / n`, with the same bits on all ranks. The same step of the
@@ -88,14 +90,21 @@ const STEP: &str = "Ddp::step";
 /// # What can go wrong
 ///
 /// A step of one rank alone would let the copies differ without anybody noticing. So every error and
-/// every panic between `forward` and the step makes this rank give the group up
-/// ([`ProcessGroup::poison`]): the other ranks get an error at once, instead of waiting until the
+/// every panic inside of `forward`, `backward` and the step makes this rank give the group up
+/// ([`ProcessGroup::poison`]), and [`ProcessGroup::run`] around the training does so for what fails
+/// between them: the other ranks get an error at once, instead of waiting until the
 /// timeout or taking this rank's next bucket for the one that it did not send. Start again from a
 /// checkpoint with a new group, or let a launcher restart all ranks.
 ///
 /// [`guard`](Ddp::guard) makes an optimizer whose step fails if a gradient was not averaged: because
 /// its backward pass did not begin in `forward`, was the second one of a forward pass, or was part of
 /// [`no_sync`](Ddp::no_sync) without a synchronised pass after it.
+///
+/// It also fails, on every rank, if the optimizers of the ranks differ: in a learning rate or another
+/// number, in how often a state was loaded, in what was loaded, and before the first step in the
+/// weights. For that, each step costs one all-reduce of 16 bytes on the CPU. The optimizers of tch do
+/// not tell their numbers: only the weights before the first step are compared then. With
+/// [`DdpOptions::with_python`], nothing is.
 ///
 /// A group of one rank computes as if there were no `Ddp`: nothing is copied, rounded or checked, and
 /// a hook is not called.
@@ -124,16 +133,30 @@ struct Inner {
     source: Option<Source>,
     names: Vec<String>,
     identities: HashSet<usize>,
-    /// The parameters, so that no other tensor gets the identity of one.
-    _parameters: Mutex<Vec<Tensor>>,
+    /// The parameters. They are kept, so that no other tensor gets the identity of one.
+    parameters: Mutex<Vec<Tensor>>,
     device: Device,
     /// Held during a forward pass.
     forward: Mutex<()>,
-    /// How many calls of `no_sync` are running.
+    /// How many [`Unsynchronised`] there are.
     unsynchronised: AtomicUsize,
-    /// Whether `train::Step` only accumulates gradients.
-    accumulating: AtomicBool,
     replays: Replays,
+    /// Whether other ranks take part in comparisons of optimizers.
+    compares: bool,
+    /// Whether the weights of all ranks were compared.
+    has_compared_weights: AtomicBool,
+    /// Of the optimizers that [`Ddp::step`] got, by their revisions.
+    agreements: Mutex<HashMap<u64, Agreement>>,
+}
+
+/// Passes are not synchronised as long as it lives.
+#[derive(Debug)]
+struct Unsynchronised(Ddp);
+
+impl Drop for Unsynchronised {
+    fn drop(&mut self) {
+        self.0.inner.unsynchronised.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Ddp {
@@ -172,13 +195,14 @@ impl Ddp {
         let checked = model.check(NEW, group).and_then(|()| options.parts(NEW));
         let parts = if options.with_python || group.size() == 1 {
             // Python's ranks take no part in a comparison of ours.
-            checked.inspect_err(|error| give_up(group, error))?
+            checked.inspect_err(|error| group.give_up(&error.to_string()))?
         } else {
             let own =
                 checked.as_ref().map(|_| model).map_err(|error| Error::msg(error.to_string()));
             model::compare(NEW, group, own, &options.describe())?;
             checked?
         };
+        let compares = group.size() > 1 && !options.with_python;
         let reduction = match group.size() {
             1 => None,
             _ => Some(reduction(group, model, &parts, options)?),
@@ -191,14 +215,16 @@ impl Ddp {
                 source,
                 names: trained.iter().map(|(name, _)| name.clone()).collect(),
                 identities: trained.iter().map(|(_, tensor)| identity(tensor)).collect(),
-                _parameters: Mutex::new(
+                parameters: Mutex::new(
                     trained.iter().map(|(_, tensor)| tensor.shallow_clone()).collect(),
                 ),
                 device: trained.first().map_or(Device::Cpu, |(_, tensor)| tensor.device()),
                 forward: Mutex::new(()),
                 unsynchronised: AtomicUsize::new(0),
-                accumulating: AtomicBool::new(false),
                 replays: Replays::default(),
+                compares,
+                has_compared_weights: AtomicBool::new(false),
+                agreements: Mutex::default(),
             }),
         })
     }
@@ -217,8 +243,7 @@ impl Ddp {
         let inner = &*self.inner;
         let Some(reduction) = &inner.reduction else { return model() };
         let _forward = inner.lock_forward(FORWARD)?;
-        let unless_done = PoisonUnlessDone { group: &inner.group };
-        let run = || -> Result<T> {
+        inner.group.run(|| {
             if inner.source.as_ref().is_some_and(Source::has_grown) {
                 let reason = "variables were added to the model after Ddp::new; make the Ddp later";
                 return Err(failed(FORWARD, reason));
@@ -235,10 +260,7 @@ impl Ddp {
             reduction.end(&mut tensors).map_err(|reason| inner.group.error(FORWARD, &reason))?;
             outputs::replace(&mut outputs, tensors);
             Ok(outputs)
-        };
-        let outcome = run();
-        std::mem::forget(unless_done);
-        outcome.inspect_err(|error| give_up(&inner.group, error))
+        })
     }
 
     /// Runs the backward pass of a loss. Unlike `loss.backward()`, it does not panic, and it finds
@@ -252,18 +274,14 @@ impl Ddp {
         let Some(reduction) = &inner.reduction else {
             return backward(&[loss], &Default::default());
         };
-        let unless_done = PoisonUnlessDone { group: &inner.group };
-        let run = || -> Result<()> {
+        inner.group.run(|| {
             backward(&[loss], &Default::default())
                 .map_err(|error| inner.group.error(BACKWARD, &error.to_string()))?;
             if inner.synchronises() {
                 reduction.check(false).map_err(|reason| inner.group.error(BACKWARD, &reason))?;
             }
             Ok(())
-        };
-        let outcome = run();
-        std::mem::forget(unless_done);
-        outcome.inspect_err(|error| give_up(&inner.group, error))
+        })
     }
 
     /// Runs `body`, in which forward passes are not synchronised: their gradients add up on this
@@ -291,15 +309,13 @@ impl Ddp {
     /// # Ok::<(), tch_extension::Error>(())
     /// ```
     pub fn no_sync<T>(&self, body: impl FnOnce() -> T) -> T {
-        struct Leave<'a>(&'a AtomicUsize);
-        impl Drop for Leave<'_> {
-            fn drop(&mut self) {
-                self.0.fetch_sub(1, Ordering::Relaxed);
-            }
-        }
-        self.inner.unsynchronised.fetch_add(1, Ordering::Relaxed);
-        let _leave = Leave(&self.inner.unsynchronised);
+        let _unsynchronised = self.unsynchronise();
         body()
+    }
+
+    fn unsynchronise(&self) -> Unsynchronised {
+        self.inner.unsynchronised.fetch_add(1, Ordering::Relaxed);
+        Unsynchronised(self.clone())
     }
 
     /// Whether all gradients are the averages of all ranks. It asks no other rank.
@@ -319,7 +335,13 @@ impl Ddp {
     /// # Errors
     /// As for [`DdpOptimizer::step`].
     pub fn step(&self, optimizer: &mut impl Optimizer) -> Result<()> {
-        self.guarded(|| optimizer.step())
+        self.check_for_step()?;
+        {
+            let agreements = &self.inner.agreements;
+            let mut agreements = agreements.lock().unwrap_or_else(PoisonError::into_inner);
+            self.agree(&*optimizer, agreements.entry(optimizer.revision()).or_default())?;
+        }
+        self.stepped(self.inner.group.run(|| optimizer.step()))
     }
 
     /// Makes an optimizer that refuses gradients which are not averages of all ranks.
@@ -377,8 +399,33 @@ impl Ddp {
         let inner = &*self.inner;
         let Some(reduction) = &inner.reduction else { return Ok(()) };
         drop(inner.group.starting(STEP)?);
-        let outcome = reduction.check(true).map_err(|reason| inner.group.error(STEP, &reason));
-        outcome.inspect_err(|error| give_up(&inner.group, error))
+        inner.group.run(|| reduction.check(true).map_err(|reason| inner.group.error(STEP, &reason)))
+    }
+
+    /// Is an error on every rank if the next step would not be the same on all.
+    fn agree(&self, optimizer: &impl Optimizer, agreement: &mut Agreement) -> Result<()> {
+        let inner = &*self.inner;
+        if !inner.compares {
+            return Ok(());
+        }
+        let state = |was_loaded: bool| -> Result<Vec<String>> {
+            let mut lines = Vec::new();
+            if !inner.has_compared_weights.load(Ordering::Relaxed) {
+                let parameters = inner.parameters.lock().unwrap_or_else(PoisonError::into_inner);
+                lines = checksums(self.names().zip(parameters.iter()))?;
+            }
+            let mut state = optimizer.state()?;
+            // Moments that were not loaded may differ by rounding: where the ranks' machines do.
+            state.retain(|(_, tensor)| was_loaded || tensor.kind() == Kind::Int64);
+            lines.extend(checksums(state.iter().map(|(name, tensor)| (name.as_str(), tensor)))?);
+            Ok(lines)
+        };
+        inner.group.run(|| {
+            let numbers = (optimizer.settings(), optimizer.loads());
+            agreement.check(STEP, &inner.group, numbers, state)
+        })?;
+        inner.has_compared_weights.store(true, Ordering::Relaxed);
+        Ok(())
     }
 
     /// After a step of the optimizer.
@@ -388,15 +435,7 @@ impl Ddp {
         let marked = outcome.and_then(|value| {
             reduction.mark_stepped().map_err(|reason| failed(STEP, reason)).map(|()| value)
         });
-        marked.inspect_err(|error| give_up(&inner.group, error))
-    }
-
-    fn guarded(&self, step: impl FnOnce() -> Result<()>) -> Result<()> {
-        self.check_for_step()?;
-        let unless_done = PoisonUnlessDone { group: &self.inner.group };
-        let outcome = step();
-        std::mem::forget(unless_done);
-        self.stepped(outcome)
+        marked.inspect_err(|error| inner.group.give_up(&error.to_string()))
     }
 
     /// Gives the group up, and says which rank failed first.
@@ -406,12 +445,8 @@ impl Ddp {
             return error;
         }
         let error = group.cause_of(STEP, error);
-        give_up(group, &error);
+        group.give_up(&error.to_string());
         error
-    }
-
-    fn set_accumulating(&self, accumulating: bool) {
-        self.inner.accumulating.store(accumulating, Ordering::Relaxed);
     }
 
     /// Watches that what was launched so far on the current stream ends in time.
@@ -444,13 +479,12 @@ fn reduction(
         ffi::Ddp::new(group.handle(), &borrowed, parts, hook)
     };
     let made = made.map_err(|reason| group.error(NEW, &reason));
-    made.inspect_err(|error| give_up(group, error))
+    made.inspect_err(|error| group.give_up(&error.to_string()))
 }
 
 impl Inner {
     fn synchronises(&self) -> bool {
         self.unsynchronised.load(Ordering::Relaxed) == 0
-            && !self.accumulating.load(Ordering::Relaxed)
     }
 
     fn is_capturing(&self, op: &str) -> Result<bool> {
@@ -468,26 +502,6 @@ impl Inner {
             Err(TryLockError::WouldBlock) => {
                 Err(failed(op, "a forward pass is running, in another thread or around this call"))
             }
-        }
-    }
-}
-
-/// Gives the group up on this rank.
-fn give_up(group: &ProcessGroup, error: &Error) {
-    if group.size() > 1 {
-        group.poison(&error.to_string());
-    }
-}
-
-/// When dropped, which only a panic does, gives the group up.
-struct PoisonUnlessDone<'a> {
-    group: &'a ProcessGroup,
-}
-
-impl Drop for PoisonUnlessDone<'_> {
-    fn drop(&mut self) {
-        if self.group.size() > 1 {
-            self.group.poison("a step of the training panicked");
         }
     }
 }

@@ -1,13 +1,14 @@
 //! The tensors of a model, and whether they are the same on all ranks.
 
 use super::super::ProcessGroup;
+use super::super::agree::exchange;
 use crate::ffi::amp::identity;
 use crate::ffi::tensor::is_strided;
 use crate::{Error, Result};
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, PoisonError};
 use tch::nn::{VarStore, Variables};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 /// The tensors of a model.
 #[derive(Debug, Default)]
@@ -171,7 +172,7 @@ pub(super) fn compare(
         Ok(text) => text.clone(),
         Err(error) => format!("{REFUSES}{error}"),
     };
-    let others = gather(group, text.as_bytes())?;
+    let others = exchange(group, &text)?;
     own?;
     match difference(&others) {
         None => Ok(()),
@@ -180,25 +181,6 @@ pub(super) fn compare(
             reason: format!("rank {} of {}: {reason}", group.rank(), group.size()),
         }),
     }
-}
-
-/// The texts of all ranks.
-fn gather(group: &ProcessGroup, text: &[u8]) -> Result<Vec<String>> {
-    let lengths = group.all_gather(&Tensor::from(text.len() as i64))?;
-    let lengths: Vec<usize> = lengths
-        .iter()
-        .map(|length| Ok(usize::try_from(length.f_int64_value(&[])?).unwrap_or(0)))
-        .collect::<Result<_>>()?;
-    let longest = lengths.iter().copied().max().unwrap_or(0);
-    let mut padded = text.to_vec();
-    padded.resize(longest, 0);
-    let texts = group.all_gather(&Tensor::from_slice(&padded))?;
-    let text_of = |(bytes, length): (&Tensor, &usize)| -> Result<String> {
-        let mut bytes: Vec<u8> = Vec::<u8>::try_from(bytes.f_to_kind(Kind::Uint8)?)?;
-        bytes.truncate(*length);
-        Ok(String::from_utf8_lossy(&bytes).into_owned())
-    };
-    texts.iter().zip(&lengths).map(text_of).collect()
 }
 
 /// Says how the ranks' texts differ from that of rank 0, if they do.
@@ -241,6 +223,7 @@ fn difference(texts: &[String]) -> Option<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::Kind;
 
     fn texts(texts: &[&str]) -> Vec<String> {
         texts.iter().map(|text| (*text).to_string()).collect()

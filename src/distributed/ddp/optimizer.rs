@@ -1,6 +1,7 @@
 //! An optimizer that refuses gradients which are not averages of all ranks.
 
-use super::Ddp;
+use super::super::agree::Agreement;
+use super::{Ddp, Unsynchronised};
 use crate::amp::{Optimizer, ScaledGradients};
 use crate::{Error, Result};
 use tch::{Device, Tensor};
@@ -11,6 +12,11 @@ use tch::{Device, Tensor};
 pub struct DdpOptimizer<O> {
     ddp: Ddp,
     optimizer: O,
+    agreement: Agreement,
+    /// Whether all ranks have agreed on the step of the batch that runs.
+    has_agreed: bool,
+    /// While a batch runs that only adds to the gradients.
+    accumulating: Option<Unsynchronised>,
 }
 
 impl<O: Optimizer> DdpOptimizer<O> {
@@ -28,7 +34,8 @@ impl<O: Optimizer> DdpOptimizer<O> {
                 "make the Ddp after all variables, and the optimizer from the same ones",
             ));
         }
-        Ok(DdpOptimizer { ddp, optimizer })
+        let agreement = Agreement::default();
+        Ok(DdpOptimizer { ddp, optimizer, agreement, has_agreed: false, accumulating: None })
     }
 
     /// Applies the gradients.
@@ -36,10 +43,21 @@ impl<O: Optimizer> DdpOptimizer<O> {
     /// # Errors
     /// When a gradient was not averaged since it was computed, when there was no synchronised
     /// backward pass since the last step, or an error of the optimizer. This rank then gives the
-    /// group up, because the others may have stepped.
+    /// group up, because the others may have stepped. On every rank, when their optimizers differ,
+    /// which the error names; see [`Ddp`].
     pub fn step(&mut self) -> Result<()> {
-        let DdpOptimizer { ddp, optimizer } = self;
-        ddp.guarded(|| optimizer.step())
+        self.check_for_step()?;
+        let DdpOptimizer { ddp, optimizer, .. } = self;
+        ddp.stepped(ddp.group().run(|| optimizer.step()))
+    }
+
+    fn check_for_step(&mut self) -> Result<()> {
+        self.ddp.check_for_step()?;
+        if self.has_agreed { Ok(()) } else { self.agree() }
+    }
+
+    fn agree(&mut self) -> Result<()> {
+        self.ddp.agree(&self.optimizer, &mut self.agreement)
     }
 
     /// The optimizer.
@@ -81,18 +99,28 @@ impl<O: Optimizer> Optimizer for DdpOptimizer<O> {
     }
 
     fn step_on_device(&mut self, gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {
-        let DdpOptimizer { ddp, optimizer } = self;
-        if let Err(error) = ddp.check_for_step() {
+        if let Err(error) = self.check_for_step() {
             return Some(Err(error));
         }
+        let DdpOptimizer { ddp, optimizer, .. } = self;
         let outcome = optimizer.step_on_device(gradients)?;
         Some(ddp.stepped(outcome))
     }
 
     /// With several batches for a step, only the last is synchronised.
     fn begin_batch(&mut self, is_first: bool, is_last: bool) -> Result<()> {
-        self.ddp.set_accumulating(!is_last);
+        self.accumulating = (!is_last).then(|| self.ddp.unsynchronise());
+        if is_last {
+            self.agree()?;
+            self.has_agreed = true;
+        }
         self.optimizer.begin_batch(is_first, is_last)
+    }
+
+    fn end_batch(&mut self) {
+        self.optimizer.end_batch();
+        self.accumulating = None;
+        self.has_agreed = false;
     }
 
     fn batch_failed(&mut self, error: Error) -> Error {

@@ -40,7 +40,8 @@ pub struct DdpOptions {
     pub hook: CommHook,
     /// Some ranks run Python's `DistributedDataParallel`. The parameters are then compared as it does,
     /// which tells their number, shapes and kinds only, and a rank that finds a difference gives the
-    /// group up. Parameters must be given in Python's order, and buffers, too. Default: false.
+    /// group up. Parameters must be given in Python's order, and buffers, too. Optimizers are not
+    /// compared. Default: false.
     pub with_python: bool,
 }
 

@@ -5,9 +5,9 @@
 //! that a folder always has a complete state if it has one at all.
 
 use super::ShardedOptimizer;
-use super::agree::{all_succeed, exchange};
 use super::layout::overlap;
 use super::state::{STEP, Tensors, scalar};
+use crate::distributed::agree::{all_succeed, exchange};
 use crate::nn::state_dict::{read_tensors, shown, write_tensors};
 use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};

@@ -1,6 +1,5 @@
 //! ZeRO-1: an optimizer whose state is distributed over the ranks.
 
-mod agree;
 mod files;
 mod gradients;
 mod layout;
@@ -15,6 +14,7 @@ pub use options::{Compression, ShardedOptions};
 
 use crate::autograd::Hook;
 use crate::distributed::ProcessGroup;
+use crate::distributed::agree::{self, Agreement};
 use crate::distributed::watch::Replays;
 use crate::optim::Optimizer;
 use crate::optim::shard::Joined;
@@ -22,6 +22,7 @@ use crate::{Error, Result};
 use gradients::Gradients;
 use layout::{Layout, Piece};
 use model::Model;
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use tch::{Device, Tensor};
@@ -85,7 +86,9 @@ const NEW: &str = "ShardedOptimizer::new";
 ///
 /// # Results
 ///
-/// All ranks have the same weights, bit by bit. In a group of one, they are those of the
+/// All ranks have the same weights, bit by bit. Before each step they compare their learning rates and
+/// other numbers, by one small all-reduce on the CPU, and before the first step also the weights: a
+/// difference is an error on every rank. In a group of one, they are those of the
 /// [`Optimizer`], bit by bit. In larger groups, gradients are divided by N before they are added up,
 /// and the squares of the norm are added in another order, so that results differ by rounding.
 ///
@@ -126,6 +129,13 @@ pub struct ShardedOptimizer {
     has_norm: bool,
     joined: Joined,
     replays: Replays,
+    /// The parameters that were exempted from weight decay since.
+    exempt: BTreeSet<String>,
+    agreement: Agreement,
+    /// Whether the weights of all ranks were compared.
+    has_compared_weights: bool,
+    /// Whether all ranks have agreed on the step of the batch that runs.
+    has_agreed: bool,
 }
 
 impl ShardedOptimizer {
@@ -152,7 +162,8 @@ impl ShardedOptimizer {
         options: &ShardedOptions,
     ) -> Result<ShardedOptimizer> {
         let prepared = agree::all_succeed(NEW, group, Model::new(optimizer, options))?;
-        agree::all_have(NEW, group, &prepared.lines(options)?)?;
+        let how = ("another model or other settings", "build the same");
+        agree::all_have(NEW, group, &prepared.lines(options)?, how)?;
         let buffers = agree::all_succeed(NEW, group, prepared.buffers(group, options))?;
         buffers.weights.broadcast(group)?;
         prepared.broadcast(group)?;

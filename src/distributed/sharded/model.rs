@@ -6,10 +6,12 @@ use super::layout::{Caps, Entry, Layout, Piece};
 use super::options::ShardedOptions;
 use super::weights::{Weights, device_of};
 use crate::distributed::ProcessGroup;
+use crate::distributed::agree::Agreement;
 use crate::distributed::watch::Replays;
 use crate::optim::Optimizer;
 use crate::optim::shard::NewPart;
 use crate::{Error, Result};
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use tch::{Device, Kind, Tensor};
@@ -61,7 +63,7 @@ impl Model {
         let device = if self.device == Device::Cpu { "the CPU" } else { "CUDA" };
         let mut lines = vec![
             format!("parameters on {device}"),
-            self.optimizer.settings(),
+            self.optimizer.settings(false),
             format!("{options:?}"),
         ];
         for (place, (name, tensor)) in self.optimizer.named_parameters().enumerate() {
@@ -145,6 +147,10 @@ impl Model {
             has_norm: false,
             joined,
             replays: Replays::default(),
+            exempt: BTreeSet::new(),
+            agreement: Agreement::default(),
+            has_compared_weights: false,
+            has_agreed: false,
         })
     }
 }

@@ -78,6 +78,7 @@ impl ShardedOptimizer {
         let exempt = parameters.filter(|parameter| is_exempt(&parameter.name, &parameter.tensor));
         let exempt: HashSet<&str> = exempt.map(|parameter| parameter.name.as_str()).collect();
         self.inner.no_weight_decay(|name, _| exempt.contains(name));
+        self.exempt.extend(exempt.into_iter().map(str::to_string));
     }
 
     /// Lets every step clip the norm of the mean gradients of all parameters to `max`. Each rank adds

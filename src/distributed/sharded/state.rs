@@ -1,10 +1,10 @@
 //! The state of all ranks in one: gathered for a file, and distributed again.
 
 use super::ShardedOptimizer;
-use super::agree::all_succeed;
 use super::layout::Piece;
 use super::model::in_memory;
 use crate::distributed::ReduceOp;
+use crate::distributed::agree::{all_have, all_succeed, checksums};
 use crate::ffi::gradients::snapshot;
 use crate::nn::state_dict::{read_tensors, shown, write_tensors};
 use crate::optim::shard::PARTS;
@@ -174,8 +174,13 @@ impl ShardedOptimizer {
         torch: Option<&[&str]>,
     ) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let parts = tensors.and_then(|tensors| self.parts_of(op, &tensors, torch));
-        self.load_parts(op, parts, torch)
+        let tensors = all_succeed(op, &self.group, tensors)?;
+        if self.group.size() > 1 {
+            let lines = checksums(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)));
+            let lines = all_succeed(op, &self.group, lines)?;
+            all_have(op, &self.group, &lines, ("another state", "load the same"))?;
+        }
+        self.load_parts(op, self.parts_of(op, &tensors, torch), torch)
     }
 
     /// Loads the state of this rank's pieces, if all ranks can load theirs.

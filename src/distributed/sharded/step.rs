@@ -4,6 +4,7 @@ use super::ShardedOptimizer;
 use super::gradients::lock;
 use super::weights::Weights;
 use crate::amp::ScaledGradients;
+use crate::distributed::agree::checksums;
 use crate::distributed::{ProcessGroup, ReduceOp, Work};
 use crate::optim::shard::AcrossRanks;
 use crate::{Error, Result};
@@ -54,8 +55,9 @@ impl ShardedOptimizer {
     /// # Errors
     /// When a parameter got no gradient (see
     /// [`allow_unused`](super::ShardedOptions::allow_unused)), has other memory than before, or was
-    /// added to the store; when another rank ended, failed or did not take part until the timeout.
-    /// The group is then given up on all ranks.
+    /// added to the store; when the learning rate, another number or, in the first step, a weight is
+    /// not that of the other ranks, which the error names; when another rank ended, failed or did not
+    /// take part until the timeout. The group is then given up on all ranks.
     pub fn step(&mut self) -> Result<()> {
         self.run(None).map(drop)
     }
@@ -123,11 +125,30 @@ impl ShardedOptimizer {
         outcome.inspect_err(|error| drop(lock(&self.gradients).fail(STEP, error.to_string())))
     }
 
+    /// Is an error on every rank if the next step would not be the same on all.
+    fn agree(&mut self) -> Result<()> {
+        let exempt = &self.exempt;
+        let settings = format!("{}\nexempt later: {exempt:?}", self.inner.settings(true));
+        let numbers = (settings, self.inner.loads());
+        let (weights, has_compared) = (&self.weights.parameters, self.has_compared_weights);
+        // States were compared when they were loaded.
+        self.agreement.check(STEP, &self.group, numbers, |_| match has_compared {
+            true => Ok(Vec::new()),
+            false => checksums(weights.iter().map(|weight| (weight.name.as_str(), &weight.tensor))),
+        })?;
+        self.has_compared_weights = true;
+        Ok(())
+    }
+
     fn try_run(&mut self, scale: Option<&Tensor>) -> Result<Option<Tensor>> {
         self.weights.check(STEP)?;
         self.check_variables(STEP)?;
+        // A rank that waits for a step must have seen whether its reductions have failed.
+        lock(&self.gradients).finish(STEP)?;
+        if !self.has_agreed {
+            self.agree()?;
+        }
         let mut gradients = lock(&self.gradients);
-        gradients.finish(STEP)?;
         let _no_grad = tch::no_grad_guard();
         let parts: Vec<Option<&Tensor>> = self.part_gradients.iter().map(Some).collect();
         let mut ranks = Ranks {
@@ -191,7 +212,17 @@ impl crate::amp::Optimizer for ShardedOptimizer {
             gradients.begin_to_add()?;
         }
         gradients.set_last(is_last);
+        drop(gradients);
+        if is_last {
+            self.agree()?;
+            self.has_agreed = true;
+        }
         Ok(())
+    }
+
+    fn end_batch(&mut self) {
+        lock(&self.gradients).set_last(true);
+        self.has_agreed = false;
     }
 
     /// Other ranks must not wait for this one, and nobody may use what is left of the step. A group

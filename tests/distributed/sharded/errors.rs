@@ -4,6 +4,7 @@ use super::*;
 use std::time::{Duration, Instant};
 use tch_extension::amp::GradScaler;
 use tch_extension::distributed::Compression;
+use tch_extension::train::{Step, StepOptions};
 
 fn adamw(leaves: &[Tensor]) -> Result<Optimizer> {
     AdamW::default().build_of(named(leaves), 0.02)
@@ -327,4 +328,50 @@ fn sparse_gradients_are_refused() {
     let loss = Tensor::embedding(&leaves[0], &rows, -1, false, true).sum(Kind::Float);
     let error = optimizer.backward_step(&loss).expect_err("it is sparse").to_string();
     assert!(error.contains("w0: expected a dense gradient"), "{error}");
+}
+
+#[test]
+fn a_number_or_weights_of_one_rank_are_an_error_of_all_ranks() {
+    assert_all_fail("got group 1: Hyper { lr: 0.5,", |group, leaves, mut optimizer| {
+        train(&leaves, &mut optimizer, 0..2)?;
+        if group.rank() == 1 {
+            optimizer.set_lr_group(1, 0.5)?;
+        }
+        let before = copies(&leaves);
+        let outcome = train(&leaves, &mut optimizer, 2..3);
+        assert_eq!(bits(&before), bits(&leaves));
+        outcome
+    });
+    assert_all_fail("expected \"w1\" checksum ", |group, leaves, mut optimizer| {
+        if group.rank() == 1 {
+            let _ = tch::no_grad(|| leaves[1].get(3).f_fill_(7.0))?;
+        }
+        train(&leaves, &mut optimizer, 0..1)
+    });
+    assert_all_fail("norms up to Some(0.5)", |group, leaves, optimizer| {
+        let rank = group.rank();
+        let mut step = Step::new(StepOptions::default(), optimizer, |batch: &[Tensor]| {
+            Ok(loss(&leaves, rank, batch[0].int64_value(&[]) as usize))
+        })?;
+        let _ = step.step(&[&Tensor::from(0_i64)])?;
+        if rank == 2 {
+            step.optimizer_mut().set_clip_norm(Some(0.5))?;
+        }
+        step.step(&[&Tensor::from(1_i64)]).map(drop)
+    });
+}
+
+#[test]
+fn another_state_of_one_rank_is_an_error_of_all_ranks() {
+    assert_all_fail(
+        "rank 2 has another state: expected \"exp_avg",
+        |group, leaves, mut optimizer| {
+            let mut other = adamw(&model(&SIZES, Kind::Float, CPU))?;
+            let factor = if group.rank() == 2 { 2.0 } else { 1.0 };
+            let gradients: Vec<Tensor> =
+                leaves.iter().map(|leaf| leaf.detach().ones_like() * factor).collect();
+            other.f_step_with(&gradients.iter().map(Some).collect::<Vec<_>>())?;
+            optimizer.load_state_dict(&other.f_state_dict()?)
+        },
+    );
 }
