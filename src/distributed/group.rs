@@ -126,9 +126,6 @@ struct Inner {
 /// The key with the message of a rank that failed.
 const FAILED: &str = "tch_extension/failed";
 
-/// How long the store may take to answer when something has failed and nothing else is waited for.
-const SIGNAL: Duration = Duration::from_secs(5);
-
 /// How long rank 0, which may have the store's server, waits for the others at the end.
 const FAREWELL: Duration = Duration::from_secs(5);
 
@@ -220,7 +217,6 @@ impl ProcessGroup {
         };
         let group = ffi::Group::new(store.handle(), &parts)
             .map_err(|reason| failed(op, format!("rank {rank} of {size}: {reason}")))?;
-        let signals = own.reconnected(options.timeout.min(SIGNAL))?;
         let inner = Inner {
             abandoned: Mutex::new(Vec::new()),
             group,
@@ -228,7 +224,7 @@ impl ProcessGroup {
             size,
             options,
             device,
-            signals,
+            signals: own.reconnected()?,
             store: own,
             failed: Mutex::new(None),
             start: Mutex::new(()),
@@ -430,14 +426,16 @@ impl ProcessGroup {
     /// An error of an operation of this group. If a rank has left a message, that is the cause.
     pub(crate) fn error(&self, op: &str, reason: &str) -> Error {
         let own = lock(&self.inner.failed).clone();
+        let is_own = own.is_some();
         let cause = own.map(|message| format!("the group has failed: {message}")).or_else(|| {
             let store = &self.inner.signals;
             let message = if self.others_failed() { store.get(FAILED).ok() } else { None };
-            let cause = String::from_utf8_lossy(&message?).into_owned();
-            report::consequence(&cause);
-            Some(cause)
+            message.map(|message| String::from_utf8_lossy(&message).into_owned())
         });
         let reason = without_source(reason);
+        if let Some(cause) = cause.as_ref().filter(|_| !is_own) {
+            report::consequence(cause);
+        }
         match cause {
             Some(cause) => failed(op, self.place(&format!("{cause} ({reason})"))),
             None => failed(op, self.place(&format!("{reason}{}", way_out(reason)))),
