@@ -134,9 +134,6 @@ struct Inner {
 /// The key with the message of a rank that failed.
 const FAILED: &str = "tch_extension/failed";
 
-/// How long the store may take to answer when something has failed and nothing else is waited for.
-const SIGNAL: Duration = Duration::from_secs(5);
-
 /// The key with what a rank says that drops its group.
 const DROPPED: &str = "tch_extension/dropped";
 
@@ -234,7 +231,6 @@ impl ProcessGroup {
         };
         let group = ffi::Group::new(store.handle(), &parts)
             .map_err(|reason| failed(op, format!("rank {rank} of {size}: {reason}")))?;
-        let signals = own.reconnected(options.timeout.min(SIGNAL))?;
         let inner = Inner {
             abandoned: Mutex::new(Vec::new()),
             group,
@@ -242,7 +238,7 @@ impl ProcessGroup {
             size,
             options,
             device,
-            signals,
+            signals: own.reconnected()?,
             store: own,
             failed: Mutex::new(None),
             follows: AtomicBool::new(false),
@@ -509,15 +505,17 @@ impl ProcessGroup {
     pub(crate) fn error(&self, op: &str, reason: &str) -> Error {
         self.inner.follows.store(true, Ordering::Relaxed);
         let own = lock(&self.inner.failed).clone();
+        let is_own = own.is_some();
         let cause = own.map(|message| format!("the group has failed: {message}")).or_else(|| {
             let store = &self.inner.signals;
             let key =
                 [FAILED, DROPPED].into_iter().find(|key| store.check(key).unwrap_or(false))?;
-            let cause = String::from_utf8_lossy(&store.get(key).ok()?).into_owned();
-            report::consequence(&cause);
-            Some(cause)
+            Some(String::from_utf8_lossy(&store.get(key).ok()?).into_owned())
         });
         let reason = without_source(reason);
+        if let Some(cause) = cause.as_ref().filter(|_| !is_own) {
+            report::consequence(cause);
+        }
         match cause {
             Some(cause) => failed(op, self.place(&format!("{cause} ({reason})"))),
             None => failed(op, self.place(&format!("{reason}{}", way_out(reason)))),

@@ -11,6 +11,9 @@ use std::time::Duration;
 /// The time that an operation of a store waits for a key or a server, if nothing else is said.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(300);
 
+/// How long a store may take to answer when something has failed already.
+const SIGNAL: Duration = Duration::from_secs(5);
+
 /// Small values by key, which all ranks share: how ranks find one another.
 ///
 /// [`get`](Store::get) and [`wait`](Store::wait) wait for keys that other ranks set. A store can be
@@ -142,9 +145,10 @@ impl Store {
         Ok(Store::new(store, self.port, self.timeout, self.is_local))
     }
 
-    /// The same store with a connection of its own, which waits at most for `timeout`, if it has
-    /// connections.
-    pub(super) fn reconnected(&self, timeout: Duration) -> Result<Store> {
+    /// The same store with a connection of its own, if it has connections, for what is said and asked
+    /// after a failure: it waits for [`SIGNAL`] at most.
+    pub(super) fn reconnected(&self) -> Result<Store> {
+        let timeout = self.timeout.min(SIGNAL);
         let store = self.inner.try_clone(timeout).map_err(|reason| failed("Store", reason))?;
         Ok(Store::new(store, self.port, timeout, self.is_local))
     }

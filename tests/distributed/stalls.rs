@@ -125,7 +125,7 @@ fn ranks_report_the_failure_and_what_follows() {
     ] {
         let file = folder.path().join(case);
         let vars = [("TCH_RUN_ERROR_FILE", file.to_str().expect("UTF-8"))];
-        let ends = Ranks::start(case, &[0, 1], 2, &vars).finish(Duration::from_secs(20));
+        let ends = Ranks::start(case, &[0, 1], 2, &vars).finish(Duration::from_secs(40));
         let said =
             std::fs::read_to_string(&file).unwrap_or_else(|error| panic!("{error} {ends:?}"));
         assert!(words.iter().all(|words| said.contains(words)), "{said}");
