@@ -31,16 +31,23 @@ std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const siz
   return set;
 }
 
+// Whether an output is a view that was made with grad mode off. If it requires grad, it is because
+// its base does.
+bool is_view_without_a_graph(const at::Tensor& output) {
+  const auto* meta = torch::autograd::impl::get_view_autograd_meta(output);
+  return meta != nullptr && meta->has_bw_view() && !meta->grad_fn_ && !meta->requires_grad_;
+}
+
 // Whether an output has a graph of its own and must be detached. The forward pass may have built
 // that graph with grad mode switched on, or the output may be a tensor from elsewhere. libtorch
 // would cut that very tensor off its graph or attach the node to it, and everyone who holds the
 // tensor would see that. If there is no node (`is_constant`), libtorch would return a view together
-// with its graph. If there is a node, a view must stay a view, so that it cannot be changed in
-// place without the node noticing.
+// with its graph. If there is a node, or the view has no graph, it must stay a view, so that it
+// cannot be changed in place without the node or the base noticing.
 bool brings_a_graph(const at::Tensor& output, const Present& present,
                     const std::unordered_set<at::TensorImpl*>& dirty, bool is_constant) {
   if (!output.requires_grad() || dirty.count(output.unsafeGetTensorImpl()) > 0) return false;
-  if (is_constant) return true;
+  if (is_constant) return !is_view_without_a_graph(output);
   auto is_same = [&](const at::Tensor* input) { return input->is_same(output); };
   return !output.is_view() && std::none_of(present.begin(), present.end(), is_same);
 }

@@ -22,7 +22,9 @@ use torch_sys::C_tensor;
 ///
 /// Without a graph the outputs are constants, even if the forward pass returned an input or
 /// switched grad mode on. An input that is returned comes back as an alias, unless it was changed
-/// in place. Afterwards grad mode is what it was before.
+/// in place. A view of an input stays one, as a view that libtorch makes under `no_grad`: if the input
+/// requires grad, it does, too, has no gradient, and cannot be changed in place with grad mode on.
+/// Afterwards grad mode is what it was before.
 ///
 /// # Errors
 /// The forward pass's own error, a misuse of [`Saver`], or an input with a gradient of forward-mode AD

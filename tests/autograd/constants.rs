@@ -56,10 +56,6 @@ fn a_graph_built_inside_a_forward_stays_there() {
         )
     };
     assert!(!no_grad(|| run(view(), &x)).requires_grad(), "a view of it, too");
-    let of_input = || {
-        op(|_, inputs| Ok(inputs.get(0)?.narrow(0, 0, 1).into()), |_, _| unreachable!("no graph"))
-    };
-    assert!(!no_grad(|| run(of_input(), &x)).requires_grad(), "and a view of the input");
 
     // The operator's inputs are constants, but its forward builds a graph that leads to another
     // tensor.
@@ -72,6 +68,60 @@ fn a_graph_built_inside_a_forward_stays_there() {
         |_, _| unreachable!("there is no graph"),
     );
     assert!(!run(of_another, &Tensor::from_slice(&[2.0])).requires_grad());
+}
+
+/// What a view allows: (whether it requires grad, what comes of each change in place).
+fn view_facts(make: impl Fn() -> Tensor) -> (bool, Vec<std::result::Result<Vec<i64>, String>>) {
+    type Change = fn(&mut Tensor) -> std::result::Result<Tensor, tch::TchError>;
+    let changes: [Change; 6] = [
+        |y| y.f_mul_(&Tensor::from(2.0)),
+        |y| y.f_add_(&leaf(&[1.0])),
+        |y| y.f_transpose_(0, 1),
+        |y| y.f_squeeze_(),
+        |y| y.f_unsqueeze_(0),
+        |y| y.f_detach_(),
+    ];
+    let changed = changes.iter().flat_map(|change| {
+        [true, false].map(|grad_mode| {
+            let mut y = make();
+            let _off = (!grad_mode).then(tch::no_grad_guard);
+            let outcome = change(&mut y).map(|y| y.size());
+            // The rest of the message says where the view was made.
+            outcome.map_err(|error| {
+                error.to_string().split('.').next().unwrap_or_default().to_string()
+            })
+        })
+    });
+    (make().requires_grad(), changed.collect())
+}
+
+#[test]
+fn a_view_of_an_input_without_grad_mode_is_one_of_libtorchs() {
+    let _alone = alone();
+    let view = |x: &Tensor| x.narrow(0, 0, 1).view([1, 2]);
+    let returned =
+        || op(move |_, inputs| Ok(view(inputs.get(0)?).into()), |_, _| unreachable!("no graph"));
+    let x = || Tensor::from_slice2(&[[1.0, 2.0], [3.0, 4.0]]);
+    let inputs: [fn(Tensor) -> Tensor; 4] = [
+        |x| x,
+        |x| x.set_requires_grad(true),
+        |x| x.set_requires_grad(true) * 3.0,
+        |x| (x.set_requires_grad(true) * 3.0).narrow(0, 0, 2),
+    ];
+    for (index, input) in inputs.iter().enumerate() {
+        let found = view_facts(|| no_grad(|| run(returned(), &input(x()))));
+        let expected = view_facts(|| no_grad(|| view(&input(x()))));
+        assert_eq!(found, expected, "{index}");
+        // It shares the input's memory and version, and is no part of a graph.
+        let x = input(x());
+        let y = no_grad(|| run(returned(), &x));
+        let name = grad_fn(&y).expect("libtorch knows");
+        assert_eq!((y.data_ptr(), name), (x.data_ptr(), None), "{index}");
+    }
+    let error =
+        no_grad(|| run(returned(), &x().set_requires_grad(true))).f_mul_(&Tensor::from(2.0));
+    let error = error.expect_err("a view that was made without grad mode").to_string();
+    assert!(error.contains("A view was created in no_grad mode"), "{error}");
 }
 
 #[test]
