@@ -349,8 +349,19 @@ pub fn cast<T>(
     tensors: &[Option<&Tensor>],
     body: impl FnOnce(Inputs<'_>) -> Result<T>,
 ) -> Result<T> {
+    with_casts(tensors, autocast_inputs(policy, tensors)?, body)
+}
+
+/// Calls an operator with the casts of these tensors, or, if there are none, with the tensors.
+///
+/// # Errors
+/// Those of the operator.
+pub fn with_casts<T>(
+    tensors: &[Option<&Tensor>],
+    cast: Option<Vec<Option<Tensor>>>,
+    body: impl FnOnce(Inputs<'_>) -> Result<T>,
+) -> Result<T> {
     let device = tensors.iter().flatten().next().map_or(Device::Cpu, |tensor| tensor.device());
-    let cast = autocast_inputs(policy, tensors)?;
     let cast: Option<Vec<Option<&Tensor>>> =
         cast.as_ref().map(|cast| cast.iter().map(Option::as_ref).collect());
     let _autocast = without_autocast(device)?;

@@ -372,7 +372,7 @@ def a_traced_module_is_saved_and_loaded():
 @check
 def autocast_gives_torchs_kinds():
     x = torch.randn(5, 3, 4, dtype=torch.float32)
-    for name, arguments in (("LSTM", (4, 6)), ("LayerNorm", (4,)), ("RMSNorm", (4,))):
+    for name, arguments in (("LSTM", (4, 6)), ("GRU", (4, 6)), ("LayerNorm", (4,)), ("RMSNorm", (4,))):
         ours, theirs = [module(*arguments, dtype=torch.float32) for module in ours_and_torchs(name)]
         with torch.autocast("cpu", torch.bfloat16):
             found, expected = [[tensor.dtype for tensor in leaves(module(x))] for module in (ours, theirs)]

@@ -29,7 +29,8 @@ use tch::Tensor;
 /// on one device. Strides and sizes are arbitrary; tensors may be empty, and there may be no steps
 /// at all. There are first and second derivatives of each output with respect to each tensor.
 ///
-/// Under autocast, all tensors are cast to autocast's kind, which the outputs have, too.
+/// Under autocast on CUDA, all tensors are cast to autocast's kind, which the outputs have, too. On the
+/// CPU only what is multiplied is rounded to it, and the outputs have the kind of h, as in libtorch.
 ///
 /// On the CPU the weights are packed once, and libtorch's threads work together through the whole
 /// sequence; one step, and up to four rows in all steps, are products and a kernel for each step. The

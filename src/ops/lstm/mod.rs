@@ -122,7 +122,8 @@ pub fn lstm_reference(
 /// their input is never used, even if it is NaN; their output and its gradient are zero; and the
 /// state stays what it was after the last step of the sequence. All else is as for [`lstm`], except
 /// that on CUDA cuDNN's kernels are not used where lengths differ, and that such a call cannot be
-/// captured in a CUDA graph, because it copies the lengths to the GPU.
+/// captured in a CUDA graph, because it copies the lengths to the GPU. Under autocast on the CPU only
+/// what is multiplied is rounded to autocast's kind, and the outputs have the kind of c, as in libtorch.
 ///
 /// Equivalent to:
 /// ```

@@ -3,12 +3,11 @@
 use super::{check, check_lengths, flat, output};
 use crate::meta::{contiguous, likes};
 use crate::node::{
-    Needs, Pair, below, call, cast, gradients, gradients_by, is_eager, kernel, needs, returned,
-    traced,
+    Needs, Pair, below, call, gradients, gradients_by, is_eager, kernel, needs, returned, traced,
+    with_casts,
 };
 use tch::Tensor;
 use tch_extension::Result;
-use tch_extension::amp::CastPolicy;
 use tch_extension::autograd::Inputs;
 use tch_extension::library::sizes;
 use tch_extension::ops::{
@@ -195,7 +194,8 @@ fn autocast(
     lengths: Option<&[i64]>,
 ) -> Result<(Tensor, Tensor, Tensor)> {
     let tensors = [Some(input), Some(h), Some(c), Some(w_ih), Some(w_hh), b_ih, b_hh];
-    cast(CastPolicy::LowerPrecision, &tensors, |inputs| {
+    let cast = parts::cast_layer(&tensors, 1..3, lengths.is_some())?;
+    with_casts(&tensors, cast, |inputs| {
         let (input, (h, c), w) = arguments(inputs)?;
         call!("lstm", input, h, c, w.w_ih, w.w_hh, w.b_ih, w.b_hh, lengths)
     })

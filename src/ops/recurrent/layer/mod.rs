@@ -1,6 +1,7 @@
 //! One layer of torch.nn's LSTM or GRU in one direction, as an operator. `functions` has its two
 //! plain functions, `cell` what differs between the two.
 
+mod autocast;
 mod cell;
 mod costs;
 mod functions;
@@ -19,7 +20,6 @@ pub(in crate::ops) use padded::{f_padded, padded_reference};
 pub use plan::Way;
 pub(crate) use plan::with_half_of_the_gpu;
 
-use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
 use crate::ops::recurrent::kernels::Outputs;
@@ -78,7 +78,7 @@ pub(in crate::ops) fn f_layer<C: Cell>(
 ) -> Result<(Tensor, State)> {
     let arguments = arguments_of(input, weights, h, c);
     check_arguments::<C>(&arguments)?;
-    apply_layer::<C>(&arguments, None)
+    apply_layer::<C>(&arguments, None, false)
 }
 
 /// What a caller hands over, in the order of [`place`].
@@ -94,12 +94,14 @@ fn arguments_of<'a>(
     [Some(input), Some(w_ih), Some(w_hh), b_ih, b_hh, Some(h), c]
 }
 
-/// Applies the operator to arguments whose sizes have been checked.
+/// Applies the operator to arguments whose sizes have been checked. `has_lengths` says whether they are
+/// padded sequences of lengths that the caller named, be they equal.
 fn apply_layer<C: Cell>(
     arguments: &Arguments<'_>,
     padding: Option<&Tensor>,
+    has_lengths: bool,
 ) -> Result<(Tensor, State)> {
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, arguments)?;
+    let cast = autocast::cast(arguments, place::H..place::PADDING, has_lengths)?;
     let arguments: Arguments<'_> = match &cast {
         Some(cast) => std::array::from_fn(|place| cast[place].as_ref()),
         None => *arguments,

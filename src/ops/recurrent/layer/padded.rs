@@ -4,9 +4,7 @@
 //! was, and its output is replaced by zero, so no gradient reaches it. The last h of a sequence is
 //! the output of its last step; the last c needs gates that keep it ([`Cell::KEEPS_STATE`]).
 
-use super::{
-    Cell, RnnWeights, State, apply_layer, arguments_of, check_arguments, f_layer, reference,
-};
+use super::{Cell, RnnWeights, State, apply_layer, arguments_of, check_arguments, reference};
 use crate::ffi::tensor::from_slice;
 use crate::{Error, Result};
 use tch::{Device, Tensor};
@@ -55,7 +53,7 @@ pub(in crate::ops) fn f_padded<C: Cell>(
     let longest = lengths.iter().copied().max().unwrap_or(steps);
     let input = input.f_narrow(0, 0, longest)?;
     let (output, state) = if lengths.iter().all(|&length| length == longest) {
-        f_layer::<C>(&input, weights, h, c)?
+        apply_layer::<C>(&arguments_of(&input, weights, h, c), None, true)?
     } else {
         of_different_lengths::<C>(&input, lengths, weights, h, c)?
     };
@@ -87,7 +85,7 @@ fn of_different_lengths<C: Cell>(
     let zeroed = input.f_masked_fill(&padding, 0.0)?;
     let arguments = arguments_of(&zeroed, weights, h, c);
     let of_cell = Some(&padding).filter(|_| !C::KEEPS_STATE.is_empty());
-    let (output, (_, last_c)) = apply_layer::<C>(&arguments, of_cell)?;
+    let (output, (_, last_c)) = apply_layer::<C>(&arguments, of_cell, true)?;
     let hidden = output.size3()?.2;
     let last = last_rows(lengths, batch, device)?;
     let last_h = output.f_reshape([steps * batch, hidden])?.f_index_select(0, &last)?;

@@ -1,6 +1,7 @@
 //! The gradients of LSTM and GRU as plain functions, below autograd. What the forward saves depends on
 //! the way, so they compute the forward once more.
 
+pub use super::autocast::cast as cast_layer;
 use super::functions::{self, Operands, Saved};
 pub use super::padded::check_lengths;
 use super::padded::{last_rows, padding};
