@@ -65,6 +65,7 @@ struct ApplyParams {
   bool needs_graph;        // as tch_extension_begin_forward decided
   bool materialize_grads;  // an absent incoming gradient becomes zeros
   bool double_backward;    // the backward pass consists of differentiable operations
+  bool without_autocast;   // autocast casts nothing in the backward pass
 };
 
 }  // namespace tch_extension

@@ -36,7 +36,7 @@ struct ForwardMode {
   bool needs_graph;
   bool anomaly_mode;
   bool has_forward_gradient;  // an input has one; the forward pass would lose it
-  uint64_t excluded;          // keys that the forward pass excludes; 0 if it switches grad mode off
+  uint64_t excluded;          // dispatch keys that the forward pass excludes and its caller did not
 };
 
 namespace {
@@ -94,9 +94,10 @@ at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view
 // Begins a forward pass, during which no graph is recorded: grad mode is off, or, within a
 // transform of torch.func, the operations are below autograd. The pass needs a graph if one was
 // recorded before and an input requires grad. That is decided here, once, whatever the forward pass
-// does to its inputs.
+// does to its inputs. With `without_autocast`, autocast casts nothing until the pass ends.
 TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size_t name_len,
-                                                          at::Tensor* const* inputs, size_t len) {
+                                                          at::Tensor* const* inputs, size_t len,
+                                                          bool without_autocast) {
   // The state is looked up once, because each call of at::GradMode would look it up again.
   auto& autograd = c10::AutogradState::get_tls_state();
   const bool before = autograd.get_grad_mode();
@@ -108,11 +109,17 @@ TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size
   mode.needs_graph = needs_graph;
   mode.anomaly_mode = torch::autograd::AnomalyMode::is_enabled();
   mode.has_forward_gradient = any_has_forward_gradient(inputs, len);
+  c10::DispatchKeySet excluded;
+  if (without_autocast) excluded = c10::autocast_dispatch_keyset;
   const Level where = level(keys);
   if (C10_LIKELY(where == Level::kOnly)) {
     autograd.set_grad_mode(false);
   } else if (where == Level::kWithin) {
-    const auto excluded = c10::autograd_dispatch_keyset - keys.excluded_;
+    excluded = excluded | c10::autograd_dispatch_keyset;
+  }
+  // Outside a region the keys of autocast are excluded already.
+  excluded = excluded - keys.excluded_;
+  if (C10_UNLIKELY(!excluded.empty())) {
     mode.excluded = excluded.raw_repr();
     keys.excluded_ = keys.excluded_ | excluded;
     c10::impl::_force_tls_local_dispatch_key_set(keys);
@@ -136,7 +143,8 @@ TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs
   });
 }
 
-// Restores grad mode to its previous value, whatever the forward pass set it to.
+// Restores grad mode to its previous value, whatever the forward pass set it to, and ends what
+// begin_forward excluded.
 TCH_EXTENSION_API void tch_extension_end_forward(const ForwardMode* mode) {
   mode->autograd->set_grad_mode(mode->grad_mode_before);
   if (C10_UNLIKELY(mode->excluded != 0)) {

@@ -56,7 +56,8 @@ FunctionNode::FunctionNode(State state, const ApplyParams& params)
     : state_(std::move(state)),
       name_(params.name, params.name_len),
       materialize_grads_(params.materialize_grads),
-      double_backward_(params.double_backward) {
+      double_backward_(params.double_backward),
+      without_autocast_(params.without_autocast) {
   live_nodes.fetch_add(1, std::memory_order_relaxed);
   if (params.trace == nullptr || anomaly_metadata_ == nullptr) return;
   // If Python runs in this process, the metadata object is Python's own, and Python relies on that:
@@ -244,6 +245,8 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   {
     std::optional<WithoutGraph> without_graph;
     if (!(create_graph && double_backward_)) without_graph.emplace();
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> without_autocast;
+    if (without_autocast_) without_autocast.emplace(c10::autocast_dispatch_keyset);
     state_.backward(name_, this, pointers.data(), pointers.size(), results);
   }
   if (create_graph) refuse_where_not_differentiable(grads, results);

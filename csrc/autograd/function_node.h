@@ -74,6 +74,7 @@ class FunctionNode final : public OwnNode {
   std::string_view name_;  // of static lifetime
   bool materialize_grads_;
   bool double_backward_;
+  bool without_autocast_;
   c10::SmallVector<size_t, 8> edge_of_input_;
   std::vector<torch::autograd::VariableInfo>
       output_info_;                   // empty if the node's own metadata tell what zeros to make

@@ -4,19 +4,18 @@
 
 #include "lltm.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstddef>
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
+#include "../recurrent/libtorch.h"
 #include "../recurrent/product.h"
 #include "kernels.h"
 #include "resident.h"
@@ -36,13 +35,6 @@ using namespace tch_extension;
 using namespace tch_extension::recurrent;
 
 namespace {
-
-// Disables autograd and autocast for everything in here. With both dispatch keys excluded, libtorch
-// does not check for them, which is a third of what a small product costs the host.
-struct PlainDispatch {
-  at::AutoDispatchBelowADInplaceOrView no_autograd;
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-};
 
 int32_t kind_of(const at::Tensor& tensor) { return static_cast<int32_t>(tensor.scalar_type()); }
 

@@ -1,7 +1,6 @@
 #include "product.h"
 
 #include <ATen/Context.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
@@ -12,6 +11,7 @@
 #include <optional>
 #include <string_view>
 
+#include "libtorch.h"
 #include "tch_extension/c_abi.h"
 
 #ifdef TCH_EXTENSION_CUDA
@@ -133,7 +133,7 @@ TCH_EXTENSION_API Message tch_extension_recurrent_product(const at::Tensor* lhs,
                                                           const at::Tensor* bias,
                                                           at::Tensor** result) {
   return guard([&] {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const recurrent::PlainDispatch plain;
     *result = new at::Tensor(recurrent::product(*lhs, *rhs, bias));
   });
 }
@@ -143,7 +143,7 @@ TCH_EXTENSION_API Message tch_extension_recurrent_tf32_product(const at::Tensor*
                                                                const at::Tensor* to,
                                                                at::Tensor** result) {
   return guard([&] {
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    const recurrent::PlainDispatch plain;
     *result = new at::Tensor(recurrent::tf32_product(*lhs, *rhs, to));
   });
 }

@@ -23,7 +23,8 @@ use tch::{Device, Kind};
 /// thread's outermost region clears the whole cache.
 ///
 /// Run the backward pass outside of the region: it runs each operation in the kind of its forward
-/// operation by itself.
+/// operation by itself. The [operators](crate::ops) of this crate do so inside of a region, too; the
+/// backward passes of libtorch's operations are cast there like any others.
 ///
 /// Drop guards in the reverse order of their creation. In any other order, the newest guard that is
 /// still alive decides, and when the last guard is dropped, the settings are those from before the

@@ -17,7 +17,9 @@ pub enum CastPolicy {
 /// Casts an operator's inputs as autocast casts them. Returns `None` if autocast is off and nothing
 /// has to be cast. This is `torch.amp.custom_fwd` in Python, but it uses the device of the first
 /// input, and its casts are differentiable: call it before [`apply`](crate::autograd::apply), not
-/// in the forward pass.
+/// in the forward pass. Then set
+/// [`Function::WITHOUT_AUTOCAST`](crate::autograd::Function::WITHOUT_AUTOCAST), so that autocast changes
+/// nothing in the forward and backward pass.
 ///
 /// As for libtorch's own operators, inputs of floating-point kinds other than `Double` on that
 /// device are cast, and casts of leaves that require grad are cached for the region.

@@ -31,7 +31,11 @@ use torch_sys::C_tensor;
 /// (a dual tensor), for which an operator with its own backward pass is not defined.
 #[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
-    let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };
+    let operator = Operator {
+        name: F::NAME,
+        double_backward: F::DOUBLE_BACKWARD,
+        without_autocast: F::WITHOUT_AUTOCAST,
+    };
     operator.run(inputs, |saver, inputs| {
         let outputs = function.forward(saver, inputs)?;
         Ok((outputs, OfFunction(function)))
@@ -91,7 +95,7 @@ where
     Forward: FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<Tensors>,
     Back: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
 {
-    let operator = Operator { name, double_backward };
+    let operator = Operator { name, double_backward, without_autocast: false };
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
@@ -123,6 +127,7 @@ where
 struct Operator {
     name: &'static str,
     double_backward: bool,
+    without_autocast: bool,
 }
 
 impl Operator {
@@ -135,7 +140,7 @@ impl Operator {
         forward: impl FnOnce(&mut Saver<'_>, Inputs<'_>) -> Result<(Tensors, B)>,
     ) -> Result<Tensors> {
         let pointers = Pointers::new(inputs.iter().copied());
-        let guard = ForwardGuard::new(self.name, pointers.as_slice());
+        let guard = ForwardGuard::new(self.name, pointers.as_slice(), self.without_autocast);
         let mode = guard.0;
         if mode.has_forward_gradient {
             return Err(self.no_forward_mode());
@@ -200,6 +205,7 @@ impl Operator {
             needs_graph: saver.needs_graph,
             materialize_grads: saver.materialize_grads,
             double_backward: self.double_backward,
+            without_autocast: self.without_autocast,
         };
         let state = Box::into_raw(Box::new(State { backward, inputs_len: inputs.len() }));
         let mut wrapped = vec![std::ptr::null_mut(); outputs.len()];
@@ -263,13 +269,13 @@ fn are_constants(inputs: &[*const C_tensor], outputs: &[*const C_tensor]) -> boo
     }
 }
 
-/// Keeps grad mode off until dropped. tch's own guard does the same but is ten times slower,
-/// because it checks for an error after each call.
+/// Keeps grad mode off until dropped, and autocast if it is asked to. tch's own guard of grad mode is
+/// ten times slower, because it checks for an error after each call.
 struct ForwardGuard(ffi::ForwardMode);
 
 impl ForwardGuard {
     #[inline]
-    fn new(name: &'static str, inputs: &[*const C_tensor]) -> Self {
+    fn new(name: &'static str, inputs: &[*const C_tensor], without_autocast: bool) -> Self {
         // SAFETY: the name is static; each input is null or borrowed from a live tensor.
         ForwardGuard(unsafe {
             ffi::tch_extension_begin_forward(
@@ -277,6 +283,7 @@ impl ForwardGuard {
                 name.len(),
                 inputs.as_ptr(),
                 inputs.len(),
+                without_autocast,
             )
         })
     }

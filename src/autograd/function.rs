@@ -67,6 +67,17 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// zero, as for `floor`. For such a gradient, call [`Context::mark_constant`] or return `None`.
     const DOUBLE_BACKWARD: bool = false;
 
+    /// Whether autocast is off in `forward` and `backward`, in whatever region they run. Set it for
+    /// an operator whose inputs [`autocast_inputs`](crate::amp::autocast_inputs) has cast before
+    /// [`apply`](super::apply()), or which autocast must not change: its results then have the kinds
+    /// that its operations give, and a backward pass inside a region gives the gradients that it
+    /// gives outside. In Python these are `torch.amp.custom_fwd(cast_inputs=…)` and `custom_bwd`.
+    /// Unless it is set, autocast casts operations of `forward` and `backward`, as PyTorch does.
+    ///
+    /// What `backward` runs is covered, also the hooks that unpack saved tensors, but not the second
+    /// derivative of an operation that it recorded.
+    const WITHOUT_AUTOCAST: bool = false;
+
     /// Computes the outputs. Grad mode is off while it runs.
     ///
     /// # Errors

@@ -76,6 +76,7 @@ pub(crate) struct ApplyParams {
     pub needs_graph: bool,
     pub materialize_grads: bool,
     pub double_backward: bool,
+    pub without_autocast: bool,
 }
 
 /// A profiler's record of a forward pass that is running.
@@ -118,6 +119,7 @@ unsafe extern "C" {
         name_len: usize,
         inputs: *const *const C_tensor,
         len: usize,
+        without_autocast: bool,
     ) -> ForwardMode;
     pub(crate) fn tch_extension_check_in_place(
         inputs: *const *const C_tensor,

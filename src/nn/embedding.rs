@@ -101,6 +101,7 @@ struct Lookup {
 impl Function for Lookup {
     const NAME: &'static str = "embedding";
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (weight, indices) = (inputs.get(0)?, inputs.get(1)?);

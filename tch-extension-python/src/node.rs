@@ -119,6 +119,7 @@ struct Node<P> {
 impl<P: Pair> Function for Node<P> {
     const NAME: &'static str = P::NAME;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         if !saver.needs_graph() && self.asked.is_none() {
@@ -171,6 +172,7 @@ struct Gradients<P> {
 impl<P: Pair> Function for Gradients<P> {
     const NAME: &'static str = P::BACKWARD;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, all: Inputs<'_>) -> Result<Tensors> {
         let (grads, others) = all.split_at(P::OUTPUTS);
@@ -194,13 +196,8 @@ impl<P: Pair> Function for Gradients<P> {
         let place_of = |slot: usize| if slot < P::OUTPUTS { slot } else { slot + P::KEPT.len() };
         let wanted: Vec<bool> =
             (0..saved.len()).map(|slot| ctx.needs_input_grad(place_of(slot))).collect();
-        let device = saved.iter().flatten().next().map_or(Device::Cpu, Tensor::device);
         let create_graph = ctx.create_graph();
-        let found = with_grad(|| {
-            // Of the kinds of the forward pass.
-            let _autocast = without_autocast(device)?;
-            self.differentiate(&saved, &wanted, vectors, create_graph)
-        })?;
+        let found = with_grad(|| self.differentiate(&saved, &wanted, vectors, create_graph))?;
         let mut all: Vec<Option<Tensor>> =
             (0..P::OUTPUTS + P::KEPT.len() + P::INPUTS).map(|_| None).collect();
         for (slot, gradient) in found.into_iter().enumerate() {

@@ -201,6 +201,7 @@ impl Rotation {
 impl Function for Rotation {
     const NAME: &'static str = "rope";
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let results = below_autograd(|| self.call(inputs))?;

@@ -10,6 +10,7 @@ gradients with torch's own counterparts, in eager mode and compiled; and checks 
 with autocast, second derivatives and dynamic shapes. A check that fails says what differed.
 """
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -419,6 +420,62 @@ def check_autocast(name, reference, args):
         close(tuple_of(function(*args)), expected[0], "in inference mode", atol=5e-2, rtol=5e-2)
 
 
+def check_autocast_regions(name, reference, args):
+    """A backward pass computes the same bits inside a region as outside, and autocast that is off changes nothing."""
+    op = getattr(ops, name)
+    args = leaves(args)
+    wanted = [value for value in args if is_float(value) and value.requires_grad]
+    bf16 = lambda: torch.autocast(DEVICE, dtype=BF16)
+    off = lambda: torch.autocast(DEVICE, enabled=False)
+
+    def vectors(tensors):
+        """Gradients for these tensors, all different."""
+        ramp = lambda tensor: torch.linspace(0.5, 1.5, tensor.numel(), dtype=torch.float32, device=tensor.device)
+        return [ramp(tensor).view(tensor.shape).to(tensor.dtype) for tensor in tensors]
+
+    def outcome(forward, backward, create_graph):
+        with forward():
+            outputs = tuple_of(op(*args))
+        with backward():
+            first = torch.autograd.grad(
+                outputs, wanted, vectors(outputs), create_graph=create_graph, allow_unused=True
+            )
+        graph = [grad for grad in first if grad is not None and grad.requires_grad]
+        # The graph consists of torch's operations, whose backward passes autocast casts.
+        with off():
+            second = torch.autograd.grad(graph, wanted, vectors(graph), allow_unused=True) if graph else ()
+        return [*outputs, *first, *second]
+
+    def same(found, expected, what):
+        for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+            assert (a is None) == (b is None) and (a is None or a.dtype == b.dtype), (what, index)
+            assert a is None or torch.equal(a, b), (what, index, (a - b).abs().max())
+
+    nothing = contextlib.nullcontext
+    for mode in (nothing, Traced):
+        for create_graph in (False, True):
+            with mode():
+                for forward in (off, bf16):
+                    expected = outcome(forward, off, create_graph)
+                    for backward in (bf16, lambda: torch.autocast(DEVICE, dtype=torch.float16)):
+                        found = outcome(forward, backward, create_graph)
+                        same(found, expected, (mode, "forward", forward is bf16, "create_graph", create_graph))
+                    with torch.autocast(DEVICE, dtype=torch.float16):
+                        same(outcome(forward, off, create_graph), expected, (mode, "nested", create_graph))
+    # A transform of torch.func runs both passes in the region.
+    place = next(index for index, value in enumerate(args) if is_float(value) and value.requires_grad)
+
+    def total(value):
+        outputs = tuple_of(op(*args[:place], value, *args[place + 1 :]))
+        return sum((output * vector).sum() for output, vector in zip(outputs, vectors(outputs)))
+
+    with bf16():
+        expected = torch.autograd.grad(total(args[place]), args[place])
+        found = torch.func.grad(total)(args[place].detach())
+        assert torch.is_autocast_enabled(DEVICE) and torch.get_autocast_dtype(DEVICE) == BF16
+    close([found], expected, "torch.func.grad", atol=1e-1, rtol=1e-1)
+
+
 def check_export(name, reference, args):
     """torch.export keeps the operator as one call."""
     tensors = [value for value in args if isinstance(value, torch.Tensor)]
@@ -521,6 +578,7 @@ CHECKS = [
     check_compiled,
     check_second_derivatives,
     check_autocast,
+    check_autocast_regions,
     check_export,
     check_func,
     check_dynamic,

@@ -11,7 +11,9 @@ mod python;
 
 mod autocast;
 mod checkpoint;
+mod function;
 mod grad_scaler;
+mod operators;
 mod trace;
 mod training;
 

@@ -185,6 +185,7 @@ const GRADIENT: usize = place::LEN;
 impl Function for CrossEntropy {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (logits, targets) = (inputs.get(place::LOGITS)?, inputs.get(place::TARGETS)?);

@@ -3,7 +3,7 @@
 use super::gemm::{self, Way};
 use super::way::forced;
 use super::{count_rows, rows};
-use crate::amp::{Autocast, CastPolicy, autocast_inputs};
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::check::Check;
 use crate::{Result, check};
@@ -139,6 +139,7 @@ mod place {
 impl Function for Linear {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (input, weight, bias) =
@@ -161,9 +162,6 @@ impl Function for Linear {
             weight: saved(ctx.needs_input_grad(place::INPUT), place::WEIGHT)?,
         };
         let grad = grads.get(0)?;
-        // Products have the forward pass's kind, also where the backward pass runs in an autocast region.
-        let region = Autocast::kind(grad.device());
-        let _autocast = region.map(|_| Autocast::disabled(grad.device())).transpose()?;
         let gradients = match ctx.create_graph() {
             true => differentiable_backward(grad, &factors, &self.input_size, needs_bias),
             false => backward(grad, &factors, &self.input_size, needs_bias, self.way),

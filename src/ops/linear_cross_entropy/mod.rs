@@ -247,6 +247,7 @@ const GRADIENTS: usize = place::TARGETS;
 impl Function for LinearCrossEntropy {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let operands = Layer::new(inputs)?;

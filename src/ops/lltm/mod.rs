@@ -210,21 +210,12 @@ pub fn lltm_reference(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
-    if input.size3()?.0 == 0 {
-        // `stack` accepts no empty list. A step whose result is discarded gives the kinds, and the
-        // errors that a real step would give.
-        let (h, c) = state;
-        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
-        let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, state)?;
-        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
-        return Ok((output, (copied(h, new_h.f_kind()?)?, copied(c, new_c.f_kind()?)?)));
-    }
     step_by_step(lltm_cell_reference, input, weight, bias, state)
 }
 
 type Cell = fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)>;
 
-/// Loops over the steps, of which there is at least one.
+/// Loops over the steps.
 fn step_by_step(
     cell: Cell,
     input: &Tensor,
@@ -232,6 +223,15 @@ fn step_by_step(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
+    if input.size3()?.0 == 0 {
+        // `stack` accepts no empty list. A step whose result is discarded gives the kinds, and the
+        // errors that a real step would give.
+        let (h, c) = state;
+        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
+        let (new_h, new_c) = cell(&step, weight, bias, state)?;
+        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
+        return Ok((output, (copied(h, new_h.f_kind()?)?, copied(c, new_c.f_kind()?)?)));
+    }
     let (mut h, mut c) = (state.0.shallow_clone(), state.1.shallow_clone());
     let mut steps = Vec::new();
     for step in input.f_unbind(0)? {
@@ -270,6 +270,7 @@ const ACTIVATIONS: usize = place::LEN + 2;
 impl Function for Lltm {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (input, weight, bias) =
@@ -322,15 +323,20 @@ impl Function for Lltm {
     }
 }
 
+/// The composite of the operator's inputs. Where autocast gave the products' operands their kind, h
+/// has the state's kind after a step, as in the forward pass, and is cast for the next one.
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
     let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
     let inputs = Inputs::new(&inputs);
-    let state = (inputs.get(place::H)?, inputs.get(place::C)?);
-    let (output, (last_h, last_c)) = lltm_reference(
+    let cell: Cell = |input, weight, bias, (h, c)| {
+        lltm_cell_reference(input, weight, bias, (&h.f_to_kind(weight.f_kind()?)?, c))
+    };
+    let (output, (last_h, last_c)) = step_by_step(
+        cell,
         inputs.get(place::INPUT)?,
         inputs.get(place::WEIGHT)?,
         inputs.optional(place::BIAS),
-        state,
+        (inputs.get(place::H)?, inputs.get(place::C)?),
     )?;
     Ok([output, last_h, last_c].into())
 }

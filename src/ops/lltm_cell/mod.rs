@@ -263,6 +263,7 @@ const ACTIVATIONS: usize = place::LEN + 1;
 impl Function for LltmCell {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (input, weight, bias) =

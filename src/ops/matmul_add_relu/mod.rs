@@ -4,7 +4,7 @@ use super::gemm::{self, Way};
 use super::linear::bias_grad as column_sums;
 use super::rows;
 use super::way::forced;
-use crate::amp::{Autocast, CastPolicy, autocast_inputs};
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::ffi::tensor::plain;
 use crate::{Result, check};
@@ -260,6 +260,7 @@ const OUT: usize = 2;
 impl Function for MatmulAddRelu {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) =
@@ -293,9 +294,6 @@ impl Function for MatmulAddRelu {
             out: ctx.saved(OUT)?,
         };
         let grad = grads.get(0)?;
-        // Products have the forward pass's kind, also where the backward pass runs in an autocast region.
-        let region = Autocast::kind(grad.device());
-        let _autocast = region.map(|_| Autocast::disabled(grad.device())).transpose()?;
         let gradients = if ctx.create_graph() {
             // y is only compared with 0. As a part of the graph it would get no gradient.
             saved.out = saved.out.f_detach()?;

@@ -46,15 +46,12 @@ pub(super) fn plain_if_any(saved: Option<Tensor>) -> Result<Option<Tensor>> {
     saved.as_ref().map(plain).transpose()
 }
 
-/// `lhs rhs` of matrices, contiguous and of their kind, also in an autocast region.
+/// `lhs rhs` of matrices, contiguous.
 pub(super) fn product(lhs: &Tensor, rhs: &Tensor, way: ProductWay) -> Result<Tensor> {
-    if let Some(product) = gemm::product(lhs, rhs, way)? {
-        return Ok(product);
+    match gemm::product(lhs, rhs, way)? {
+        Some(product) => Ok(product),
+        None => Ok(lhs.f_mm(rhs)?),
     }
-    let size = [lhs.size2()?.0, rhs.size2()?.1];
-    let out = Tensor::f_empty(size, (lhs.f_kind()?, lhs.device()))?;
-    // Autocast casts the arguments of `mm`, but not those of `mm_out`.
-    Ok(lhs.f_mm_out(&out, rhs)?)
 }
 
 /// `lhsᵀ rhs`: the gradient of a weight, of the gradient of its layer's outputs and its inputs.

@@ -180,6 +180,7 @@ type InputNeeds = [bool; place::LEN];
 impl<A: Added> Function for AddNorm<A> {
     const NAME: &'static str = A::OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let addends = Addends {

@@ -195,6 +195,7 @@ const RSTD: usize = place::LEN + 1;
 impl<S: Statistic> Function for Norm<S> {
     const NAME: &'static str = S::OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let input = inputs.get(place::INPUT)?;

@@ -364,6 +364,7 @@ mod place {
 impl Function for Rope {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let tables = [inputs.get(place::COS)?, inputs.get(place::SIN)?];

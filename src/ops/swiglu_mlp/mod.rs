@@ -4,7 +4,7 @@ use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
 use super::mlp::{KINDS, add_product, cast_or_own, layer, plain_if_any, product, weight_gradient};
 use super::way::forced;
 use super::{gemm, linear, rows};
-use crate::amp::{Autocast, CastPolicy, autocast_inputs};
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::{Error, Result, check};
 use tch::Tensor;
@@ -185,6 +185,7 @@ fn keeps(options: &SwigluMlpOptions, needs: Needs) -> (bool, bool) {
 impl Function for SwigluMlp {
     const NAME: &'static str = OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let needs: Needs = std::array::from_fn(|place| saver.needs_input_grad(place));
@@ -202,8 +203,6 @@ impl Function for SwigluMlp {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
-            // Of the kind of the forward pass, also where the backward pass runs in an autocast region.
-            let _autocast = Autocast::disabled(grads.get(0)?.device())?;
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot));
             let inputs = inputs.collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);

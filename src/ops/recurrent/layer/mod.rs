@@ -180,6 +180,7 @@ struct Layer<C> {
 impl<C: Cell> Function for Layer<C> {
     const NAME: &'static str = C::OP;
     const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let all: [Option<&Tensor>; place::LEN] =
