@@ -36,19 +36,21 @@ use tch::Tensor;
 /// half kinds are computed as `Float` from end to end and rounded once.
 ///
 /// On CUDA, libtorch's own layer is cuDNN's. On compute capability 9.0 all steps of a direction are
-/// one kernel of this crate where that is faster: in the half kinds, and in `Float` where tf32 is
-/// allowed, for H up to 2048 that is a multiple of 8, and for any H up to 768; in strict `Float` and
-/// in `Double` for H up to 128. Elsewhere it is cuDNN's kernels, or a product and a kernel for each
+/// one kernel of this crate where that is faster: in the half kinds and in tf32, for H up to 2048 that
+/// is a multiple of 8, and for any H up to 768; in other `Float` and in `Double` for H up to 128.
+/// Elsewhere it is cuDNN's kernels, or a product and a kernel for each
 /// step. Which it is depends on the sizes, the kind and the GPU, and on whether the parameters
 /// follow one another in one piece of memory, from which cuDNN takes them without a copy
 /// ([`flatten_parameters`](crate::nn::Gru::flatten_parameters)).
 ///
-/// Products of `Float` are in tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32)
-/// forbids it: cuDNN's, ours over all steps, and those of the kernels for all steps, which multiply
-/// fp16 values that are scaled by powers of two and are as exact as tf32 (in few steps, `Float`
-/// itself). If it is forbidden, and in a product for each step,
-/// [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides for libtorch's products,
-/// which is off by default.
+/// Unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it, `Float` is multiplied in
+/// tf32 where libtorch's own layer surely does so, too, and is as exact as that layer elsewhere. With
+/// F and H that are multiples of 4, these are all products if both are at least 64; that with h, if H
+/// is over 128 and there are 8 rows or more; and those for the gradients of the weights, from T·B = 64
+/// on. The kernels for all steps then multiply fp16 values that are scaled by powers of two and are as
+/// exact as tf32 (in few steps, `Float` itself). In other products over all steps, and in a product
+/// for each step, [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides, which is off
+/// by default.
 /// In the half kinds, our kernels for all steps keep h in `Float` from step to step, and round what
 /// they multiply.
 ///

@@ -1,5 +1,4 @@
-//! Where libtorch allows tf32, the kernels that keep W_h on the chip multiply `Float` as scaled fp16
-//! values. `csrc/recurrent/scale_rows.h` says why they are as exact.
+//! In tf32, the kernels that keep W_h on the chip multiply `Float` as scaled fp16 values. `csrc/recurrent/scale_rows.h` says why they are as exact.
 
 use super::cuda::{Product, Reversed, Source};
 use crate::Result;

@@ -5,6 +5,7 @@ use super::libtorch::{
 };
 use super::over_steps::OverSteps;
 use super::plan::{self, Choice, Library};
+use super::tf32::Tf32;
 use super::{Cell, place};
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
@@ -186,7 +187,7 @@ fn all_steps<C: Cell>(
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
     let (kind, bias) = (h0.f_kind()?, bias.as_ref());
-    let is_tf32 = h0.device().is_cuda() && plan::is_tf32(kind)?;
+    let is_tf32 = h0.device().is_cuda() && choice.tf32(kind, sizes)?.input;
     let all_input_gates = || -> Result<(Tensor, bool)> {
         let (gates, has_bias) = input_gates(&input, &w_ih, bias, is_tf32)?;
         if let Some(padding) = padding {
@@ -313,7 +314,7 @@ pub(super) fn backward<C: Cell>(
         input: &input,
         h0: &h0,
         output: &output,
-        is_tf32: device.is_cuda() && plan::is_tf32(kind)?,
+        tf32: if device.is_cuda() { choice.tf32(kind, sizes)? } else { Tf32::NONE },
     };
     let wanted = |place: usize, gradient: Option<Tensor>| -> Result<Option<Tensor>> {
         let gradient = gradient.filter(|_| needs[place]);

@@ -10,6 +10,7 @@ mod padded;
 pub(in crate::ops) mod parts;
 mod plan;
 mod products;
+mod tf32;
 
 pub(in crate::ops) use cell::{Cell, State, reference};
 pub(in crate::ops) use costs::Costs;

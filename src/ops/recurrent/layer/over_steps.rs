@@ -1,9 +1,14 @@
 //! The gradients of the input and of the parameters, which are products and sums over all steps.
 
+use super::tf32::Tf32;
 use crate::Result;
 use crate::ops::recurrent::columns;
 use crate::ops::recurrent::kernels::{product, tf32_product};
 use tch::{Kind, Tensor};
+
+fn multiply(lhs: &Tensor, rhs: &Tensor, is_tf32: bool) -> Result<Tensor> {
+    if is_tf32 { tf32_product(lhs, rhs, None) } else { product(lhs, rhs, None) }
+}
 
 /// What these gradients are made of. All tensors are contiguous.
 pub(super) struct OverSteps<'a> {
@@ -17,26 +22,13 @@ pub(super) struct OverSteps<'a> {
     pub h0: &'a Tensor,
     /// `[T, B, H]`
     pub output: &'a Tensor,
-    /// Whether products are in tf32.
-    pub is_tf32: bool,
+    /// Which products are in tf32.
+    pub tf32: Tf32,
 }
 
 impl OverSteps<'_> {
     fn is_on_cuda(&self) -> bool {
         self.gates.device().is_cuda()
-    }
-
-    fn multiply(&self, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
-        if self.is_tf32 { tf32_product(lhs, rhs, None) } else { product(lhs, rhs, None) }
-    }
-
-    fn add_product(&self, to: &Tensor, lhs: &Tensor, rhs: &Tensor) -> Result<()> {
-        if self.is_tf32 {
-            let _ = tf32_product(lhs, rhs, Some(to))?;
-        } else {
-            let _ = to.shallow_clone().f_addmm_(lhs, rhs)?;
-        }
-        Ok(())
     }
 
     /// The gradients for the input's part of all gates, in parts that stand next to each other; the
@@ -52,7 +44,8 @@ impl OverSteps<'_> {
     pub fn of_input(&self, w_ih: &Tensor) -> Result<Tensor> {
         let (steps, batch, features) = self.input.size3()?;
         // cuBLAS' products in tf32 are faster if the terms of a sum are adjacent in memory.
-        let w_ih = match self.is_tf32 {
+        let is_tf32 = self.tf32.input;
+        let w_ih = match is_tf32 {
             true => w_ih.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?,
             false => w_ih.shallow_clone(),
         };
@@ -62,8 +55,13 @@ impl OverSteps<'_> {
             end -= columns;
             let weight = w_ih.f_narrow(0, end, columns)?;
             match &gradient {
-                None => gradient = Some(self.multiply(part, &weight)?),
-                Some(gradient) => self.add_product(gradient, part, &weight)?,
+                None => gradient = Some(multiply(part, &weight, is_tf32)?),
+                Some(gradient) if is_tf32 => {
+                    let _ = tf32_product(part, &weight, Some(gradient))?;
+                }
+                Some(gradient) => {
+                    let _ = gradient.shallow_clone().f_addmm_(part, &weight)?;
+                }
             }
         }
         let gradient = gradient.ok_or_else(|| crate::Error::msg("internal error: no gates"))?;
@@ -76,7 +74,8 @@ impl OverSteps<'_> {
         if !ih && !hh {
             return Ok([None, None]);
         }
-        let columns = match self.is_tf32 {
+        let is_tf32 = self.tf32.weights;
+        let columns = match is_tf32 {
             // Here, too, adjacent terms are faster, by more than this copy takes.
             true => Some(columns([self.h0, self.output, self.input])?),
             false => None,
@@ -91,21 +90,22 @@ impl OverSteps<'_> {
         };
         let of_ih = || -> Result<Tensor> {
             let input = input()?;
-            let product = |part: &Tensor| self.multiply(&part.f_transpose(0, 1)?, &input);
+            let product = |part: &Tensor| multiply(&part.f_transpose(0, 1)?, &input, is_tf32);
             let mut parts =
                 self.parts_of_input()?.iter().map(product).collect::<Result<Vec<_>>>()?;
             if parts.len() == 1 { Ok(parts.remove(0)) } else { Ok(Tensor::f_cat(&parts, 0)?) }
         };
         let of_hh = || match &columns {
             Some(columns) => {
-                self.multiply(&self.gates.f_transpose(0, 1)?, &of_columns(columns, 0, hidden)?)
+                let before = of_columns(columns, 0, hidden)?;
+                multiply(&self.gates.f_transpose(0, 1)?, &before, is_tf32)
             }
             None => self.of_hidden_weight(),
         };
         Ok([ih.then(of_ih).transpose()?, hh.then(of_hh).transpose()?])
     }
 
-    /// The gradient of W_hh, a product with h0 and all h but the last.
+    /// The gradient of W_hh where nothing is in tf32, a product with h0 and all h but the last.
     fn of_hidden_weight(&self) -> Result<Tensor> {
         let (steps, batch, hidden) = self.output.size3()?;
         let (first, rows) = (batch, (steps - 1) * batch);
@@ -113,14 +113,14 @@ impl OverSteps<'_> {
             let h0 = self.h0.f_unsqueeze(0)?;
             let before = Tensor::f_cat(&[&h0, &self.output.f_narrow(0, 0, steps - 1)?], 0)?;
             let before = before.f_view([steps * batch, hidden])?;
-            return self.multiply(&self.gates.f_transpose(0, 1)?, &before);
+            return product(&self.gates.f_transpose(0, 1)?, &before, None);
         }
         // Two products are faster than the copy.
         let gates = |first, rows| self.gates.f_narrow(0, first, rows)?.f_transpose(0, 1);
-        let gradient = self.multiply(&gates(0, first)?, self.h0)?;
+        let gradient = product(&gates(0, first)?, self.h0, None)?;
         if rows > 0 {
             let before = self.output.f_view([steps * batch, hidden])?.f_narrow(0, 0, rows)?;
-            self.add_product(&gradient, &gates(first, rows)?, &before)?;
+            let _ = gradient.shallow_clone().f_addmm_(&gates(first, rows)?, &before)?;
         }
         Ok(gradient)
     }

@@ -1,9 +1,9 @@
 //! Which way computes a layer.
 
 use super::products::{Call, HOST, Host, Products, STEP_OF_OURS};
+use super::tf32::Tf32;
 use super::{Cell, Costs};
 use crate::Result;
-use crate::ffi::precision::rnn_allow_tf32;
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
 use crate::ops::recurrent::kernels::{cudnn, onednn};
@@ -102,6 +102,11 @@ impl Choice {
     pub fn now() -> Choice {
         Choice { way: forced(), room: ROOM.get() }
     }
+
+    /// Which products of a layer on CUDA are in tf32 at this time.
+    pub fn tf32(self, kind: Kind, sizes: Sizes) -> Result<Tf32> {
+        Tf32::of_layer(self.way, kind, sizes)
+    }
 }
 
 /// Who computes a layer in both directions.
@@ -142,13 +147,14 @@ pub(super) fn is_by_steps(Choice { way, .. }: Choice, sizes: Sizes) -> bool {
 /// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set. `is_flat`
 /// says that cuDNN takes the parameters as they are.
 pub(super) fn library<C: Cell>(
-    Choice { way, room }: Choice,
+    choice: Choice,
     sizes: Sizes,
     kind: Kind,
     device: Device,
     keep: bool,
     is_flat: bool,
 ) -> Result<Library> {
+    let Choice { way, room } = choice;
     // cuDNN accepts no input without features.
     let may_be_cudnn = sizes.features > 0 && cudnn::is_enabled();
     Ok(match way {
@@ -156,7 +162,7 @@ pub(super) fn library<C: Cell>(
         Way::Cudnn if may_be_cudnn => Library::Cudnn,
         Way::Automatic | Way::Packed | Way::Onednn if may_be_cudnn => {
             let gpu = Gpu::of(device)?;
-            let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
+            let products = Products::new(C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
             let directions = [Direction::Forward, Direction::Backward];
             let directions = &directions[..if keep { 2 } else { 1 }];
             let ours = Call::of_all(directions, sizes.steps, |direction| {
@@ -171,11 +177,6 @@ pub(super) fn library<C: Cell>(
         }
         _ => Library::Ours,
     })
-}
-
-/// Whether a layer's products on CUDA may be in tf32.
-pub(super) fn is_tf32(kind: Kind) -> Result<bool> {
-    Ok(kind == Kind::Float && rnn_allow_tf32()?)
 }
 
 /// The faster one for a call.
@@ -208,16 +209,17 @@ impl Gpu {
 
 /// The kernel for a direction of a layer that is ours.
 pub(super) fn kernel<C: Cell>(
-    Choice { way, room }: Choice,
+    choice: Choice,
     direction: Direction,
     sizes: Sizes,
     kind: Kind,
     device: Device,
 ) -> Result<Kernel> {
+    let Choice { way, room } = choice;
     /// Each row group has at least one block, and no GPU has this many multiprocessors.
     const CROWD: i32 = 1024;
     let gpu = Gpu::of(device)?;
-    let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
+    let products = Products::new(C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
     let grid = || of_grid(C::COSTS, direction, sizes, products, gpu).map(|(kernel, _)| kernel);
     let kernel = match way {
         Way::Cluster => of_clusters(C::COSTS, direction, sizes, products, gpu).map(|of| of.0),
@@ -255,11 +257,12 @@ fn automatic(
             of_grid(costs, direction, sizes, products, gpu),
             of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
         ];
-        let scaling = if products.is_tf32 { SCALING / sizes.steps as f64 } else { 0.0 };
+        let scaling = if products.tf32.steps { SCALING / sizes.steps as f64 } else { 0.0 };
         let in_order = of_all.into_iter().flatten();
         let scaled = in_order.map(move |(kernel, cost)| (kernel, cost as f64 / 100.0 + scaling));
-        let exact = Products { is_tf32: false, ..products };
-        let exact = of_clusters(costs, direction, sizes, exact, gpu).filter(|_| products.is_tf32);
+        let exact = Products { tf32: Tf32 { steps: false, ..products.tf32 }, ..products };
+        let exact =
+            of_clusters(costs, direction, sizes, exact, gpu).filter(|_| products.tf32.steps);
         scaled.chain(exact.map(|(kernel, cost)| (kernel, cost as f64 / 100.0)))
     };
     let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
@@ -286,8 +289,8 @@ fn of_clusters(
     gpu: Gpu,
 ) -> Option<Priced> {
     let table = (costs.clusters, VALUES);
-    let Products { kind, is_tf32, .. } = products;
-    let found = cluster::Kernel::new(table, direction, sizes, kind, is_tf32, gpu.clusters)?;
+    let Products { kind, tf32, .. } = products;
+    let found = cluster::Kernel::new(table, direction, sizes, kind, tf32.steps, gpu.clusters)?;
     let kernel = Kernel::Cluster {
         cluster: found.cluster as i32,
         alone: found.has_room,
@@ -304,8 +307,8 @@ fn of_grid(
     gpu: Gpu,
 ) -> Option<Priced> {
     let table = (costs.grids, VALUES);
-    let Products { kind, is_tf32, .. } = products;
-    let found = grid::Share::new(table, direction, sizes, kind, is_tf32, gpu.grid)?;
+    let Products { kind, tf32, .. } = products;
+    let found = grid::Share::new(table, direction, sizes, kind, tf32.steps, gpu.grid)?;
     let (columns, row_groups) = counts_of(found);
     Some((Kernel::Grid { columns, row_groups, product: products.resident() }, found.cost))
 }
@@ -318,8 +321,8 @@ fn of_wide_grid(
     gpu: Gpu,
 ) -> Option<Priced> {
     let table = (costs.wide_grids, VALUES);
-    let Products { kind, is_tf32, .. } = products;
-    let found = wide_grid::share(table, direction, sizes, kind, is_tf32, gpu.grid)?;
+    let Products { kind, tf32, .. } = products;
+    let found = wide_grid::share(table, direction, sizes, kind, tf32.steps, gpu.grid)?;
     let (columns, row_groups) = counts_of(found);
     Some((Kernel::WideGrid { columns, row_groups, product: products.resident() }, found.cost))
 }
@@ -363,7 +366,7 @@ mod tests {
 
     fn planned(steps: i64, batch: i64, hidden: i64, room: Room) -> Kernel {
         let sizes = Sizes { steps, batch, features: hidden, hidden };
-        let products = Products::new(3, sizes, Kind::BFloat16, false);
+        let products = Products::new(3, sizes, Kind::BFloat16, Tf32::NONE);
         automatic(&COSTS, Direction::Forward, sizes, products, (H200, room)).0
     }
 
@@ -411,7 +414,7 @@ mod tests {
         let costs = Costs { clusters: &CLUSTERS, ..COSTS };
         let product_of = |steps| {
             let sizes = Sizes { steps, batch: 16, features: 64, hidden: 64 };
-            let products = Products::new(3, sizes, Kind::Float, true);
+            let products = Products::new(3, sizes, Kind::Float, Tf32::ALL);
             automatic(&costs, Direction::Forward, sizes, products, (H200, Room::Whole)).0
         };
         let product = |steps| match product_of(steps) {

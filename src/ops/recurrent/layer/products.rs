@@ -1,5 +1,6 @@
 //! What a call of ours and of cuDNN cost: products, kernels per step and the host.
 
+use super::tf32::Tf32;
 use crate::ops::recurrent::kernels::cuda::Product;
 use crate::ops::recurrent::plan::{Direction, Sizes};
 use tch::Kind;
@@ -68,7 +69,7 @@ pub(super) const STEP_OF_CUDNN: Both = Both([14.0, 22.0]);
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Products {
     pub(super) kind: Kind,
-    pub(super) is_tf32: bool,
+    pub(super) tf32: Tf32,
     pub(super) gates: i64,
     pub(super) batch: f64,
     pub(super) hidden: i64,
@@ -79,13 +80,13 @@ pub(super) struct Products {
 }
 
 impl Products {
-    pub(super) fn new(gates: i64, sizes: Sizes, kind: Kind, is_tf32: bool) -> Products {
+    pub(super) fn new(gates: i64, sizes: Sizes, kind: Kind, tf32: Tf32) -> Products {
         const OPERATIONS: f64 = 550e6;
         let Sizes { batch, features, hidden, .. } = sizes;
         let column = 2.0 * batch as f64 * (gates * hidden) as f64 / OPERATIONS;
         Products {
             kind,
-            is_tf32,
+            tf32,
             gates,
             batch: batch as f64,
             hidden,
@@ -96,7 +97,7 @@ impl Products {
 
     /// What the kernels that keep W_h on the chip multiply.
     pub(super) fn resident(self) -> Product {
-        if self.is_tf32 { Product::Scaled } else { Product::Plain }
+        if self.tf32.steps { Product::Scaled } else { Product::Plain }
     }
 
     /// How many times as long libtorch's products take in this kind as in half kinds.
@@ -106,25 +107,27 @@ impl Products {
 
     /// How many times as long a product of a step takes as its share of a large one: in strict `Float`
     /// tiles have more rows than there are.
-    pub(super) fn share_of_tiles(self) -> f64 {
+    pub(super) fn share_of_tiles(self, is_tf32: bool) -> f64 {
         const OTHER_ROWS: f64 = 32.0;
         const MOST: f64 = 2.0;
-        let is_strict = self.kind == Kind::Float && !self.is_tf32;
+        let is_strict = self.kind == Kind::Float && !is_tf32;
         if is_strict { 1.0 + (OTHER_ROWS / self.batch.max(1.0)).min(MOST) } else { 1.0 }
     }
 
     /// Those over all steps at once.
     pub(super) fn at_once(self, direction: Direction) -> f64 {
-        let slowdown = if self.is_tf32 { 2.0 } else { self.slowdown() };
+        let slowdown = |is_tf32| if is_tf32 { 2.0 } else { self.slowdown() };
+        let of_input = slowdown(self.tf32.input) * self.of_input;
+        let of_weights = slowdown(self.tf32.weights) * (self.of_input + self.one);
         match direction {
-            Direction::Forward => slowdown * self.of_input,
-            Direction::Backward => slowdown * (2.0 * self.of_input + self.one),
+            Direction::Forward => of_input,
+            Direction::Backward => of_input + of_weights,
         }
     }
 
     /// A product and a kernel for each step, without what is done at once.
     pub(super) fn step_by_step(self, direction: Direction) -> f64 {
-        let product = self.slowdown() * self.one * self.share_of_tiles();
+        let product = self.slowdown() * self.one * self.share_of_tiles(self.tf32.steps);
         match direction {
             Direction::Forward => 11.0 + product,
             Direction::Backward => 12.0 + product,
@@ -170,14 +173,16 @@ impl Products {
     pub(super) fn of_cudnns(self) -> [f64; 2] {
         const SOME_ROWS: f64 = 128.0;
         const WIDE: i64 = 1024;
-        let (rows, once) = (self.batch, (self.one + self.of_input) * self.share_of_tiles());
+        let is_tf32 = self.tf32.is_allowed;
+        let once = (self.one + self.of_input) * self.share_of_tiles(is_tf32);
+        let rows = self.batch;
         let is_tiled = self.hidden % 128 == 0 && self.hidden <= WIDE && rows % 8.0 == 0.0;
         match self.kind {
             Kind::Half if self.gates == 4 && is_tiled && rows < SOME_ROWS => {
                 [4.8 + 1.5 * once, 8.5 + 2.5 * once]
             }
             Kind::Half | Kind::BFloat16 => [8.0 + once, 10.0 + 2.0 * once + rows / 100.0],
-            Kind::Float if self.is_tf32 => [8.0 + 2.2 * once, 18.0 + 5.0 * once],
+            Kind::Float if is_tf32 => [8.0 + 2.2 * once, 18.0 + 5.0 * once],
             _ => [13.0 + 11.5 * once, 25.0 + 23.5 * once],
         }
     }
