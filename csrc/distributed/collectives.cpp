@@ -85,9 +85,14 @@ at::Tensor plain_of(const at::Tensor& tensor) {
   return is_plain(plain) ? plain : plain.resolve_conj().resolve_neg().contiguous();
 }
 
+// Only memory on the CPU is pinned: what is in flight on a GPU is in the order of streams.
+void pin(Work& work, const at::Tensor& tensor, bool writer) {
+  if (Pinned pin = pin_in_flight(tensor, writer, &work)) work.pins.push_back(std::move(pin));
+}
+
 // A tensor that the operation reads.
 at::Tensor source(Work& work, const at::Tensor& tensor) {
-  if (is_plain(tensor)) work.pins.push_back(pin_in_flight(tensor, /*writer=*/false, &work));
+  if (is_plain(tensor)) pin(work, tensor, /*writer=*/false);
   at::Tensor plain = plain_of(tensor);
   work.tensors.push_back(plain);
   return plain;
@@ -97,7 +102,7 @@ at::Tensor source(Work& work, const at::Tensor& tensor) {
 at::Tensor target(Work& work, const at::Tensor& tensor, bool reads) {
   at::assert_no_internal_overlap(tensor);
   // Also if the results get there at the end only, by a copy.
-  work.pins.push_back(pin_in_flight(tensor, /*writer=*/true, &work));
+  pin(work, tensor, /*writer=*/true);
   at::Tensor plain = tensor.detach();
   if (!is_plain(plain)) {
     at::Tensor own = at::empty(plain.sizes(), plain.options().memory_format(std::nullopt));
