@@ -133,14 +133,12 @@ impl<'a> Check<'a> {
     /// # Errors
     /// When it has another kind.
     pub fn kind_as(self, kind: Kind, whose: &str) -> Result<Self> {
-        if self.kind()? == kind {
+        let found = self.kind()?;
+        if found == kind {
             return Ok(self);
         }
-        Err(self.refuse(
-            format!("kind {kind:?}, as {whose}"),
-            format!("{:?}", self.kind()?),
-            "cast one of the two with to_kind",
-        ))
+        let hint = cast_one(found, kind, whose);
+        Err(self.refuse(format!("kind {kind:?}, as {whose}"), format!("{found:?}"), hint))
     }
 
     /// Checks the number of dimensions. `names` shows them in the message, such as `[B, F]`.
@@ -209,6 +207,17 @@ impl<'a> Check<'a> {
     ) -> Error {
         Error::argument(self.op, self.argument, expected, got, hint)
     }
+}
+
+/// What to do where an argument is of kind `found`, and `whose` is of kind `kind`: which of the two is
+/// wrong, only the caller knows.
+pub(crate) fn cast_one(found: Kind, kind: Kind, whose: &str) -> String {
+    let is_float = matches!(found, Kind::Double | Kind::Float | Kind::Half | Kind::BFloat16);
+    let other = match is_float {
+        true => format!(", or {whose} with to_kind(Kind::{found:?})"),
+        false => String::new(),
+    };
+    format!("cast it with to_kind(Kind::{kind:?}){other}")
 }
 
 #[cfg(test)]

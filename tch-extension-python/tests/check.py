@@ -805,7 +805,7 @@ def check_errors():
         (lambda: ops.layer_norm(x, []), "layer_norm: normalized_shape", lambda: F.layer_norm(x, [])),
         (lambda: ops.rms_norm(x, []), "rms_norm: normalized_shape", lambda: F.rms_norm(x, [])),
         (lambda: ops.layer_norm(double, [6], x[0]), "layer_norm: weight: expected dtype torch.float64, as input, got "
-         "torch.float32; cast one of the two with .to(dtype)", lambda: F.layer_norm(double, [6], x[0])),
+         "torch.float32; cast it with .to(torch.float64), or input with .to(torch.float32)", lambda: F.layer_norm(double, [6], x[0])),
         (lambda: ops.linear(x, randn(5, 7)), "linear: weight: expected", lambda: F.linear(x, randn(5, 7))),
         (lambda: ops.linear(double, w), "linear: weight: expected dtype torch.float64", lambda: F.linear(double, w)),
         (lambda: ops.linear(x.int(), w), "linear: input: expected dtype torch.float", lambda: F.linear(x.int(), w)),

@@ -9,6 +9,7 @@ use super::operator::{
     KINDS, Needs, Options, Saved, Statistic, backward, check_input, check_parameter, forward,
 };
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use crate::check::cast_one;
 use crate::ffi::tensor::plain;
 use crate::ops::way::forced;
 use crate::{Error, Result, check};
@@ -92,7 +93,7 @@ pub(super) fn check_arguments(
             true => format!("kind {kind:?}, as input, or Float"),
             false => format!("kind {kind:?}, as input"),
         };
-        let hint = "cast one of the two with to_kind";
+        let hint = cast_one(stream, kind, "input");
         return Err(residual.refuse(expected, format!("{stream:?}"), hint));
     }
     let parameters = [weight.map(|weight| check!(op, weight)), bias.map(|bias| check!(op, bias))];

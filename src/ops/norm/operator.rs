@@ -3,7 +3,7 @@
 use super::Way;
 use super::kernels::{Gradients, Kernels, Moments, Operands, Shape};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::check::Check;
+use crate::check::{Check, cast_one};
 use crate::ffi::tensor::plain;
 use crate::ops::way::forced;
 use crate::{Error, Result, check};
@@ -112,7 +112,7 @@ pub(super) fn check_parameter(
     }
     let found = parameter.kind_in(&KINDS)?.tensor().f_kind()?;
     if !kinds.contains(&found) {
-        let hint = "cast one of the two with to_kind";
+        let hint = cast_one(found, kind, "input");
         let or_float = if kinds == [kind, Kind::Float] { ", or Float" } else { "" };
         return Err(parameter.refuse(
             format!("kind {kind:?}, as input{or_float}"),
@@ -121,7 +121,7 @@ pub(super) fn check_parameter(
         ));
     }
     if let Some(other) = parameter_kind.filter(|&other| other != found) {
-        let hint = "cast one of the two with to_kind";
+        let hint = cast_one(found, other, "weight");
         return Err(parameter.refuse(
             format!("kind {other:?}, as weight"),
             format!("{found:?}"),

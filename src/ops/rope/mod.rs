@@ -267,8 +267,9 @@ fn check_arguments(
         return Err(Error::msg("internal error: the number of dimensions changed"));
     };
     if [k_batch, k_tokens, k_size] != [batch, tokens, size] {
-        let expected = format!("shape [B, T, Hk, D] = [{batch}, {tokens}, Hk, {size}], as q");
-        let got = format!("[{k_batch}, {k_tokens}, {k_heads}, {k_size}]");
+        let wanted = [batch, tokens, k_heads, size];
+        let expected = format!("shape [B, T, Hk, D] = {wanted:?}");
+        let got = format!("{:?}", [k_batch, k_tokens, k_heads, k_size]);
         return Err(k.refuse(expected, got, IF_HEADS_FIRST));
     }
     let kinds = [q.tensor().f_kind()?, Kind::Float];
