@@ -599,7 +599,11 @@ impl crate::amp::Optimizer for Optimizer {
     fn settings(&self) -> String {
         let states = self.parameters.iter().filter(|parameter| parameter.state.is_some());
         let (states, all) = (states.count(), self.parameters.len());
-        format!("{}\n{states} of {all} parameters have a state", Optimizer::settings(self, false))
+        let groups: Vec<usize> = self.parameters.iter().map(|parameter| parameter.group).collect();
+        format!(
+            "{}\nthe parameters' groups: {groups:?}\n{states} of {all} parameters have a state",
+            Optimizer::settings(self, false)
+        )
     }
 
     fn loads(&self) -> u64 {

@@ -620,9 +620,13 @@ fn optimizers_that_differ_are_an_error_on_every_rank() {
     fn adamw(vs: &VarStore) -> Result<Optimizer> {
         AdamW::default().build(vs, 0.01)
     }
-    let cases: [(&str, i64, Misuse); 8] = [
+    let cases: [(&str, i64, Misuse); 9] = [
         ("got group 0: Hyper { lr: 0.02,", 2, |_, _, optimizer| optimizer.get_mut().f_set_lr(0.02)),
         ("weight_decay: 0.5", 0, |_, _, optimizer| optimizer.get_mut().f_set_weight_decay(0.5)),
+        ("got group 0, exempt from weight decay", 1, |_, _, optimizer| {
+            optimizer.get_mut().no_weight_decay(|name, _| name.ends_with("bias"));
+            Ok(())
+        }),
         ("norms up to Some(1.0)", 2, |_, _, optimizer| {
             optimizer.get_mut().f_set_clip_norm(Some(1.0))
         }),
