@@ -268,7 +268,7 @@ unsafe extern "C" fn run_untyped(kernel: *const c_void, frame: *mut Frame) -> c_
 /// # Safety
 /// `frame` must belong to the C++ frame that calls.
 unsafe fn run(frame: *mut Frame, body: impl FnOnce(&mut Call<'_>) -> Result<()>) -> c_int {
-    let mut exception = Exception::RuntimeError;
+    let mut exception = Exception::Runtime;
     let error = failure("its kernel", || {
         // SAFETY: the frame is alive (see `# Safety`).
         let len = unsafe { tch_extension_arguments_len(frame) };

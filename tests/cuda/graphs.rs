@@ -396,7 +396,9 @@ fn gradients(
 /// What is captured is all that has these tensors, and is dropped with them.
 type Body = Box<dyn Fn() -> Result<Vec<Tensor>>>;
 
-const BODIES: [(&str, fn(Device) -> Body); 8] = [
+type Case = (&'static str, fn(Device) -> Body);
+
+const BODIES: [Case; 8] = [
     ("in place", |device| {
         let x = sized(device, &[1 << 14]);
         Box::new(move || Ok(vec![x.shallow_clone().f_add_scalar_(0.0)?.f_mul_scalar(2.0)?]))
@@ -458,7 +460,7 @@ fn cuda_a_graph_keeps_what_it_uses() {
             (body, outputs.iter().map(|x| x.to_device(Device::Cpu)).collect::<Vec<_>>())
         };
         synchronize(device).unwrap();
-        let (graph, outputs) = Graph::capture_on(&stream, move || body()).unwrap();
+        let (graph, outputs) = Graph::capture_on(&stream, body).unwrap();
         let _guard = on_stream();
         let junk = Junk::fill(device);
         for _ in 0..2 {

@@ -322,7 +322,7 @@ fn errors_have_the_words_of_python() {
     assert_eq!(
         error.split(';').take(2).collect::<String>(),
         "defined::checked: x: expected dtype torch.float64 or torch.float16, got torch.int64 cast it with \
-         to(torch.float64)"
+         .to(torch.float64)"
     );
     let y = checked(&leaf(&[1.0])).expect("a call");
     let error = message(y.sum(Kind::Double).f_backward().map_err(Error::from));

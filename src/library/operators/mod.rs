@@ -3,7 +3,6 @@
 mod block;
 mod graph;
 mod types;
-mod words;
 
 pub use block::registration_error;
 
@@ -27,7 +26,7 @@ pub mod expansion {
     /// The result of a kernel, whose error has Python's words.
     #[inline]
     pub fn told<T>(result: Result<T>) -> Result<T> {
-        result.map_err(super::words::for_python)
+        result.map_err(crate::python::for_python)
     }
 
     /// Gives a result to libtorch, in the place of the arguments.

@@ -257,12 +257,13 @@ fn automatic(
             of_grid(costs, direction, sizes, products, gpu),
             of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
         ];
-        let scaling = if products.tf32.steps { SCALING / sizes.steps as f64 } else { 0.0 };
+        let scaling =
+            if products.tf32.steps(direction) { SCALING / sizes.steps as f64 } else { 0.0 };
         let in_order = of_all.into_iter().flatten();
         let scaled = in_order.map(move |(kernel, cost)| (kernel, cost as f64 / 100.0 + scaling));
-        let exact = Products { tf32: Tf32 { steps: false, ..products.tf32 }, ..products };
-        let exact =
-            of_clusters(costs, direction, sizes, exact, gpu).filter(|_| products.tf32.steps);
+        let exact = Products { tf32: products.tf32.with_exact_steps(), ..products };
+        let exact = of_clusters(costs, direction, sizes, exact, gpu)
+            .filter(|_| products.tf32.steps(direction));
         scaled.chain(exact.map(|(kernel, cost)| (kernel, cost as f64 / 100.0)))
     };
     let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
@@ -290,11 +291,12 @@ fn of_clusters(
 ) -> Option<Priced> {
     let table = (costs.clusters, VALUES);
     let Products { kind, tf32, .. } = products;
-    let found = cluster::Kernel::new(table, direction, sizes, kind, tf32.steps, gpu.clusters)?;
+    let found =
+        cluster::Kernel::new(table, direction, sizes, kind, tf32.steps(direction), gpu.clusters)?;
     let kernel = Kernel::Cluster {
         cluster: found.cluster as i32,
         alone: found.has_room,
-        product: products.resident(),
+        product: products.resident(direction),
     };
     Some((kernel, found.cost(sizes.batch)))
 }
@@ -308,9 +310,9 @@ fn of_grid(
 ) -> Option<Priced> {
     let table = (costs.grids, VALUES);
     let Products { kind, tf32, .. } = products;
-    let found = grid::Share::new(table, direction, sizes, kind, tf32.steps, gpu.grid)?;
+    let found = grid::Share::new(table, direction, sizes, kind, tf32.steps(direction), gpu.grid)?;
     let (columns, row_groups) = counts_of(found);
-    Some((Kernel::Grid { columns, row_groups, product: products.resident() }, found.cost))
+    Some((Kernel::Grid { columns, row_groups, product: products.resident(direction) }, found.cost))
 }
 
 fn of_wide_grid(
@@ -322,9 +324,12 @@ fn of_wide_grid(
 ) -> Option<Priced> {
     let table = (costs.wide_grids, VALUES);
     let Products { kind, tf32, .. } = products;
-    let found = wide_grid::share(table, direction, sizes, kind, tf32.steps, gpu.grid)?;
+    let found = wide_grid::share(table, direction, sizes, kind, tf32.steps(direction), gpu.grid)?;
     let (columns, row_groups) = counts_of(found);
-    Some((Kernel::WideGrid { columns, row_groups, product: products.resident() }, found.cost))
+    Some((
+        Kernel::WideGrid { columns, row_groups, product: products.resident(direction) },
+        found.cost,
+    ))
 }
 
 /// The columns of a block and the groups of rows, as kernels count them.

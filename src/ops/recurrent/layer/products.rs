@@ -96,8 +96,8 @@ impl Products {
     }
 
     /// What the kernels that keep W_h on the chip multiply.
-    pub(super) fn resident(self) -> Product {
-        if self.tf32.steps { Product::Scaled } else { Product::Plain }
+    pub(super) fn resident(self, direction: Direction) -> Product {
+        if self.tf32.steps(direction) { Product::Scaled } else { Product::Plain }
     }
 
     /// How many times as long libtorch's products take in this kind as in half kinds.
@@ -127,7 +127,7 @@ impl Products {
 
     /// A product and a kernel for each step, without what is done at once.
     pub(super) fn step_by_step(self, direction: Direction) -> f64 {
-        let product = self.slowdown() * self.one * self.share_of_tiles(self.tf32.steps);
+        let product = self.slowdown() * self.one * self.share_of_tiles(self.tf32.steps(direction));
         match direction {
             Direction::Forward => 11.0 + product,
             Direction::Backward => 12.0 + product,

