@@ -314,8 +314,8 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   grads = materialize(std::move(grads));
   const bool is_last = is_last_.exchange(false, std::memory_order_relaxed);
   if (C10_UNLIKELY(one_by_one_ && std::any_of(grads.begin(), grads.end(), [](const auto& grad) {
-        return grad.defined() && is_stand_in(grad);
-      }))) {
+                     return grad.defined() && is_stand_in(grad);
+                   }))) {
     const UnpackedOnce once(*this);
     return by_edge(run_for_each(grads));
   }
@@ -359,9 +359,8 @@ variable_list FunctionNode::run_for_each(const variable_list& grads) {
     return run(grads, /*is_last=*/false);
   }
   // What a level of derivatives wraps may itself be a batch. Operations take it as it is.
-  const bool is_wrapped = any([](const auto& grad) {
-    return grad.key_set().has(c10::DispatchKey::FuncTorchGradWrapper);
-  });
+  const bool is_wrapped = any(
+      [](const auto& grad) { return grad.key_set().has(c10::DispatchKey::FuncTorchGradWrapper); });
   const auto batch = is_wrapped ? std::nullopt : innermost_batch(grads);
   if (!batch) return run(grads, /*is_last=*/false);
   if (batch->size == 0) {

@@ -67,9 +67,9 @@ c10::intrusive_ptr<c10d::Backend> make_nccl(const StorePtr&, const GroupParts&,
 #include <chrono>
 #include <cstdlib>
 #include <thread>
-#include <utility>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <utility>
 
 #include "checked.h"
 
@@ -138,13 +138,15 @@ class CheckedNccl final : public Checked<c10d::ProcessGroupNCCL> {
   void leave() override {
     if (graphs_.are_alive()) {
       keep();
-      TORCH_CHECK(false, "a CUDA graph holds its collectives, so NCCL's connections stay until the "
-                         "process ends");
+      TORCH_CHECK(false,
+                  "a CUDA graph holds its collectives, so NCCL's connections stay until the "
+                  "process ends");
     }
     const auto end = std::chrono::steady_clock::now() + options_->timeout;
     while (!is_idle()) {
-      TORCH_CHECK(std::chrono::steady_clock::now() < end, "operations on the GPU did not end within ",
-                  options_->timeout.count(), " ms, and are aborted; their results are lost");
+      TORCH_CHECK(std::chrono::steady_clock::now() < end,
+                  "operations on the GPU did not end within ", options_->timeout.count(),
+                  " ms, and are aborted; their results are lost");
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   }

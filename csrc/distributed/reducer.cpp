@@ -454,10 +454,11 @@ void Ddp::check(bool for_step) {
   settle();
   check_finished();
   const std::string names = local();
-  TORCH_CHECK(names.empty(), "gradients of this rank only were added to ", names,
-              ": by a backward pass that did not begin in Ddp::forward, by a second one of the same "
-              "forward pass, or in Ddp::no_sync without a synchronised pass after it",
-              options_.static_graph ? " that uses the same parameters" : "");
+  TORCH_CHECK(
+      names.empty(), "gradients of this rank only were added to ", names,
+      ": by a backward pass that did not begin in Ddp::forward, by a second one of the same "
+      "forward pass, or in Ddp::no_sync without a synchronised pass after it",
+      options_.static_graph ? " that uses the same parameters" : "");
   TORCH_CHECK(!for_step || is_synchronised_,
               "no backward pass was synchronised since the last step; compute the loss inside "
               "Ddp::forward, or from its outputs, and call backward before the step");

@@ -202,8 +202,8 @@ TCH_EXTENSION_API void tch_extension_end_registrations(RegistrationsOfBlock* reg
 
 // The strings live forever: libtorch keeps `file`.
 TCH_EXTENSION_API Message tch_extension_define(RegistrationsOfBlock* registrations, const char* ns,
-                                                const char* schema, bool is_seeded,
-                                                const char* file, uint32_t line) {
+                                               const char* schema, bool is_seeded, const char* file,
+                                               uint32_t line) {
   return guard([&] {
     std::vector<at::Tag> tags{at::Tag::pt2_compliant_tag};
     if (is_seeded) tags.push_back(at::Tag::nondeterministic_seeded);
@@ -275,9 +275,8 @@ TCH_EXTENSION_API void tch_extension_leave_below_autograd(void* guard) {
 
 // From now on, this thread calls no kernel for this key, until the guard is freed.
 TCH_EXTENSION_API Message tch_extension_enter_without_key(const char* key, void** guard) {
-  return tch_extension::guard([&] {
-    *guard = new c10::impl::ExcludeDispatchKeyGuard(c10::parseDispatchKey(key));
-  });
+  return tch_extension::guard(
+      [&] { *guard = new c10::impl::ExcludeDispatchKeyGuard(c10::parseDispatchKey(key)); });
 }
 
 TCH_EXTENSION_API void tch_extension_leave_without_key(void* guard) {
