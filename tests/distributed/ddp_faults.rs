@@ -554,7 +554,10 @@ fn a_rank_that_is_killed_fails_all() {
             assert_eq!(end.signal == Some(9), rank == 1, "{place}, rank {rank}: {}", end.output);
             if rank != 1 {
                 assert!(end.success, "{place}, rank {rank}: {}", end.output);
-                assert!(end.output.contains("error: Ddp::"), "{place}: {}", end.output);
+                // The optimizer's comparison of the ranks may notice it first.
+                let words = ["error: Ddp::", "a rank ended or gave up"];
+                let names = words.iter().any(|words| end.output.contains(words));
+                assert!(names, "{place}: {}", end.output);
             }
         }
     }
