@@ -137,6 +137,11 @@ impl GraphHandle {
     pub(crate) fn replay(&self, _: &str) -> Result<()> {
         match *self {}
     }
+
+    #[cfg_attr(not(feature = "train"), allow(dead_code))]
+    pub(crate) fn is_left(&self) -> bool {
+        match *self {}
+    }
 }
 
 #[derive(Clone, Copy, Debug)]

@@ -120,6 +120,24 @@ pub(super) fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
 }
 
 impl Optimizer {
+    /// Lines that are the same for all optimizers that do the same, given the same parameters, or, with
+    /// `of_parts`, any parts of them: an exempt group exists where it has parts.
+    pub(crate) fn settings(&self, of_parts: bool) -> String {
+        let clips = self.max_norm;
+        let mut text = format!(
+            "{:?}, norms up to {clips:?}, master weights: {}",
+            self.rule, self.has_master_weights
+        );
+        for Group { id, is_exempt, hyper, .. } in &self.groups {
+            if of_parts && self.stands_for_another(*id, *is_exempt) {
+                continue;
+            }
+            let exempt = if *is_exempt { ", exempt from weight decay" } else { "" };
+            text.push_str(&format!("\ngroup {id}{exempt}: {hyper:?}"));
+        }
+        text
+    }
+
     fn new(Algorithm { op, rule, hyper }: Algorithm) -> Result<Self> {
         static LAST: AtomicU64 = AtomicU64::new(0);
         config::check(rule, &hyper).map_err(|refused| refused.into_error(op))?;

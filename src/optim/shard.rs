@@ -67,24 +67,6 @@ impl Optimizer {
         self.parameters[index].shared_master.as_ref()
     }
 
-    /// Lines that are the same for all optimizers that do the same, given the same parameters, or, with
-    /// `of_parts`, any parts of them: an exempt group exists where it has parts.
-    pub(crate) fn settings(&self, of_parts: bool) -> String {
-        let clips = self.max_norm;
-        let mut text = format!(
-            "{:?}, norms up to {clips:?}, master weights: {}",
-            self.rule, self.has_master_weights
-        );
-        for Group { id, is_exempt, hyper, .. } in &self.groups {
-            if of_parts && self.stands_for_another(*id, *is_exempt) {
-                continue;
-            }
-            let exempt = if *is_exempt { ", exempt from weight decay" } else { "" };
-            text.push_str(&format!("\ngroup {id}{exempt}: {hyper:?}"));
-        }
-        text
-    }
-
     /// How often a state was loaded.
     pub(crate) fn loads(&self) -> u64 {
         self.loads
