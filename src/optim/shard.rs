@@ -3,7 +3,7 @@
 
 use super::gradients::{self, AllGathered, Gradients};
 use super::kernels;
-use super::optimizer::{Group, Optimizer, Parameter, lock};
+use super::optimizer::{Optimizer, Parameter, lock};
 use super::state::Needs;
 use super::state_dict::{Part, Writer};
 use super::step::Scaling;
