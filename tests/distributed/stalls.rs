@@ -121,7 +121,7 @@ fn ranks_report_the_failure_and_what_follows() {
         // Rank 1 writes first, and rank 0 finds the file.
         ("panic", [" first panicked at ", ": an assertion of rank 1"]),
         // Rank 1 says nothing, and rank 0 knows that it was not the first.
-        ("error", [" follows ", "rank "]),
+        ("error", [" follows ", "rank 1: it dropped the group"]),
     ] {
         let file = folder.path().join(case);
         let vars = [("TCH_RUN_ERROR_FILE", file.to_str().expect("UTF-8"))];
