@@ -59,7 +59,27 @@
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
 //! | `TORCH_CUDA_ARCH_LIST` | the architectures to compile for, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: those of this machine's GPUs, or [`arch::DEFAULT_ARCHS`] if it has none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes it an error if CUDA cannot be compiled |
+//! | `TCH_EXTENSION_CHECK` | `1` compiles no C++ and no CUDA and needs no libtorch: for `cargo clippy`, `cargo check` and editors, which link nothing (see below) |
 //! | `TCH_EXTENSION_OBJECTS` | the absolute path of a folder in which several builds share compiled objects, instead of one folder for each build. Cargo builds a crate again for clippy and for each workspace that depends on it; with this variable, its C++ and CUDA sources are compiled once. Only one build at a time may use the folder |
+//!
+//! # Lints and editors
+//! Cargo does not tell a build script that nothing will be linked, so say it:
+//!
+//! ```text
+//! TCH_EXTENSION_CHECK=1 cargo clippy --all-targets --features tch-extension/doc-only
+//! ```
+//!
+//! The feature lets torch-sys do the same. CUDA's items are checked unless `TCH_EXTENSION_CUDA=0` is
+//! set, whether there is an nvcc or not. An editor needs a target folder of its own, because a build
+//! script that has only checked runs again before the next program is linked. For rust-analyzer:
+//!
+//! ```json
+//! {
+//!   "rust-analyzer.cargo.features": ["tch-extension/doc-only"],
+//!   "rust-analyzer.cargo.extraEnv": { "TCH_EXTENSION_CHECK": "1" },
+//!   "rust-analyzer.cargo.targetDir": true
+//! }
+//! ```
 //!
 //! # Headers
 //! Your kernels can include these headers as `tch_extension/….h`. The comment at the top of each

@@ -41,6 +41,14 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     command
 }
 
+/// Lets the command check Rust without compiling any C++: no script of this workspace does, and
+/// torch-sys does not with the feature. CUDA's items are checked, whether there is a compiler for
+/// them or not.
+pub fn only_checks(command: &mut Command) -> &mut Command {
+    command.args(["--features", "tch-extension/doc-only"]);
+    command.env("TCH_EXTENSION_CHECK", "1").env_remove("TCH_EXTENSION_CUDA")
+}
+
 /// Replaces this process by the command, so that signals and the exit status are the command's own.
 /// Returns only on failure.
 pub fn become_command(mut command: Command) -> anyhow::Error {

@@ -11,8 +11,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 impl Extension {
-    /// Compiles the sources, makes an archive, and tells cargo what to link. It does nothing on
-    /// docs.rs or with a feature `doc-only`.
+    /// Compiles the sources, makes an archive, and tells cargo what to link. It compiles nothing on
+    /// docs.rs, with a feature `doc-only` and with `TCH_EXTENSION_CHECK=1`. With the latter, cargo is
+    /// told that CUDA is there unless `TCH_EXTENSION_CUDA=0` leaves it out.
     ///
     /// # Errors
     /// For a source that is missing, whose path is not UTF-8 or that does not compile, for an
@@ -20,10 +21,15 @@ impl Extension {
     /// error is one message that also names the solution.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
-        if is_doc_build() {
-            return Ok(Built { cuda: false });
-        }
         let script = BuildScript::default();
+        let purpose = Purpose::of(&script)?;
+        if let Some(built) = purpose.without_compiling() {
+            script.print();
+            if built.cuda {
+                println!("cargo::{CUDA_CFG}");
+            }
+            return Ok(built);
+        }
         let (built, lines) = self.build_in(&script)?;
         script.print();
         // rustc accepts a library with modifiers only once. When several extensions of a crate need
@@ -250,7 +256,7 @@ impl Extension {
                 lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
             }
             lines.push("rustc-link-lib=dylib=c10_cuda".to_string());
-            lines.push("rustc-cfg=tch_extension_cuda".to_string());
+            lines.push(CUDA_CFG.to_string());
         }
         Ok(lines)
     }
@@ -304,10 +310,12 @@ fn has_rust(place: &Path) -> bool {
 
 /// Prints where libtorch and CUDA are, once for each key of cargo's.
 fn print_search_paths(keys: &[impl std::fmt::Display]) {
-    if is_doc_build() {
+    let script = BuildScript::default();
+    let purpose = Purpose::of(&script).unwrap_or_else(|error| exit(&error));
+    if purpose != Purpose::Link {
+        script.print();
         return;
     }
-    let script = BuildScript::default();
     let libtorch = find_libtorch(&script).unwrap_or_else(|error| exit(&error));
     script.print();
     let runtime = libtorch.cuda_runtime().ok();
@@ -340,6 +348,43 @@ fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     Libtorch::at(lib, env)
 }
 
-fn is_doc_build() -> bool {
-    Process.var("DOCS_RS").is_some() || Process.var("CARGO_FEATURE_DOC_ONLY").is_some()
+/// The line that tells cargo that CUDA is compiled in.
+const CUDA_CFG: &str = "rustc-cfg=tch_extension_cuda";
+
+/// What cargo runs the build script for. Cargo does not tell, so variables do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Programs that are linked.
+    Link,
+    /// Lints or an editor: Rust is only checked, with CUDA's items or without.
+    Check { cuda: bool },
+    /// Documentation, as docs.rs builds it.
+    Document,
+}
+
+impl Purpose {
+    pub(super) fn of(env: &dyn Environment) -> Result<Self> {
+        let is_document = || {
+            let asks = |name| env.var(name).is_some();
+            asks("DOCS_RS") || asks("CARGO_FEATURE_DOC_ONLY")
+        };
+        match env.var("TCH_EXTENSION_CHECK").as_deref() {
+            Some("1") => {
+                Ok(Self::Check { cuda: env.var("TCH_EXTENSION_CUDA").as_deref() != Some("0") })
+            }
+            None | Some("0") if is_document() => Ok(Self::Document),
+            None | Some("0") => Ok(Self::Link),
+            Some(other) => bail!(
+                "TCH_EXTENSION_CHECK={other}: write 1 (Rust is only checked and nothing is compiled) or unset it"
+            ),
+        }
+    }
+
+    fn without_compiling(self) -> Option<Built> {
+        match self {
+            Self::Link => None,
+            Self::Check { cuda } => Some(Built { cuda }),
+            Self::Document => Some(Built { cuda: false }),
+        }
+    }
 }

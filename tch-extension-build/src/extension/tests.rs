@@ -1,5 +1,6 @@
 //! Tests what `Extension` tells the compiler and the linker, with programs that stand in for them.
 
+use super::build::Purpose;
 use super::*;
 use crate::environment::Environment;
 use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
@@ -465,4 +466,28 @@ fn a_header_of_a_cuda_library_is_there_with_cuda_only() {
     elsewhere.build_in(&script).expect("a library");
     let script = script.with("TCH_EXTENSION_CUDA", "0");
     assert!(!without.build_in(&script).expect("a library").0.cuda);
+}
+
+#[test]
+fn a_build_that_only_checks_needs_neither_libtorch_nor_a_compiler() {
+    let purpose = |vars: &[(&'static str, &str)]| {
+        let script = Script { folder: PathBuf::new(), vars: HashMap::new() };
+        let script = vars.iter().fold(script, |script, (name, value)| script.with(name, value));
+        Purpose::of(&script)
+    };
+    let check = ("TCH_EXTENSION_CHECK", "1");
+    assert_eq!(purpose(&[]).unwrap(), Purpose::Link);
+    assert_eq!(purpose(&[("TCH_EXTENSION_CHECK", "0")]).unwrap(), Purpose::Link);
+    assert_eq!(purpose(&[check]).unwrap(), Purpose::Check { cuda: true });
+    assert_eq!(
+        purpose(&[check, ("TCH_EXTENSION_CUDA", "0")]).unwrap(),
+        Purpose::Check { cuda: false }
+    );
+    // Lints select the feature `doc-only`, because torch-sys compiles C++ without it.
+    for document in [("DOCS_RS", "1"), ("CARGO_FEATURE_DOC_ONLY", "1")] {
+        assert_eq!(purpose(&[document]).unwrap(), Purpose::Document);
+        assert_eq!(purpose(&[document, check]).unwrap(), Purpose::Check { cuda: true });
+    }
+    let error = purpose(&[("TCH_EXTENSION_CHECK", "yes")]).unwrap_err();
+    assert_says(&format!("{error:#}"), &["TCH_EXTENSION_CHECK=yes", "write 1"]);
 }
