@@ -9,10 +9,12 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 /// Selects all packages but the one whose dependencies are not everybody's. `ci` tests it, too, and
-/// `-p gpt` tests it alone.
-pub const ALL_BUT_GPT: [&str; 3] = ["--workspace", "--exclude", GPT];
+/// `-p gpt` tests it alone. All that is built for it is also built for [`EVERYTHING`].
+pub const ALL_BUT_GPT: [&str; 5] =
+    ["--workspace", "--exclude", GPT, "--features", "tch-extension/distributed"];
 /// Selects all packages, and switches on what is off by default. Cargo unites the features of the
-/// packages that a command selects, so only commands that select the same share what is built.
+/// packages that a command selects, so only commands that select the same share what is built. The
+/// package `unify` sees to it for the dependencies of tch-extension.
 pub const EVERYTHING: [&str; 3] =
     ["--workspace", "--features", "tch-extension/distributed,gpt/distributed"];
 /// The launcher, which the tests of several processes need.
@@ -38,6 +40,24 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
             None => command.env_remove(name),
         };
     }
+    command
+}
+
+/// A `cargo test` of all packages but gpt, or of those that the arguments name with `-p`. Words before
+/// the options name test programs of the package `tests`: `lstm` is `--test lstm`.
+pub fn test(repo: &Repo, changes: &Changes, args: &[String]) -> Command {
+    let mut command = command(repo, changes, &["test"]);
+    let own = args.iter().take_while(|arg| *arg != "--");
+    if !own.into_iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package")) {
+        command.args(ALL_BUT_GPT);
+    }
+    let is_program = |word: &String| {
+        let place = repo.root.join("tests");
+        place.join(word).join("main.rs").exists() || place.join(format!("{word}.rs")).exists()
+    };
+    let names = args.iter().take_while(|word| is_program(word)).count();
+    command.args(args[..names].iter().flat_map(|name| ["--test", name]));
+    command.args(&args[names..]);
     command
 }
 
@@ -119,6 +139,75 @@ fn describe(command: &Command) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
+    use std::path::Path;
+
+    fn repo() -> Repo {
+        Repo { root: Path::new(env!("CARGO_MANIFEST_DIR")).join("..") }
+    }
+
+    /// What a package depends on, with features, when cargo builds this selection.
+    fn dependencies(package: &str, selection: &[&str]) -> BTreeSet<String> {
+        let args = ["tree", "--offline", "--no-dedupe", "--edges", "normal,build"];
+        let mut command = command(&repo(), &Changes::new(), &args);
+        command.args(["--prefix", "depth", "--format", " {p} {f}"]).args(selection);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let mut found = BTreeSet::new();
+        let mut top = None;
+        for line in String::from_utf8(output.stdout).unwrap().lines() {
+            let Some((depth, name)) = line.split_once(' ') else { continue };
+            let depth: usize = depth.parse().unwrap();
+            top = top.filter(|top| depth > *top);
+            if top.is_some() {
+                found.insert(name.to_string());
+            } else if name.split(' ').next() == Some(package) {
+                top = Some(depth);
+            }
+        }
+        assert!(!found.is_empty(), "{package} is not in {selection:?}");
+        found
+    }
+
+    #[test]
+    fn commands_share_what_they_build() {
+        let everything = ["tch", "tch-extension"].map(|it| (it, dependencies(it, &EVERYTHING)));
+        let check = |package: usize, selection: &[&str]| {
+            let (package, all) = &everything[package];
+            let found = dependencies(package, selection);
+            let differ: Vec<_> = found.symmetric_difference(all).collect();
+            assert!(
+                differ.is_empty(),
+                "tests/unify/Cargo.toml: {selection:?} differs in {differ:#?}"
+            );
+        };
+        let ours: [&[&str]; 5] =
+            [&[], &ALL_BUT_GPT, &["-p", GPT], &["-p", "tests"], &["-p", "benches"]];
+        for selection in ours {
+            check(1, selection);
+        }
+        // It has not all features of tch-extension.
+        check(0, &["-p", "tch-extension-python"]);
+    }
+
+    #[test]
+    fn names_of_test_programs_are_words_before_the_options() {
+        let arguments = |args: &[&str]| {
+            let args: Vec<String> = args.iter().map(|arg| arg.to_string()).collect();
+            let command = test(&repo(), &Changes::new(), &args);
+            let found = command.get_args().map(|arg| arg.to_str().unwrap().to_string());
+            found.collect::<Vec<_>>().join(" ")
+        };
+        let all = format!("test {}", ALL_BUT_GPT.join(" "));
+        assert_eq!(arguments(&[]), all);
+        assert_eq!(
+            arguments(&["lstm", "view", "--", "layout"]),
+            format!("{all} --test lstm --test view -- layout")
+        );
+        assert_eq!(arguments(&["no_such_program"]), format!("{all} no_such_program"));
+        assert_eq!(arguments(&["-p", "tch-run", "--", "-p"]), "test -p tch-run -- -p");
+        assert_eq!(arguments(&["--", "-p"]), format!("{all} -- -p"));
+    }
 
     fn shell(title: &str, script: &str) -> (String, Command) {
         let mut command = Command::new("sh");

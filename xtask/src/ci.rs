@@ -247,10 +247,10 @@ impl Ci {
     /// the other libtorch that is supported. CUDA and the other families would take twice as long;
     /// `cargo xtask test --tch 0.26` runs everything.
     fn other_libtorch(&self) -> Result<()> {
-        let features = ["-p", "tch-extension", "--no-default-features", "--features", "jit,norm"];
-        let tests = ["autograd", "library", "jit", "layer_norm"];
-        let tests = tests.iter().flat_map(|test| ["--test", test]);
-        let args: Vec<String> = features.into_iter().chain(tests).map(String::from).collect();
+        let tests = ["autograd", "library", "jit", "layer_norm"].map(String::from);
+        let features = "tch-extension/jit,tch-extension/norm";
+        let rest = ["-p", "tests", "--no-default-features", "--features", features];
+        let args: Vec<String> = tests.into_iter().chain(rest.map(String::from)).collect();
         let mut command = versions::command(&self.repo, &args)?;
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
         command.env("CARGO_INCREMENTAL", "0");
@@ -324,7 +324,7 @@ impl Ci {
     }
 
     /// Makes the packages that a release publishes, without compiling them. Cargo warns of each
-    /// test that is not packed, which `--quiet` silences.
+    /// example that is not packed, which `--quiet` silences.
     fn package(&self) -> Result<()> {
         let crates = ["-p", BUILD_CRATE, "-p", "tch-extension", "-p", cargo::LAUNCHER];
         let args = ["package", "--quiet", "--no-verify", "--allow-dirty"];
