@@ -1,7 +1,6 @@
 //! Starts cargo in the root of the repository.
 
 use crate::repo::Repo;
-use crate::report::say;
 use crate::setup::Changes;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -72,33 +71,6 @@ pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().context("cannot run cargo; is it in PATH?")?;
     if !status.success() {
         bail!("`{}` failed ({status})", describe(command));
-    }
-    Ok(())
-}
-
-/// Runs the commands at the same time and returns an error unless all succeed. The output of each
-/// is printed as a whole, below its title.
-pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<()> {
-    let outputs = std::thread::scope(|scope| {
-        let running = commands.map(|(title, mut command)| {
-            scope.spawn(move || {
-                let output = command.output().context("cannot run cargo; is it in PATH?")?;
-                anyhow::Ok((title, describe(&command), output))
-            })
-        });
-        running.map(|thread| thread.join().expect("nothing in it panics"))
-    });
-    let mut failed = Vec::new();
-    for output in outputs {
-        let (title, command, output) = output?;
-        let text = [&output.stderr[..], &output.stdout].map(String::from_utf8_lossy).concat();
-        say(format_args!("-- {title}\n{}", text.trim_end()));
-        if !output.status.success() {
-            failed.push(format!("`{command}` with {title} failed ({})", output.status));
-        }
-    }
-    if !failed.is_empty() {
-        bail!(failed.join("; "));
     }
     Ok(())
 }
@@ -207,33 +179,5 @@ mod tests {
         assert_eq!(arguments(&["no_such_program"]), format!("{all} no_such_program"));
         assert_eq!(arguments(&["-p", "tch-run", "--", "-p"]), "test -p tch-run -- -p");
         assert_eq!(arguments(&["--", "-p"]), format!("{all} -- -p"));
-    }
-
-    fn shell(title: &str, script: &str) -> (String, Command) {
-        let mut command = Command::new("sh");
-        command.args(["-c", script]);
-        (title.to_string(), command)
-    }
-
-    #[test]
-    fn one_of_several_that_fails_is_named() {
-        run_together([shell("a", "echo fine"), shell("b", "true")]).unwrap();
-        let error =
-            run_together([shell("a", "exit 3"), shell("b", "true")]).unwrap_err().to_string();
-        assert!(error.contains("with a failed") && !error.contains("with b"), "{error}");
-    }
-
-    #[test]
-    fn they_run_at_the_same_time() {
-        let scratch = tempfile::tempdir().unwrap();
-        let folder = scratch.path().to_path_buf();
-        std::fs::create_dir_all(&folder).unwrap();
-        // Each of the two commands waits for the file that the other one makes.
-        let meets = |own: &str, other: &str| {
-            let wait = "for i in $(seq 500); do [ -e $1 ] && exit; sleep 0.02; done; exit 1";
-            let (own, other) = (folder.join(own), folder.join(other));
-            shell("", &format!("set -- '{}'; touch '{}'; {wait}", other.display(), own.display()))
-        };
-        run_together([meets("a", "b"), meets("b", "a")]).unwrap();
     }
 }
