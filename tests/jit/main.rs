@@ -1,5 +1,6 @@
 //! Tests of C++ and CUDA code that is compiled while the tests run.
 
+use root::root;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
@@ -13,6 +14,9 @@ mod inline;
 mod messages;
 mod processes;
 mod python_sources;
+
+#[path = "../support/root.rs"]
+mod root;
 
 fn scratch() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
@@ -29,10 +33,7 @@ fn shared_cache() -> PathBuf {
 
 /// The path of a source in tests/python_sources.
 fn python_source(file: &str) -> PathBuf {
-    // Cargo sets this variable; a bundle's script sets it where there is no cargo.
-    let root = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    root.join("tests/python_sources").join(file)
+    root().join("tests/python_sources").join(file)
 }
 
 fn extension(name: &str) -> Extension {

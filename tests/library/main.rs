@@ -1,6 +1,7 @@
 //! Tests of operators from libraries of other projects.
 
 use compiled::operator;
+use root::root;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
 use tch_extension::library::{
@@ -22,6 +23,9 @@ mod results;
 mod speed;
 mod threads;
 mod vision;
+
+#[path = "../support/root.rs"]
+mod root;
 
 fn doubles(values: &[f64]) -> Tensor {
     Tensor::from_slice(values)

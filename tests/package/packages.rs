@@ -29,12 +29,6 @@ pub fn packages_for(device: &str, test: &str) -> Option<&'static Path> {
     }
 }
 
-/// The repository's folder, also where the tests run on another machine.
-pub fn root() -> PathBuf {
-    let root = std::env::var_os("CARGO_MANIFEST_DIR");
-    root.map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
-}
-
 /// Writes the packages for a device, and returns their folder. It takes a minute.
 fn write(device: &str) -> Written {
     // Not a temporary folder, which could not be removed after the last test.
@@ -47,7 +41,7 @@ fn write(device: &str) -> Written {
     // The compiler's results stay there, which makes later runs faster.
     command.env("TORCHINDUCTOR_CACHE_DIR", folder.join("cache"));
     // What the compiler imports, as set-up installed it.
-    let installed = [".venv/python", ".venv/site"].map(|part| root().join(part));
+    let installed = [".venv/python", ".venv/site"].map(|part| python::root().join(part));
     if installed.iter().all(|part| part.exists()) {
         command.env("PYTHONPATH", std::env::join_paths(installed).expect("paths"));
     }

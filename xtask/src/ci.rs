@@ -3,6 +3,7 @@
 use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
+use crate::runner::{self, Run};
 use crate::setup::{self, Changes};
 use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
 use anyhow::{Context, Result, bail};
@@ -189,33 +190,40 @@ impl Ci {
         misuse::check(&self.repo, &self.build()?)
     }
 
-    /// A `cargo test` whose OpenMP threads sleep while they wait. libtest starts one thread for
-    /// each core, and each of them starts as many threads of libtorch's, which would otherwise spin
-    /// while others work.
-    fn test(&self) -> Command {
-        let mut command = self.cargo(&["test"]);
-        command.args(cargo::EVERYTHING).env("OMP_WAIT_POLICY", "passive");
-        command
-    }
-
     fn tests(&self) -> Result<()> {
         // The tests of several processes start the launcher.
         cargo::run(self.cargo(&["build", "--bin", cargo::LAUNCHER]).args(cargo::EVERYTHING))?;
-        let mut command = self.test();
-        if self.has_vision {
-            // In this run, a torchvision that cannot be loaded is a failure and not a reason to
-            // skip a test.
-            command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
+        let programs = runner::programs(&self.build()?);
+        // The examples of the documentation are compiled before they run, which takes longest.
+        let mut command = self.cargo(&["test", "--doc"]);
+        command.args(cargo::EVERYTHING);
+        let again = format!("cargo test {} --doc", cargo::EVERYTHING.join(" "));
+        let mut runs = vec![Run { title: "documentation".to_string(), command, again }];
+        runs.extend(programs.iter().map(|program| program.run(&self.changes, &cargo::EVERYTHING)));
+        // In this run, what cannot be loaded or imported is a failure and not a reason to skip a
+        // test: torchvision, torch by Python, and transformers for a test of examples/gpt.
+        for (required, name) in [
+            (self.has_vision, "TCH_EXTENSION_REQUIRE_TORCHVISION"),
+            (self.has_python, "TCH_EXTENSION_REQUIRE_PYTHON"),
+            (self.has_transformers, "TCH_EXTENSION_REQUIRE_TRANSFORMERS"),
+        ] {
+            if required {
+                runs.iter_mut().for_each(|run| _ = run.command.env(name, "1"));
+            }
         }
-        if self.has_python {
-            // In this run, a Python that cannot import torch is a failure, too.
-            command.env("TCH_EXTENSION_REQUIRE_PYTHON", "1");
+        Self::run(runs)
+    }
+
+    /// Runs test programs whose OpenMP threads sleep while they wait. Each program starts as many
+    /// threads of libtorch's as there are cores, which would otherwise spin while others work.
+    fn run(mut runs: Vec<Run>) -> Result<()> {
+        let (at_once, changes) = runner::shares();
+        for run in &mut runs {
+            run.command.env("OMP_WAIT_POLICY", "passive");
+            run.command
+                .envs(changes.iter().filter_map(|(name, value)| Some((name, value.as_ref()?))));
         }
-        if self.has_transformers {
-            // The same for a test of examples/gpt.
-            command.env("TCH_EXTENSION_REQUIRE_TRANSFORMERS", "1");
-        }
-        cargo::run(&mut command)
+        runner::run(runs, at_once, runner::LIMIT)
     }
 
     /// Tests the CPU kernels for the other instruction sets. The kernels are compiled once for each
@@ -224,34 +232,32 @@ impl Ci {
     /// processor chose.
     fn operators_per_isa(&self) -> Result<()> {
         let tests = operator_tests(&self.repo.root);
-        if tests.is_empty() {
-            bail!("no operator in src/ops has its test in tests, so nothing was checked");
+        let mut programs = runner::programs(&self.build()?);
+        programs.retain(|program| tests.contains(&program.name));
+        let mut runs = Vec::new();
+        for program in &programs {
+            for capability in ["default", "avx2"] {
+                let mut run = program.run(&self.changes, &cargo::EVERYTHING);
+                // Second derivatives, sizes and strides have no per-instruction-set code of their own.
+                const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
+                run.command.args(["--skip", "second_derivatives", "--skip", ALIKE]);
+                run.command.env("ATEN_CPU_CAPABILITY", capability);
+                run.title += &format!(", {capability}");
+                run.again.insert_str(0, &format!("ATEN_CPU_CAPABILITY={capability} "));
+                runs.push(run);
+            }
         }
-        say(format_args!("-- {}", tests.join(", ")));
-        let command = |capability: &str| {
-            let mut command = self.test();
-            command.args(tests.iter().flat_map(|test| ["--test", test]));
-            // Second derivatives, sizes and strides have no per-instruction-set code of their own.
-            const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
-            command.args(["--", "--skip", "second_derivatives", "--skip", ALIKE]);
-            command.env("ATEN_CPU_CAPABILITY", capability);
-            command
-        };
-        // Both run at the same time, because at the end of each run its longest test leaves the
-        // other cores idle.
-        cargo::run_together(
-            ["default", "avx2"].map(|name| (format!("ATEN_CPU_CAPABILITY={name}"), command(name))),
-        )
+        Self::run(runs)
     }
 
     /// Tests the parts that depend on libtorch's version most, and one family of operators, with
     /// the other libtorch that is supported. CUDA and the other families would take twice as long;
     /// `cargo xtask test --tch 0.26` runs everything.
     fn other_libtorch(&self) -> Result<()> {
-        let features = ["-p", "tch-extension", "--no-default-features", "--features", "jit,norm"];
-        let tests = ["autograd", "library", "jit", "layer_norm"];
-        let tests = tests.iter().flat_map(|test| ["--test", test]);
-        let args: Vec<String> = features.into_iter().chain(tests).map(String::from).collect();
+        let tests = ["autograd", "library", "jit", "layer_norm"].map(String::from);
+        let features = "tch-extension/jit,tch-extension/norm";
+        let rest = ["-p", "tests", "--no-default-features", "--features", features];
+        let args: Vec<String> = tests.into_iter().chain(rest.map(String::from)).collect();
         let mut command = versions::command(&self.repo, &args)?;
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
         command.env("CARGO_INCREMENTAL", "0");
@@ -325,7 +331,7 @@ impl Ci {
     }
 
     /// Makes the packages that a release publishes, without compiling them. Cargo warns of each
-    /// test that is not packed, which `--quiet` silences.
+    /// example that is not packed, which `--quiet` silences.
     fn package(&self) -> Result<()> {
         let crates = ["-p", BUILD_CRATE, "-p", "tch-extension", "-p", cargo::LAUNCHER];
         let args = ["package", "--quiet", "--no-verify", "--allow-dirty"];

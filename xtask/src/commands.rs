@@ -26,9 +26,10 @@ const HELP: &str = "\
 cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares; --op lstm, gru
-  test [--tch 0.26] [ARGUMENTS]
-                     the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`. Those of
-                     examples/gpt, which has dependencies of its own, are `cargo test -p gpt`.
+  test [--tch 0.26] [NAME...] [ARGUMENTS]
+                     the workspace's tests, or those of operators (`test lstm gru`), one at a time where there is a GPU;
+                     arguments go to `cargo test`. Those of examples/gpt, which has dependencies of its own, are
+                     `cargo test -p gpt`.
                      With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
@@ -62,7 +63,8 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
             args => test(args),
         },
         Some("bench") => {
-            let bench = ["bench", "--profile", "dev", "--bench", "ops", "--", "table"];
+            let ops = ["--profile", "dev", "--bench", "ops", "--", "table"];
+            let bench = [&["bench"], &cargo::ALL_BUT_GPT[..], &ops].concat();
             start(&bench, own_args(args))
         }
         Some("plot") => plots(args),
@@ -151,10 +153,7 @@ fn test(args: &[String]) -> Result<ExitCode> {
     ready.changes.extend(setup::one_test_at_a_time());
     setup::vision(&repo, &ready)?;
     setup::python(&repo, &ready)?;
-    let mut command = cargo::command(&repo, &ready.changes, &["test"]);
-    command.args(cargo::ALL_BUT_GPT);
-    command.args(args);
-    Err(cargo::become_command(command))
+    Err(cargo::become_command(cargo::test(&repo, &ready.changes, args)))
 }
 
 fn only_setup(repo: &Repo) -> Result<ExitCode> {

@@ -32,6 +32,7 @@ mod programs;
 mod readme;
 mod repo;
 mod report;
+mod runner;
 mod setup;
 mod versions;
 mod weak_symbols;

@@ -140,7 +140,7 @@ fn parse_glibc(text: &str) -> Option<(u32, u32)> {
 const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 
 /// The variable from which libtest takes its number of threads.
-const TEST_THREADS: &str = "RUST_TEST_THREADS";
+pub const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
 pub fn has_gpu() -> bool {
     // The driver's device is there also where nvidia-smi is not in PATH.

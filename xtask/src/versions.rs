@@ -46,13 +46,7 @@ pub fn workspace(repo: &Repo, version: &str) -> Result<(Repo, setup::Changes)> {
 pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
     let (other, mut changes) = prepare(repo)?;
     changes.extend(setup::one_test_at_a_time());
-    let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
-    let mut command = cargo::command(&other, &changes, &["test"]);
-    if !has_packages {
-        command.args(cargo::ALL_BUT_GPT);
-    }
-    command.args(args);
-    Ok(command)
+    Ok(cargo::test(&other, &changes, args))
 }
 
 fn prepare(repo: &Repo) -> Result<(Repo, setup::Changes)> {
