@@ -13,10 +13,15 @@ use std::process::{Command, Stdio};
 pub const ALL_BUT_GPT: [&str; 3] = ["--workspace", "--exclude", GPT];
 /// Selects all packages, and switches on what is off by default. Cargo unites the features of the
 /// packages that a command selects, so only commands that select the same share what is built.
-pub const EVERYTHING: [&str; 3] =
-    ["--workspace", "--features", "tch-extension/distributed,gpt/distributed"];
+pub const EVERYTHING: [&str; 3] = [
+    "--workspace",
+    "--features",
+    "tch-extension/distributed,gpt/distributed,char_lltm/distributed",
+];
 /// The launcher, which the tests of several processes need.
 pub const LAUNCHER: &str = "tch-run";
+/// The package of the demo, in `examples/char_lltm`.
+pub const DEMO: &str = "char_lltm";
 /// The package in `examples/gpt`.
 pub const GPT: &str = "gpt";
 
