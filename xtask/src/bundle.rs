@@ -55,7 +55,7 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 }
 
 fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
-    let mut builds: Vec<&[&str]> = vec![&["test", "--no-run"], &["build", "--bins", "--examples"]];
+    let mut builds: Vec<&[&str]> = vec![&["test", "--no-run"], &["build", "--bins"]];
     if options.benches {
         builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
     }
@@ -89,11 +89,12 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
 
 /// The packages whose programs are useful on another machine. `xtask` and `tch-extension-build` are
 /// not among them.
-const PACKAGES: [&str; 7] = [
+const PACKAGES: [&str; 8] = [
     "Cargo.toml",
     "benches/Cargo.toml",
     "tests/Cargo.toml",
     "tests/downstream/Cargo.toml",
+    "examples/char_lltm/Cargo.toml",
     "examples/extension/Cargo.toml",
     "examples/gpt/Cargo.toml",
     "tch-run/Cargo.toml",
@@ -108,7 +109,6 @@ fn program(message: &Value, root: &Path) -> Option<Program> {
     }
     let target = &message["target"];
     let folder = match target["kind"][0].as_str()? {
-        "example" => "examples",
         "bench" => "benches",
         // Only examples and the launcher have binaries. Their unit-test programs are left out.
         "bin" if message["profile"]["test"] == true => return None,
@@ -304,7 +304,6 @@ mod tests {
         };
         assert_eq!(folder("test", true), Some("tests"));
         assert_eq!(folder("lib", true), Some("tests"));
-        assert_eq!(folder("example", false), Some("examples"));
         assert_eq!(folder("bench", true), Some("benches"));
         assert_eq!(folder("bin", false), Some("examples"));
         assert_eq!(folder("bin", true), None);

@@ -100,7 +100,7 @@ fn demo(args: &[String]) -> Result<ExitCode> {
     all.extend_from_slice(args);
     let started = SystemTime::now();
     let mut command =
-        cargo::command(&repo, &ready.changes, &["run", "--example", "char_lltm", "--"]);
+        cargo::command(&repo, &ready.changes, &["run", "--package", cargo::DEMO, "--"]);
     let status = command.args(&all).status().context("cannot run cargo; is it in PATH?")?;
     let folder = repo.root.join(last_out(&all));
     let (table, picture) = (folder.join("loss.csv"), folder.join("loss.svg"));

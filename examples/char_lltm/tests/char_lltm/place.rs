@@ -5,7 +5,7 @@ use std::fs::{self};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::LazyLock;
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 use tch::Tensor;
 use tempfile::TempDir;
 
@@ -73,7 +73,7 @@ impl Place {
 
     /// A tiny run on this folder's text. If an option is given twice, the later one applies.
     pub fn command(&self, arguments: &[&str]) -> Command {
-        let mut command = Command::new(example());
+        let mut command = Command::new(program());
         command.arg("--text").arg(self.path("text.txt")).arg("--out").arg(self.out());
         // The tests run at the same time, and threads of one program that have to share a core
         // would wait for one another.
@@ -89,7 +89,7 @@ impl Place {
         self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs the example with bad input, and checks that it prints one line that contains everything
+    /// Runs the program with bad input, and checks that it prints one line that contains everything
     /// in `expected`, exits with code 1 and leaves the results unchanged.
     #[track_caller]
     pub fn refuses(&self, arguments: &[&str], expected: &[&str]) {
@@ -121,28 +121,12 @@ impl Place {
     }
 }
 
-/// The path of the built example: in a bundle's folder, or next to the folder of this test.
-pub fn example() -> PathBuf {
-    if let Some(folder) = std::env::var_os("TCH_EXTENSION_EXAMPLES") {
-        return PathBuf::from(folder).join("char_lltm");
+/// The program to test: in a bundle's folder, or the one that cargo built for this test.
+pub fn program() -> PathBuf {
+    match std::env::var_os("TCH_EXTENSION_EXAMPLES") {
+        Some(folder) => PathBuf::from(folder).join("char_lltm"),
+        None => env!("CARGO_BIN_EXE_char_lltm").into(),
     }
-    let test = std::env::current_exe().unwrap();
-    let program = test.parent().and_then(Path::parent).unwrap().join("examples/char_lltm");
-    // `cargo test` also builds the examples, but `cargo test --test char_lltm` does not and would
-    // test an outdated program.
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/char_lltm");
-    let newest = fs::read_dir(sources).unwrap().map(|entry| modified(&entry.unwrap().path())).max();
-    let fresh = program.exists() && Some(modified(&program)) >= newest;
-    assert!(
-        fresh,
-        "{} is absent or outdated: run `cargo build --example char_lltm`",
-        program.display()
-    );
-    program
-}
-
-pub fn modified(path: &Path) -> SystemTime {
-    path.metadata().and_then(|metadata| metadata.modified()).unwrap()
 }
 
 /// The text is repetitive, so that a tiny model learns it in a second. It contains every letter, so

@@ -1,83 +1,89 @@
-//! The command line and the checks of its values.
+//! The options, and the checks of their values.
 
 use anyhow::{Result, bail, ensure};
-use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 use tch::{Cuda, Device};
 use tch_extension::cuda;
 
-/// Trains a character-level language model with the LLTM: the whole sequence as one operator, the
-/// fused cell step by step, or the cell composed of tch operators. It can also train several of
-/// them and compare their results, and it can train the LSTM or the GRU next to libtorch's.
-#[derive(Debug, Parser)]
-#[command(name = "char_lltm", allow_negative_numbers = true, args_override_self = true)]
+/// The options, which [`crate::arguments`] reads and describes.
+#[derive(Debug)]
 pub struct Options {
-    /// Text to train on, UTF-8 [default: this repository's own prose]
-    #[arg(long, value_name = "FILE")]
     pub text: Option<PathBuf>,
-    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Which implementation to train; several are trained in turns, from the same initial weights
-    #[arg(long, value_enum, default_value_t = OpChoice::Sequence)]
     pub op: OpChoice,
-    /// Units of the recurrent layer
-    #[arg(long, value_name = "N", default_value_t = 128)]
     pub hidden: i64,
-    /// Characters per stream and step; the gradient reaches back this far
-    #[arg(long, value_name = "N", default_value_t = 64)]
     pub seq_len: i64,
-    /// Streams that are trained at the same time; several processes divide them
-    #[arg(long, value_name = "N", default_value_t = 32)]
     pub batch: i64,
-    /// Optimiser steps
-    #[arg(long, value_name = "N", default_value_t = 1500)]
     pub steps: i64,
-    /// Peak learning rate of Adam; it falls to a tenth along a cosine
-    #[arg(long, value_name = "RATE", default_value_t = 5e-3)]
     pub lr: f64,
-    /// Seed of the initial weights and of the sample
-    #[arg(long, default_value_t = 1)]
     pub seed: i64,
-    /// Folder for the weights and the losses
-    #[arg(long, value_name = "FOLDER", default_value = "runs/char_lltm")]
     pub out: PathBuf,
-    /// Start from these weights, written by an earlier run on the same text (the optimiser starts
-    /// afresh)
-    #[arg(long, value_name = "FILE")]
     pub resume: Option<PathBuf>,
-    /// Write the weights after every N steps and at the end
-    #[arg(long, value_name = "N", default_value_t = 100)]
     pub save_every: i64,
-    /// Characters to generate at the end; 0 for none
-    #[arg(long, value_name = "N", default_value_t = 400)]
     pub sample: i64,
-    /// Temperature of the sample: below 1 keeps to likely characters, above 1 is more daring
-    #[arg(long, default_value_t = 0.5)]
     pub temperature: f64,
 }
 
+impl Default for Options {
+    fn default() -> Options {
+        Options {
+            text: None,
+            device: "auto".to_string(),
+            op: OpChoice::Sequence,
+            hidden: 128,
+            seq_len: 64,
+            batch: 32,
+            steps: 1500,
+            lr: 5e-3,
+            seed: 1,
+            out: "runs/char_lltm".into(),
+            resume: None,
+            save_every: 100,
+            sample: 400,
+            temperature: 0.5,
+        }
+    }
+}
+
 /// The value of `--op`.
-#[derive(Debug, Clone, Copy, ValueEnum)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum OpChoice {
-    /// The LLTM's whole sequence as one operator (`lltm` means the same)
-    #[value(alias = "lltm")]
     Sequence,
-    /// The LLTM's fused cell, step by step
     Fused,
-    /// The LLTM's cell composed of tch operators
     Composite,
-    /// The LLTM's fused cell and the cell composed of tch operators
     Both,
-    /// All three implementations of the LLTM
     All,
-    /// This crate's LSTM and libtorch's
     Lstm,
-    /// This crate's GRU and libtorch's
     Gru,
 }
 
 impl OpChoice {
+    /// The names of all choices, and what each one means.
+    pub const ALL: [(&'static str, OpChoice, &'static str); 7] = [
+        (
+            "sequence",
+            OpChoice::Sequence,
+            "The LLTM's whole sequence as one operator (`lltm` means the same)",
+        ),
+        ("fused", OpChoice::Fused, "The LLTM's fused cell, step by step"),
+        ("composite", OpChoice::Composite, "The LLTM's cell composed of tch operators"),
+        ("both", OpChoice::Both, "The LLTM's fused cell and the cell composed of tch operators"),
+        ("all", OpChoice::All, "All three implementations of the LLTM"),
+        ("lstm", OpChoice::Lstm, "This crate's LSTM and libtorch's"),
+        ("gru", OpChoice::Gru, "This crate's GRU and libtorch's"),
+    ];
+
+    /// The choice with this name.
+    pub fn of(name: &str) -> Option<OpChoice> {
+        let name = if name == "lltm" { "sequence" } else { name };
+        Self::ALL.iter().find(|(known, ..)| *known == name).map(|(_, choice, _)| *choice)
+    }
+
+    /// Its name among [`OpChoice::ALL`].
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|(_, choice, _)| *choice == self).map_or("", |(name, ..)| name)
+    }
+
     /// The operators to train, in this order.
     pub fn each(self) -> &'static [Op] {
         match self {

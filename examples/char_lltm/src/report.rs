@@ -4,7 +4,6 @@ use crate::data::Corpus;
 use crate::options::{Op, Options};
 use crate::train::{self, Learner};
 use anyhow::Result;
-use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -17,7 +16,7 @@ const CLEARLY_BELOW: f64 = 0.5;
 const FIRST_STEPS: usize = 50;
 /// The columns of a terminal.
 const WIDTH: usize = 80;
-/// The number of progress lines if there is no terminal on which a bar could be redrawn.
+/// The number of progress lines if there is no terminal on which one line could be rewritten.
 const PLAIN_LINES: i64 = 10;
 
 /// Whether this process prints errors only.
@@ -98,56 +97,49 @@ pub fn wrapped(text: &str) -> String {
     lines.join("\n")
 }
 
-/// A progress bar on a terminal, and a few plain lines elsewhere.
+/// One line that is rewritten on a terminal, and a few plain lines elsewhere.
 pub struct Progress {
     begun: Instant,
     steps: i64,
-    bar: Option<ProgressBar>,
+    is_rewritten: bool,
+    /// Whether the cursor is still in the line that is rewritten.
+    is_in_line: bool,
     lines: i64,
 }
 
 impl Progress {
     pub fn new(steps: i64) -> Progress {
-        let bar = (stderr().is_terminal() && !is_silent()).then(|| bar(steps));
-        Progress { begun: Instant::now(), steps, bar, lines: 0 }
+        let is_rewritten =
+            stderr().is_terminal() && std::env::var_os("TERM").is_none_or(|term| term != "dumb");
+        Progress { begun: Instant::now(), steps, is_rewritten, is_in_line: false, lines: 0 }
     }
 
     pub fn update(&mut self, step: i64, learners: &[Learner]) {
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(standing(learners));
-                bar.set_position(step as u64);
-            }
-            None => self.plain_line(step, learners),
-        }
-    }
-
-    fn plain_line(&mut self, step: i64, learners: &[Learner]) {
         let lines_due = step * PLAIN_LINES / self.steps;
-        if lines_due <= self.lines || is_silent() {
+        if is_silent() || !(self.is_rewritten || lines_due > self.lines) {
             return;
         }
         self.lines = lines_due;
         let left = self.begun.elapsed().as_secs_f64() / step as f64 * (self.steps - step) as f64;
         let line = format!("step {step}/{}: {}, {left:.0}s left", self.steps, standing(learners));
-        let _ = writeln!(stderr().lock(), "{line}");
+        // Between the last two codes, a terminal cuts a line that is too long. It would otherwise
+        // continue the line in the next row, which could not be rewritten.
+        let text = match self.is_rewritten {
+            true => format!("\r\x1b[K\x1b[?7l{line}\x1b[?7h"),
+            false => line + "\n",
+        };
+        self.is_in_line = self.is_rewritten;
+        let _ = stderr().lock().write_all(text.as_bytes());
     }
 }
 
 impl Drop for Progress {
-    /// Leaves the bar as it is, finished or not, so that later output appears below it.
+    /// Leaves the line as it is, finished or not, so that later output appears below it.
     fn drop(&mut self) {
-        if let Some(bar) = &self.bar {
-            bar.abandon();
-            let _ = writeln!(stderr().lock());
+        if self.is_in_line {
+            let _ = stderr().lock().write_all(b"\n");
         }
     }
-}
-
-fn bar(steps: i64) -> ProgressBar {
-    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len}: {msg}, {eta} left");
-    ProgressBar::new(steps as u64)
-        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 /// The loss and the speed of each learner, short enough for one line of a terminal.

@@ -1,4 +1,4 @@
-//! Runs the `char_lltm` example in the way that its users do: as a program, on files, with good and
+//! Runs the demo in the way that its users do: as a program, on files, with good and
 //! bad input.
 
 mod place;
@@ -167,23 +167,26 @@ fn by_default_reads_the_prose_of_this_repository() {
     let root = place.path("repository");
     fs::create_dir_all(root.join("src/deep")).unwrap();
     fs::create_dir_all(root.join("examples/target")).unwrap();
+    fs::create_dir_all(root.join("csrc")).unwrap();
     let page = "# ¢\n\nAbc\n[d](¢)e `f`.\n\n```rust\n¢¢¢.\n```\n| ¢ |\n\n- Ab cde f.\n- ¢¢\n";
     fs::write(root.join("README.md"), page.repeat(30)).unwrap();
     let source = "    /// Ab\n    /// cde.\n    fn ¢() {} // ¢.\n// F:\n//! ```\n//! ¢.\n//! ```\n";
     fs::write(root.join("src/deep/x.rs"), source.repeat(30)).unwrap();
     fs::write(root.join("src/deep/x.txt"), "not a source: ©").unwrap();
     fs::write(root.join("examples/target/made.rs"), "// Built: ©.").unwrap();
-    let mut command = Command::new(example());
-    command.args(TINY).arg("--out").arg(place.out()).env("CARGO_MANIFEST_DIR", &root);
-    let printed = succeeded(&command.output().unwrap());
+    let mut command = Command::new(program());
+    command.args(TINY).arg("--out").arg(place.out());
     let all = "Abc de f.\nAb cde f.\n".repeat(30) + &"Ab cde.\nF:\n".repeat(30);
     let characters = all.len();
-    assert!(
-        printed.contains(&format!(
-            "text: the prose of this repository (2 files)\n{characters} characters, vocabulary of 11"
-        )),
-        "{printed}"
+    let expected = format!(
+        "text: the prose of this repository (2 files)\n{characters} characters, vocabulary of 11"
     );
+    // Cargo names this package's folder, and a bundle's script names the root.
+    for folder in ["examples/char_lltm", ""] {
+        let run = command.env("CARGO_MANIFEST_DIR", root.join(folder)).output().unwrap();
+        let printed = succeeded(&run);
+        assert!(printed.contains(&expected), "{printed}");
+    }
 }
 
 #[test]
@@ -216,9 +219,12 @@ fn a_closed_pipe_does_not_stop_the_training() {
 }
 
 #[test]
-fn help_names_every_option() {
-    let done = Command::new(example()).arg("--help").output().unwrap();
+fn help_names_every_option_and_its_default() {
+    let done = Command::new(program()).arg("--help").output().unwrap();
     let help = succeeded(&done);
+    for expected in ["[default: 128]", "[default: 0.005]", "runs/char_lltm]", "composite  The"] {
+        assert!(help.contains(expected), "no {expected:?} in:\n{help}");
+    }
     for option in [
         "--text",
         "--device",
@@ -237,6 +243,30 @@ fn help_names_every_option() {
     ] {
         assert!(help.contains(option), "no {option} in:\n{help}");
     }
+}
+
+/// `script` runs a program on a terminal of its own.
+#[test]
+fn progress_is_one_line_on_a_terminal() {
+    let place = Place::new();
+    let words: Vec<String> = [program()].iter().map(|path| str(path).to_string()).collect();
+    let arguments = place.command(&["--op", "fused", "--steps", "30", "--save-every", "10"]);
+    let arguments = arguments.get_args().map(|word| word.to_str().unwrap().to_string());
+    let line: Vec<String> = words.into_iter().chain(arguments).collect();
+    let mut script = Command::new("script");
+    script.args(["-qec", &line.join(" "), "/dev/null"]).env("TERM", "xterm");
+    let Ok(done) = script.output() else {
+        eprintln!("skipped: there is no `script`, which makes a terminal");
+        return;
+    };
+    let screen = succeeded(&done);
+    let drawn: Vec<&str> = screen.split("\r\u{1b}[K\u{1b}[?7l").skip(1).collect();
+    assert!(drawn.len() >= 3, "three saves end three turns: {screen:?}");
+    let (last, earlier) = drawn.split_last().unwrap();
+    for text in earlier {
+        assert!(text.starts_with("step ") && text.ends_with("s left\u{1b}[?7h"), "{text:?}");
+    }
+    assert!(last.starts_with("step 30/30: fused loss ") && last.contains("\u{1b}[?7h\r\n"));
 }
 
 // Interruption

@@ -39,12 +39,14 @@ pub fn load(path: Option<&Path>) -> Result<Text> {
     }
 }
 
-/// The root of the repository. Cargo sets the variable for programs that it runs; a bundle's script
-/// sets it to the folder with the bundle's copy of the sources.
+/// The root of the repository: the nearest folder with kernels at or above one that a variable names.
+/// Cargo sets the variable to this package's folder for programs that it runs; a bundle's script sets
+/// it to the folder with the bundle's copy of the sources.
 fn repository() -> PathBuf {
-    std::env::var_os("CARGO_MANIFEST_DIR")
-        .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into())
-        .into()
+    let folder = std::env::var_os("CARGO_MANIFEST_DIR").map(PathBuf::from);
+    let folder = folder.unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+    let root = folder.ancestors().find(|folder| folder.join("csrc").is_dir());
+    root.unwrap_or(&folder).to_path_buf()
 }
 
 fn load_repository(root: &Path) -> Result<Text> {

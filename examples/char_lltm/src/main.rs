@@ -3,14 +3,15 @@
 //! maths composed of tch operators, and compares the three. With `--op lstm` or `--op gru`, it
 //! trains with this crate's LSTM or GRU and with libtorch's, and compares the two.
 //! ```text
-//! cargo run --example char_lltm                        # this repository's own prose
-//! cargo run --example char_lltm -- --op all            # and the comparison
-//! cargo run --example char_lltm -- --op lstm           # the LSTM, compared with libtorch's
-//! cargo run --example char_lltm -- --text book.txt --op fused --steps 2000
-//! tch-run -n 2 target/debug/examples/char_lltm          # two processes; built with `--features distributed`
-//! cargo run --example char_lltm -- --help
+//! cargo run -p char_lltm                       # this repository's own prose
+//! cargo run -p char_lltm -- --op all           # and the comparison
+//! cargo run -p char_lltm -- --op lstm          # the LSTM, compared with libtorch's
+//! cargo run -p char_lltm -- --text book.txt --op fused --steps 2000
+//! tch-run -n 2 target/debug/char_lltm          # two processes; built with `--features distributed`
+//! cargo run -p char_lltm -- --help
 //! ```
 
+mod arguments;
 mod checkpoint;
 mod data;
 mod guard;
@@ -22,10 +23,11 @@ mod ranks;
 mod report;
 mod train;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
+use arguments::Request;
 use checkpoint::Checkpoint;
-use clap::Parser;
 use data::Corpus;
+use lexopt::Parser;
 use model::CharModel;
 use options::{Op, Options};
 use output::OutputFolder;
@@ -35,8 +37,18 @@ use std::process::ExitCode;
 use train::Learner;
 
 fn main() -> ExitCode {
-    let options = Options::parse();
-    match guard::without_panics(|| run(&options)) {
+    let request = match arguments::parse(Parser::from_env()) {
+        Ok(request) => request,
+        Err(error) => {
+            report::error(&anyhow!("{error:#} (see --help)"));
+            return ExitCode::from(2);
+        }
+    };
+    let work = || match &request {
+        Request::Train(options) => run(options),
+        Request::Help => report::say(arguments::help().trim_end()),
+    };
+    match guard::without_panics(work) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             report::error(&error);

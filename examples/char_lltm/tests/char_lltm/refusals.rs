@@ -1,6 +1,7 @@
 //! Bad input: one line names it and a solution, the exit code is 1, nothing is overwritten.
 
 use crate::place::*;
+use std::ffi::OsStr;
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -124,12 +125,28 @@ fn refuses_unknown_devices() {
 fn usage_errors_exit_with_2() {
     let place = Place::trained();
     let before = place.results();
-    for arguments in [["--op", "quick"], ["--hidden", "many"], ["--nonsense", "1"]] {
+    for (arguments, expected) in [
+        (["--op", "quick"], "--op \"quick\" is unknown"),
+        (["--hidden", "many"], "--hidden \"many\" is no whole number"),
+        (["--stesp", "1"], "no option --stesp; did you mean --steps?"),
+    ] {
         let done = place.run(&arguments);
-        assert_eq!(done.status.code(), Some(2));
-        assert!(text(&done.stderr).contains("--help"));
+        let said = text(&done.stderr);
+        assert_eq!(done.status.code(), Some(2), "{said}");
+        assert!(said.starts_with("error: ") && said.lines().count() == 1, "{said}");
+        assert!(said.contains(expected) && said.contains("--help"), "{said}");
+        assert!(done.stdout.is_empty());
     }
     assert_eq!(place.results(), before);
+}
+
+#[test]
+fn refuses_a_value_that_is_not_utf8() {
+    use std::os::unix::ffi::OsStrExt;
+    let done = Place::new().command(&["--device"]).arg(OsStr::from_bytes(b"c\xff")).output();
+    let done = done.unwrap();
+    assert_eq!(done.status.code(), Some(2));
+    assert!(text(&done.stderr).contains("--device \"c\\xFF\" is not UTF-8"));
 }
 
 // Bad input: a resume file of another model

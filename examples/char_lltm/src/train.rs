@@ -18,7 +18,7 @@ use tch_extension::train::{Step, StepOptions, StepOutput};
 /// it.
 const LARGEST_GRADIENT: f64 = 1.0;
 
-/// The approximate time of a turn. It is short enough that the progress bar moves often, and long
+/// The approximate time of a turn. It is short enough that the line of progress changes often, and long
 /// enough that the device does not idle between turns.
 const TURN: Duration = Duration::from_millis(200);
 
