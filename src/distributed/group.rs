@@ -385,6 +385,14 @@ impl ProcessGroup {
     /// Without it, the other ranks would wait until the timeout, or take this rank's next collective
     /// for the one that it left out.
     pub fn poison(&self, message: &str) {
+        if self.size() > 1 && self.failure().is_none() {
+            report::failure(message);
+        }
+        self.end(message);
+    }
+
+    /// The same, without a word to the launcher.
+    fn end(&self, message: &str) {
         {
             let mut failed = lock(&self.inner.failed);
             if failed.is_some() {
@@ -392,7 +400,6 @@ impl ProcessGroup {
             }
             *failed = Some(message.to_string());
         }
-        report::failure(message);
         // The others read the message when their operation fails, so it is set first.
         let text = format!("rank {}: {message}", self.rank());
         // The first failure is the cause.
@@ -400,7 +407,7 @@ impl ProcessGroup {
         drop(self.inner.group.end(&text));
         for subgroup in lock(&self.inner.subgroups).drain(..) {
             if let Some(inner) = subgroup.upgrade() {
-                ProcessGroup { inner }.poison(message);
+                ProcessGroup { inner }.end(message);
             }
         }
     }
@@ -447,7 +454,7 @@ impl ProcessGroup {
 
     /// Makes all operations fail, those in flight and later ones, on all ranks. It does not wait.
     pub fn abort(&self) {
-        self.poison("the group was aborted");
+        self.end("the group was aborted");
     }
 
     /// Ends the group in an orderly way, when all ranks call this: no rank ends while another one
