@@ -96,10 +96,11 @@ pub fn nccl_missing() -> Option<String> {
 /// Let [`run`](ProcessGroup::run) call what may fail anywhere, such as the whole training: the other
 /// ranks then get the message, and not only "Connection closed by peer".
 ///
-/// Dropping the last handle waits for this rank's operations in flight, at most for the timeout. What
-/// is lost after it, and a CUDA graph with collectives that is still alive, are reported on stderr.
-/// Unlike [`shutdown`](ProcessGroup::shutdown) it does not wait for the other ranks: operations that
-/// they still wait for then fail, and name this rank.
+/// Dropping the last handle waits for this rank's operations in flight, at most for the timeout; after
+/// an error of an operation, or in a panic, it aborts them. What is lost after it, and a CUDA graph with
+/// collectives that is still alive, are reported on stderr. Unlike [`shutdown`](ProcessGroup::shutdown)
+/// it does not wait for the other ranks: operations that they still wait for then fail, and name this
+/// rank.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
@@ -566,13 +567,17 @@ impl Drop for Inner {
             return;
         }
         let (rank, size) = (self.rank, self.size);
-        if size > 1 && !self.follows.load(Ordering::Relaxed) {
-            let why = if std::thread::panicking() { "it panicked" } else { "it dropped the group" };
-            let text = format!("rank {rank}: {why} without shutdown or poison");
+        let (follows, panics) = (self.follows.load(Ordering::Relaxed), std::thread::panicking());
+        let why = if panics { "it panicked" } else { "it dropped the group" };
+        let text = format!("rank {rank}: {why} without shutdown or poison");
+        if size > 1 && !follows {
             // It waits for no answer: the store may have ended.
             drop(self.signals.set(DROPPED, text.as_bytes()));
         }
-        if let Err(lost) = self.group.leave() {
+        if follows || panics {
+            // Nobody takes the results any more, and operations may never end.
+            drop(self.group.end(&text));
+        } else if let Err(lost) = self.group.leave() {
             let _ = writeln!(
                 std::io::stderr(),
                 "tch-extension: rank {rank} of {size} dropped its group: {lost}; call \
