@@ -259,6 +259,17 @@ mod tests {
         let touched = Touched::of(|| drop(x.neg()));
         let _ = x.shallow_clone().resize_([1 << 20]);
         assert!(!touched.is_intact() && !touched.is_left());
+        // A second graph that keeps it is nobody who could still use the tensor.
+        let mut x = floats();
+        let [first, second] = [(); 2].map(|()| Touched::of(|| drop(x.neg())));
+        assert!(!first.is_left() && !second.is_left());
+        x.set_data(&floats());
+        assert!(first.is_left() && second.is_left());
+        let third = Touched::of(|| drop(x.neg()));
+        drop(second);
+        assert!(first.is_left() && !third.is_left());
+        drop(x);
+        assert!(third.is_left());
         // Nobody else had this one at the end.
         let x = floats();
         assert!(!Touched::of(move || drop(x.neg())).is_left());
