@@ -31,16 +31,8 @@ const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
-/// The variable that names a folder for compiled objects. Cargo builds the crate three times, for
-/// clippy, the tests and the example; with this folder, C++ and CUDA are compiled once.
-const OBJECTS: &str = "TCH_EXTENSION_OBJECTS";
-
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
-
-fn objects(repo: &Repo) -> PathBuf {
-    repo.root.join("target/objects")
-}
 
 const TESTS: &str = "tests";
 const OTHER_LIBTORCH: &str = "libtorch 2.13";
@@ -80,7 +72,6 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         ready.changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
     }
     ready.changes.extend(setup::one_test_at_a_time());
-    ready.changes.push((OBJECTS.to_string(), Some(objects(&repo).into())));
     // Sources do not change during a run, so data for incremental builds would only fill the disk.
     ready.changes.push(("CARGO_INCREMENTAL".to_string(), Some("0".into())));
     wheels::TOOLS.ensure(&repo)?;
@@ -181,8 +172,7 @@ impl Ci {
     }
 
     fn weak_symbols(&self) -> Result<()> {
-        self.build()?;
-        say(weak_symbols::check(&objects(&self.repo).join("tch-extension/tch_extension"))?);
+        say(weak_symbols::check(&objects(&self.build()?)?)?);
         Ok(())
     }
 
@@ -350,6 +340,17 @@ impl Ci {
     }
 }
 
+/// The folder in which the library's build script has its objects.
+fn objects(messages: &[Value]) -> Result<PathBuf> {
+    let is_library = |message: &&Value| {
+        let package = message["package_id"].as_str().unwrap_or_default();
+        message["reason"] == "build-script-executed" && package.contains("#tch-extension@")
+    };
+    let message = messages.iter().find(is_library);
+    let folder = message.and_then(|message| message["out_dir"].as_str());
+    Ok(folder.context("cargo did not say where the library's objects are")?.into())
+}
+
 /// The C++ and CUDA files that clang-format checks, relative to the root.
 fn c_files(root: &Path) -> Vec<PathBuf> {
     let is_c = |file: &PathBuf| {
@@ -395,6 +396,19 @@ mod tests {
                 && failed.contains("2.0 s  FAILED")
         );
         assert!(!table(&times, true).contains("FAILED"));
+    }
+
+    #[test]
+    fn the_folder_of_objects_is_the_librarys() {
+        let script = |package: &str| {
+            let id = format!("path+file:///a/tch-extension-build#{package}@0.1.0");
+            serde_json::json!({
+                "reason": "build-script-executed", "package_id": id, "out_dir": package
+            })
+        };
+        let messages = ["torch-sys", "tch-extension", "tch-extension-python"].map(script);
+        assert_eq!(objects(&messages).unwrap(), Path::new("tch-extension"));
+        assert!(objects(&messages[..1]).is_err());
     }
 
     #[test]

@@ -4,7 +4,7 @@
 use crate::cuda::Cuda;
 use crate::repo::Repo;
 use crate::setup::Changes;
-use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions, wheel};
+use crate::{bundle, cache, cargo, ci, doctor, headers, plot, report, setup, versions, wheel};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -38,6 +38,7 @@ cargo xtask COMMAND [ARGUMENTS]
                      crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
+  cache [--clear]    the C++ and CUDA objects that this user's builds share: how many, how large; or an end to them
   bundle [--no-bench]
                      dist/: test, bench and example programs with a run.sh, for a machine without Rust
   wheel [--tch 0.26] the Python package in tch-extension-python as a wheel in target/wheels, installed and tested in an empty
@@ -72,6 +73,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         Some("headers") => no_args("headers", args).and_then(|()| {
             headers::write(&Repo::find()?, &Changes::new()).map(|()| ExitCode::SUCCESS)
         }),
+        Some("cache") => cache::run(args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
         Some("wheel") => match args {
@@ -232,7 +234,9 @@ mod tests {
 
     #[test]
     fn help_names_every_command() {
-        for name in ["demo", "test", "bench", "ci", "doctor", "bundle", "wheel", "setup", "help"] {
+        for name in
+            ["demo", "test", "bench", "ci", "doctor", "cache", "bundle", "wheel", "setup", "help"]
+        {
             assert!(HELP.contains(&format!("\n  {name} ")), "{name}");
         }
     }

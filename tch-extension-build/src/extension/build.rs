@@ -3,8 +3,8 @@
 
 use super::{Built, Extension};
 use crate::environment::{BuildScript, Environment, Process};
-use crate::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain, is_cuda, text_of};
-use crate::{isolate, paths, probe};
+use crate::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda, text_of};
+use crate::{isolate, paths, place, probe};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -100,14 +100,14 @@ impl Extension {
         let out_dir = Path::new(&out_dir);
         // The number of jobs that cargo was started with (`--jobs`).
         let workers = env.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
-        let shared = env.var("TCH_EXTENSION_OBJECTS").map(|folder| {
-            let package = env.var("CARGO_PKG_NAME").unwrap_or_default();
-            Path::new(&folder).join(package).join(&self.name)
-        });
-        let folder = shared.as_deref().unwrap_or(out_dir);
+        options.reuse = reuse(env)?;
         #[cfg(feature = "headers")]
-        self.write_params(folder, &mut options, env)?;
-        let objects = toolchain.compile(&self.sources, &options, folder, workers, env)?;
+        self.write_params(out_dir, &mut options, env)?;
+        let objects = toolchain.compile(&self.sources, &options, out_dir, workers, env)?;
+        if let Some(cuda) = &toolchain.cuda {
+            // Not CUDA's headers, which are hundreds.
+            env.reads(&cuda.nvcc.path);
+        }
 
         let mut lines = Vec::new();
         // Without CUDA, a crate that has only CUDA sources has nothing to archive.
@@ -325,6 +325,28 @@ fn print_search_paths(keys: &[impl std::fmt::Display]) {
             println!("cargo::{key}=-Wl,-rpath,{}", folder.display());
         }
     }
+}
+
+/// The user's cache, unless it is switched off.
+fn reuse(env: &dyn Environment) -> Result<Reuse> {
+    match env.var(place::SWITCH).as_deref() {
+        None | Some("1") => {}
+        Some("0") => return Ok(Reuse::Folder),
+        Some(other) => {
+            bail!(
+                "{}={other}: write 0 (compile without the cache) or unset it; TCH_EXTENSION_CACHE names the cache's folder",
+                place::SWITCH
+            )
+        }
+    }
+    let chosen = env.var("TCH_EXTENSION_CACHE").map(PathBuf::from);
+    Ok(match place::folder(chosen.as_deref()) {
+        Ok(folder) => Reuse::Cache(folder),
+        Err(error) => {
+            env.warns(&format!("there is no compile cache, so more is compiled: {error}"));
+            Reuse::Folder
+        }
+    })
 }
 
 fn exit(error: &anyhow::Error) -> ! {
