@@ -4,10 +4,7 @@
 #[path = "../src/ops/list.rs"]
 mod list;
 
-#[path = "support/root.rs"]
-mod root;
-
-use root::root;
+use support::root;
 
 /// An entry of the list of operators, as far as files are concerned.
 struct Operator {

@@ -7,14 +7,11 @@ mod kernel;
 mod memory;
 mod streams;
 
-#[path = "../support/root.rs"]
-mod root;
-
 use libloading::os::unix::Library;
-use root::root;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use support::root;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{

@@ -1,8 +1,8 @@
 //! Tests of C++ and CUDA code that is compiled while the tests run.
 
-use root::root;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use support::root;
 use tch::{Device, Kind, Tensor};
 use tch_extension::jit::{Extension, Module};
 use tch_extension::{Result, args};
@@ -14,9 +14,6 @@ mod inline;
 mod messages;
 mod processes;
 mod python_sources;
-
-#[path = "../support/root.rs"]
-mod root;
 
 fn scratch() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")

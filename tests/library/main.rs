@@ -1,8 +1,8 @@
 //! Tests of operators from libraries of other projects.
 
 use compiled::operator;
-use root::root;
 use std::path::{Path, PathBuf};
+use support::root;
 use tch::{Device, Kind, Tensor};
 use tch_extension::library::{
     Args, Layout, Library, LoadOptions, MemoryFormat, Operator, Output, Outputs, operators,
@@ -23,9 +23,6 @@ mod results;
 mod speed;
 mod threads;
 mod vision;
-
-#[path = "../support/root.rs"]
-mod root;
 
 fn doubles(values: &[f64]) -> Tensor {
     Tensor::from_slice(values)

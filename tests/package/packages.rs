@@ -37,11 +37,11 @@ fn write(device: &str) -> Written {
     let folder = target.join("tch_extension_packages").join(device);
     std::fs::create_dir_all(&folder).expect("a folder");
     let arguments = [folder.as_os_str(), device.as_ref()];
-    let mut command = python::command("tests/package/packages.py", &arguments)?;
+    let mut command = support::python::command("tests/package/packages.py", &arguments)?;
     // The compiler's results stay there, which makes later runs faster.
     command.env("TORCHINDUCTOR_CACHE_DIR", folder.join("cache"));
     // What the compiler imports, as set-up installed it.
-    let installed = [".venv/python", ".venv/site"].map(|part| python::root().join(part));
+    let installed = [".venv/python", ".venv/site"].map(|part| support::root().join(part));
     if installed.iter().all(|part| part.exists()) {
         command.env("PYTHONPATH", std::env::join_paths(installed).expect("paths"));
     }

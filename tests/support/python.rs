@@ -1,14 +1,10 @@
 //! Python with the torch of the libtorch in use, for tests that compare with PyTorch itself.
 
+use crate::root;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, Output};
 use tch_extension::library::libtorch_version;
-
-#[path = "root.rs"]
-mod root;
-
-pub use root::root;
 
 /// python3, which also finds the packages that set-up fetched.
 fn python3(root: &Path) -> Command {

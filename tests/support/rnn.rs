@@ -1,8 +1,8 @@
 //! Tests of the layers of torch.nn: `ops::lstm` and `ops::gru`.
 
-use crate::support::{KINDS, Suite, gradients, leaves};
 use std::io::Write;
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use support::{KINDS, Suite, gradients, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
@@ -365,7 +365,7 @@ impl Rnn {
             let (x, w_ih, w_hh, bias, state) = ([t, b, f], [rows, f], [rows, h], [rows], [b, h]);
             let mut with: Vec<&[i64]> = vec![&x, &w_ih, &w_hh, &bias, &bias];
             with.extend(vec![&state as &[i64]; self.states]);
-            crate::support::alike::assert_alike(&WAYS, &[&with], |way, arguments| {
+            support::alike::assert_alike(&WAYS, &[&with], |way, arguments| {
                 let is_there = way.is_on(arguments[0].device())?;
                 force(if is_there { way } else { RnnWay::Automatic }, || (self.fused)(arguments))
             });

@@ -3,7 +3,7 @@
 //! accept numbers of any range and are no less accurate than tf32.
 
 use crate::rnn::{Rnn, SIZES, Tf32};
-use crate::support::leaves;
+use support::leaves;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::ops::{RnnWay, force};
