@@ -59,6 +59,7 @@
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
 //! | `TORCH_CUDA_ARCH_LIST` | the architectures to compile for, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: those of this machine's GPUs, or [`arch::DEFAULT_ARCHS`] if it has none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes it an error if CUDA cannot be compiled |
+//! | `TCH_EXTENSION_ISAS` | `native` compiles CPU kernels only for the best instruction set of this machine's CPU, instead of three. The program then refuses to start on a CPU without it |
 //! | `TCH_EXTENSION_OBJECTS` | the absolute path of a folder in which several builds share compiled objects, instead of one folder for each build. Cargo builds a crate again for clippy and for each workspace that depends on it; with this variable, its C++ and CUDA sources are compiled once. Only one build at a time may use the folder |
 //!
 //! # Headers
@@ -94,6 +95,7 @@ mod extension;
 mod fewer;
 #[cfg(feature = "headers")]
 pub mod headers;
+mod isa;
 mod isolate;
 mod libtorch;
 mod paths;

@@ -90,6 +90,7 @@ fn demo(args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
     let mut ready = setup::run(&repo)?;
     ready.changes.extend(setup::short_waits());
+    ready.changes.extend(setup::kernels_of_this_cpu());
     if matches!(ready.cuda, Cuda::On(_)) {
         ready.changes.extend(setup::no_kernels_without_gpu());
     }
