@@ -23,12 +23,12 @@ const AVX512: &str = "AVX512";
 const VARIABLE: &str = "TCH_EXTENSION_ISAS";
 
 /// One compilation of a source.
-pub struct Copy {
+pub struct Compilation {
     /// The instruction set.
     pub isa: &'static str,
     /// The flags that select it.
     pub flags: String,
-    /// The folder of the object. Each copy has its own, because the objects' names are the same.
+    /// The folder of the object. Each has its own, because the objects' names are the same.
     pub folder: String,
 }
 
@@ -36,19 +36,20 @@ pub struct Copy {
 /// set, and one of the function that calls it and of what else exists only once. The latter is
 /// compiled without any instruction set's flags, because the linker may use its weak functions in
 /// the whole program, which must be able to start everywhere to say what it lacks.
-pub fn copies(only: Option<&'static str>) -> Vec<Copy> {
-    let copy = |isa, flags: &str, folder: &str| Copy {
+pub fn compilations(only: Option<&'static str>) -> Vec<Compilation> {
+    let compilation = |isa, flags: &str, folder: &str| Compilation {
         isa,
         flags: flags.to_string(),
         folder: format!("isa/{folder}"),
     };
     let kernels = ISAS.iter().filter(|(isa, _)| only.is_none_or(|only| only == *isa));
-    let mut copies: Vec<Copy> = kernels.map(|(isa, flags)| copy(*isa, flags, isa)).collect();
+    let mut all: Vec<Compilation> =
+        kernels.map(|(isa, flags)| compilation(*isa, flags, isa)).collect();
     if let Some(only) = only {
         let define = format!("-DTCH_EXTENSION_ONLY_ISA={only}");
-        copies.push(copy(DEFAULT, &define, &format!("only_{only}")));
+        all.push(compilation(DEFAULT, &define, &format!("only_{only}")));
     }
-    copies
+    all
 }
 
 /// The instruction set that [`VARIABLE`] chooses; `None` for all.

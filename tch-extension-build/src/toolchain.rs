@@ -257,8 +257,8 @@ impl Toolchain {
                 jobs.push(unit("cuda").with_nvcc(cuda, env)?);
             }
         } else if text_of(source)?.contains("TCH_EXTENSION_CPU_KERNEL") {
-            for copy in isa::copies(self.only_isa) {
-                jobs.push(unit(&copy.folder).with_cxx(Some((copy.isa, &copy.flags)))?);
+            for made in isa::compilations(self.only_isa) {
+                jobs.push(unit(&made.folder).with_cxx(Some((made.isa, &made.flags)))?);
             }
         } else {
             jobs.push(unit("cpp").with_cxx(None)?);

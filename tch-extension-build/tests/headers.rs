@@ -219,7 +219,7 @@ fn a_program_for_one_instruction_set_says_that_the_cpu_lacks_it() {
     let done = run(compile("older.o", &older));
     assert_eq!((done.status.code(), done.stdout.len()), (Some(1), 0));
     let expected = "error: this program's kernels were compiled for AVX2 only (TCH_EXTENSION_ISAS=native), \
-                    which this CPU lacks; build it here, or without that variable\n";
+                    which this CPU lacks; build it here after `cargo clean`, or without that variable\n";
     assert_eq!(String::from_utf8_lossy(&done.stderr), expected);
     std::fs::remove_dir_all(scratch).unwrap();
 }

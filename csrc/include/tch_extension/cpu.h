@@ -67,7 +67,7 @@ namespace tch_extension {
   if (TCH_EXTENSION_CONCAT(TCH_EXTENSION_CPU_HAS_, TCH_EXTENSION_ONLY_ISA)) return true;
   std::fputs("error: this program's kernels were compiled for " TCH_EXTENSION_TEXT(
                  TCH_EXTENSION_ONLY_ISA) " only (TCH_EXTENSION_ISAS=native), which this CPU lacks; "
-             "build it here, or without that variable\n",
+             "build it here after `cargo clean`, or without that variable\n",
              stderr);
   std::_Exit(1);
 }();
