@@ -60,6 +60,7 @@
 //! | `TORCH_CUDA_ARCH_LIST` | the architectures to compile for, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: those of this machine's GPUs, or [`arch::DEFAULT_ARCHS`] if it has none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes it an error if CUDA cannot be compiled |
 //! | `TCH_EXTENSION_CHECK` | `1` compiles no C++ and no CUDA and needs no libtorch: for `cargo clippy`, `cargo check` and editors, which link nothing (see below) |
+//! | `TCH_EXTENSION_ISAS` | `native` compiles CPU kernels only for the best instruction set of this machine's CPU, instead of three. The program then refuses to start on a CPU without it |
 //! | `TCH_EXTENSION_CACHE` | the folder of the cache (below). Default: `tch_extension` in `XDG_CACHE_HOME` or `~/.cache` |
 //! | `TCH_EXTENSION_COMPILE_CACHE` | `0` compiles without the cache |
 //!
@@ -132,6 +133,7 @@ mod extension;
 mod fewer;
 #[cfg(feature = "headers")]
 pub mod headers;
+mod isa;
 mod isolate;
 mod libtorch;
 mod objects;

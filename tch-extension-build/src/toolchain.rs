@@ -35,6 +35,7 @@ pub use crate::compile::Object;
 use crate::compile::{self, Job, Unit};
 pub use crate::cxx::Cxx;
 use crate::environment::Environment;
+use crate::isa;
 pub use crate::libtorch::Libtorch;
 use crate::objects::Objects;
 use crate::paths;
@@ -44,18 +45,6 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
-
-/// The CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with
-/// PyTorch's names and flags. The program chooses one at run time, as libtorch does.
-const ISAS: &[(&str, &str)] = &[
-    ("DEFAULT", ""),
-    ("AVX2", "-mavx2 -mfma -mf16c"),
-    // gcc 12 falsely reports variables in its own intrinsics as uninitialised.
-    (
-        "AVX512",
-        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -Wno-uninitialized -Wno-maybe-uninitialized",
-    ),
-];
 
 /// The variables that name programs and folders.
 const VARIABLES: &[&str] = &[
@@ -99,6 +88,8 @@ pub struct Toolchain {
     pub cxx: Cxx,
     /// nvcc; `None` if CUDA is left out.
     pub cuda: Option<Cuda>,
+    /// The only CPU instruction set that kernels are compiled for; all if `None`.
+    pub(crate) only_isa: Option<&'static str>,
 }
 
 /// How sources are compiled.
@@ -184,7 +175,7 @@ impl Toolchain {
         if cxx.is_clang {
             env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
         }
-        Ok(Toolchain { libtorch, cxx, cuda })
+        Ok(Toolchain { libtorch, cxx, cuda, only_isa: None })
     }
 
     /// Everything on which a library depends apart from the sources, their headers and the
@@ -286,9 +277,8 @@ impl Toolchain {
                 jobs.push(unit("cuda").with_nvcc(cuda, env)?);
             }
         } else if text_of(source)?.contains("TCH_EXTENSION_CPU_KERNEL") {
-            for (isa, flags) in ISAS {
-                // Each instruction set has a folder, because the objects' names are the same.
-                jobs.push(unit(&format!("isa/{isa}")).with_cxx(Some((isa, flags)))?);
+            for made in isa::compilations(self.only_isa) {
+                jobs.push(unit(&made.folder).with_cxx(Some((made.isa, &made.flags)))?);
             }
         } else {
             jobs.push(unit("cpp").with_cxx(None)?);

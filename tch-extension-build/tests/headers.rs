@@ -1,8 +1,11 @@
 //! Compiles each public header alone: it must include everything that it needs, and no torch header
 //! if it says so.
 
+mod support;
+
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use tch_extension_build::LIBTORCH_VERSIONS;
 use tch_extension_build::environment::Process;
 use tch_extension_build::probe;
 
@@ -142,4 +145,81 @@ fn a_unit_for_an_instruction_set_lends_no_function_of_theirs() {
         assert!(lent.is_empty(), "{macros}: {lent:#?}");
     }
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// As `TCH_EXTENSION_ISAS=native` compiles it: one copy with the kernel, and one that calls it.
+#[test]
+fn a_program_for_one_instruction_set_says_that_the_cpu_lacks_it() {
+    let Some(libtorch) = std::env::var_os("LIBTORCH").map(PathBuf::from) else {
+        eprintln!("skipped: there is no LIBTORCH");
+        return;
+    };
+    if !(is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma")) {
+        eprintln!("skipped: this CPU has no AVX2");
+        return;
+    }
+    let scratch = support::scratch("only");
+    let source = scratch.join("cpu.cpp");
+    let text = "
+        #include \"tch_extension/cpu.h\"
+        struct Twice { float* values; int64_t count; };
+        namespace tch_extension { inline namespace CPU_CAPABILITY {
+        static int64_t items(const Twice& twice) { return twice.count; }
+        static int64_t grain(const Twice&) { return 1; }
+        static float doubled(float value) { return 2 * value; }
+        static void run(const Twice& twice, int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) twice.values[i] = doubled(twice.values[i]);
+        }
+        } }
+        TCH_EXTENSION_CPU_KERNEL(twice, run, Twice, items, grain)
+        #if defined(CPU_CAPABILITY_DEFAULT)
+        #include <cstdio>
+        int main() {
+          float values[] = {1, 2, 3};
+          Twice twice{values, 3};
+          twice_cpu(&twice);
+          std::printf(\"%g %g %g\\n\", values[0], values[1], values[2]);
+        }
+        #endif\n";
+    std::fs::write(&source, text).unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include");
+    let compile = |object: &str, flags: &[&str]| {
+        let object = scratch.join(object);
+        let output = Command::new("g++")
+            .args(["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fopenmp", "-I"])
+            .arg(&root)
+            .arg("-isystem")
+            .arg(libtorch.join("include"))
+            .args(flags)
+            .arg("-c")
+            .arg(&source)
+            .arg("-o")
+            .arg(&object)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        object
+    };
+    let avx2 = ["-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"];
+    let kernel = compile("kernel.o", &avx2);
+    let only =
+        ["-DCPU_CAPABILITY=DEFAULT", "-DCPU_CAPABILITY_DEFAULT", "-DTCH_EXTENSION_ONLY_ISA=AVX2"];
+    let run = |object: PathBuf| {
+        let (program, lib) = (object.with_extension(""), libtorch.join("lib"));
+        let mut linker = Command::new("g++");
+        linker.arg(&object).arg(&kernel).arg("-fopenmp").arg("-L").arg(&lib);
+        linker.arg(format!("-Wl,-rpath,{}", lib.display())).args(["-ltorch_cpu", "-lc10"]);
+        assert!(linker.arg("-o").arg(&program).status().unwrap().success());
+        Command::new(&program).output().unwrap()
+    };
+    let done = run(compile("here.o", &only));
+    assert_eq!(String::from_utf8_lossy(&done.stdout), "2 4 6\n");
+    // A compiler's macro stands in for a CPU that has nothing.
+    let older = [&only[..], &["-D__builtin_cpu_supports(name)=0"]].concat();
+    let done = run(compile("older.o", &older));
+    assert_eq!((done.status.code(), done.stdout.len()), (Some(1), 0));
+    let expected = "error: this program's kernels were compiled for AVX2 only (TCH_EXTENSION_ISAS=native), \
+                    which this CPU lacks; build it here after `cargo clean`, or without that variable\n";
+    assert_eq!(String::from_utf8_lossy(&done.stderr), expected);
+    std::fs::remove_dir_all(scratch).unwrap();
 }

@@ -9,8 +9,13 @@ use std::process::{Command, Stdio};
 
 /// Selects all packages but the one whose dependencies are not everybody's. `ci` tests it, too, and
 /// `-p gpt` tests it alone. All that is built for it is also built for [`EVERYTHING`].
-pub const ALL_BUT_GPT: [&str; 5] =
-    ["--workspace", "--exclude", GPT, "--features", "tch-extension/distributed,char_lltm/distributed"];
+pub const ALL_BUT_GPT: [&str; 5] = [
+    "--workspace",
+    "--exclude",
+    GPT,
+    "--features",
+    "tch-extension/distributed,char_lltm/distributed",
+];
 /// Selects all packages, and switches on what is off by default. Cargo unites the features of the
 /// packages that a command selects, so only commands that select the same share what is built. The
 /// package `unify` sees to it for the dependencies of tch-extension.

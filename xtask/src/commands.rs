@@ -1,6 +1,7 @@
 //! The table of commands. They have two options in all, and most pass their arguments on as they
 //! are, so a parser of command lines would only be compiled before the first command can run.
 
+use crate::ahead::Ahead;
 use crate::cuda::Cuda;
 use crate::repo::Repo;
 use crate::setup::Changes;
@@ -92,8 +93,11 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
 
 fn demo(args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
+    let ahead = Ahead::of_package(&repo, cargo::DEMO);
     let mut ready = setup::run(&repo)?;
+    ahead.wait();
     ready.changes.extend(setup::short_waits());
+    ready.changes.extend(setup::kernels_of_this_cpu());
     if matches!(ready.cuda, Cuda::On(_)) {
         ready.changes.extend(setup::no_kernels_without_gpu());
     }

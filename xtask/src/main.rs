@@ -6,6 +6,7 @@
 #[cfg(not(unix))]
 compile_error!("tch-extension supports Linux on x86-64 only; on Windows, use WSL 2");
 
+mod ahead;
 mod bundle;
 mod cache;
 mod cargo;

@@ -139,6 +139,9 @@ fn parse_glibc(text: &str) -> Option<(u32, u32)> {
 /// The variable that says whether CUDA kernels are compiled.
 const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 
+/// The variable that says for which instruction sets CPU kernels are compiled.
+const ISAS: &str = "TCH_EXTENSION_ISAS";
+
 /// The variable from which libtest takes its number of threads.
 pub const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
@@ -171,6 +174,16 @@ pub fn no_kernels_without_gpu() -> Changes {
     let are_chosen =
         [CUDA_SWITCH, "TORCH_CUDA_ARCH_LIST"].iter().any(|name| real_env(name).is_some());
     kernels(are_chosen, has_gpu)
+}
+
+/// The environment for the demo: its CPU kernels are compiled for this machine's instruction set only,
+/// because the program runs here.
+pub fn kernels_of_this_cpu() -> Changes {
+    of_this_cpu(real_env(ISAS).is_some())
+}
+
+fn of_this_cpu(is_chosen: bool) -> Changes {
+    if is_chosen { Changes::new() } else { vec![(ISAS.to_string(), Some("native".into()))] }
 }
 
 fn kernels(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes {
@@ -246,6 +259,12 @@ mod tests {
         assert_eq!(kernels(false, || false), off);
         assert_eq!(kernels(false, || true), []);
         assert_eq!(kernels(true, || false), []);
+    }
+
+    #[test]
+    fn the_demo_is_for_this_cpu_unless_its_user_chose() {
+        assert_eq!(of_this_cpu(true), []);
+        assert_eq!(of_this_cpu(false), vec![(ISAS.to_string(), Some("native".into()))]);
     }
 
     #[test]

@@ -14,6 +14,9 @@
 // copy for the best instruction set, cuts scale_items(params) items into ranges of at least
 // scale_grain(params) items, and spreads them over libtorch's threads.
 //
+// With TCH_EXTENSION_ISAS=native (see tch-extension-build), there is one instruction set to pick,
+// and a program that starts on a CPU without it says so and ends.
+//
 // Everything in such a file must be in that namespace or `static`. The linker would merge inline
 // functions outside of it across the copies, and an old CPU might run the AVX-512 version.
 //
@@ -31,13 +34,45 @@
 
 #include "tch_extension/kind.h"
 
+#define TCH_EXTENSION_CONCAT_(a, b) a##b
+#define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)
+
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
 
+#if defined(TCH_EXTENSION_ONLY_ISA)
+#include <cstdio>
+#include <cstdlib>
+#else
 #include <string>
+#endif
 
 namespace tch_extension {
+
+#if defined(TCH_EXTENSION_ONLY_ISA)
+
+// The kernels' own conditions, without which they would end in an illegal instruction.
+#define TCH_EXTENSION_CPU_HAS_AVX2 (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+#define TCH_EXTENSION_CPU_HAS_AVX512                                           \
+  (TCH_EXTENSION_CPU_HAS_AVX2 && __builtin_cpu_supports("avx512f") &&          \
+   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && \
+   __builtin_cpu_supports("avx512dq"))
+#define TCH_EXTENSION_TEXT_(a) #a
+#define TCH_EXTENSION_TEXT(a) TCH_EXTENSION_TEXT_(a)
+
+// Is computed when the program is loaded.
+[[maybe_unused]] const bool kHasOnlyIsa = [] {
+  __builtin_cpu_init();
+  if (TCH_EXTENSION_CONCAT(TCH_EXTENSION_CPU_HAS_, TCH_EXTENSION_ONLY_ISA)) return true;
+  std::fputs("error: this program's kernels were compiled for " TCH_EXTENSION_TEXT(
+                 TCH_EXTENSION_ONLY_ISA) " only (TCH_EXTENSION_ISAS=native), which this CPU lacks; "
+             "build it here after `cargo clean`, or without that variable\n",
+             stderr);
+  std::_Exit(1);
+}();
+
+#else
 
 // 0: default, 1: AVX2, 2: AVX-512. It is what libtorch itself uses, so ATEN_CPU_CAPABILITY has an
 // effect.
@@ -48,6 +83,8 @@ inline int cpu_capability() {
   }();
   return capability;
 }
+
+#endif
 
 }  // namespace tch_extension
 #endif
@@ -114,9 +151,6 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-#define TCH_EXTENSION_CONCAT_(a, b) a##b
-#define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)
-
 // noexcept, because the caller may be Rust, which no exception must reach.
 #define TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                          \
   extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(                 \
@@ -124,7 +158,20 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
     tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                 \
   }
 
-#if defined(CPU_CAPABILITY_DEFAULT)
+#if defined(TCH_EXTENSION_ONLY_ISA)
+// Another copy has the kernel. `name` is mentioned, so that there is no warning about an unused
+// function.
+#define TCH_EXTENSION_CPU_KERNEL(symbol, name, Params, items, grain)                              \
+  extern "C" void TCH_EXTENSION_CONCAT(symbol##_, TCH_EXTENSION_ONLY_ISA)(const Params*, int64_t, \
+                                                                          int64_t) noexcept;      \
+  extern "C" void symbol##_cpu(const Params* params) noexcept {                                   \
+    using namespace tch_extension::CPU_CAPABILITY;                                                \
+    static_assert(sizeof(name(Params{}, 0, 0), 0) > 0, "");                                       \
+    at::parallel_for(0, items(*params), grain(*params), [&](int64_t begin, int64_t end) {         \
+      TCH_EXTENSION_CONCAT(symbol##_, TCH_EXTENSION_ONLY_ISA)(params, begin, end);                \
+    });                                                                                           \
+  }
+#elif defined(CPU_CAPABILITY_DEFAULT)
 #define TCH_EXTENSION_CPU_KERNEL(symbol, name, Params, items, grain)                 \
   TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                       \
   extern "C" void symbol##_AVX2(const Params*, int64_t, int64_t) noexcept;           \

@@ -4,7 +4,7 @@
 use super::{Built, Extension};
 use crate::environment::{BuildScript, Environment, Process};
 use crate::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda, text_of};
-use crate::{isolate, paths, place, probe};
+use crate::{isa, isolate, paths, place, probe};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -84,7 +84,9 @@ impl Extension {
         }
         let libtorch = find_libtorch(env)?;
         let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
-        let toolchain = Toolchain::find(libtorch, CudaMode::IfPresent, self.archs.as_deref(), env)?;
+        let mut toolchain =
+            Toolchain::find(libtorch, CudaMode::IfPresent, self.archs.as_deref(), env)?;
+        toolchain.only_isa = isa::chosen(env)?;
         if toolchain.cuda.is_none() && has_cuda_sources {
             toolchain.warn_of_missing_nvcc(env);
         }

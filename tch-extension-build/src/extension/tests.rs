@@ -111,6 +111,52 @@ fn builds_in_several_folders_compile_once() {
 }
 
 #[test]
+fn kernels_are_compiled_for_every_cpu_or_for_this_one() {
+    let script = Script::new("isas", false);
+    let text = "// TCH_EXTENSION_CPU_KERNEL
+        #define PASTE(a, b) a##b
+        #define JOIN(a, b) PASTE(a, b)
+        #ifdef TCH_EXTENSION_ONLY_ISA
+        extern \"C\" int JOIN(calls_, TCH_EXTENSION_ONLY_ISA)() { return 1; }
+        #else
+        extern \"C\" int JOIN(kernel_, CPU_CAPABILITY)() { return 1; }
+        #endif
+        int JOIN(in_, CPU_CAPABILITY)() { return 1; }\n";
+    let extension = Extension::new("a").source(script.source("cpu.cpp", text));
+    let names = |script: &Script| -> Vec<String> {
+        extension.build_in(script).expect("a library");
+        let archive = script.folder.join("out/liba.a");
+        let listing = std::process::Command::new("nm").arg(archive).output().unwrap().stdout;
+        let listing = String::from_utf8_lossy(&listing).into_owned();
+        let mut names: Vec<String> = listing
+            .split_whitespace()
+            .filter(|name| name.starts_with("kernel_") || name.starts_with("calls_"))
+            .map(String::from)
+            .collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(&script), ["kernel_AVX2", "kernel_AVX512", "kernel_DEFAULT"]);
+    let script = script.with("TCH_EXTENSION_ISAS", "native");
+    // The names are those of /proc/cpuinfo, which Linux reads from the CPU in its own way.
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap();
+    let has =
+        |names: &[&str]| names.iter().all(|name| cpu.split_whitespace().any(|flag| flag == *name));
+    match () {
+        () if has(&["avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"]) => {
+            assert_eq!(names(&script), ["calls_AVX512", "kernel_AVX512"]);
+        }
+        () if has(&["avx2", "fma", "f16c"]) => {
+            assert_eq!(names(&script), ["calls_AVX2", "kernel_AVX2"]);
+        }
+        () => assert_eq!(names(&script).len(), 3),
+    }
+    let script = script.with("TCH_EXTENSION_ISAS", "avx2");
+    let expected = ["TCH_EXTENSION_ISAS=avx2", "write native", "unset it"];
+    assert_says(&script.refusal(&extension), &expected);
+}
+
+#[test]
 fn a_source_that_is_named_twice_is_compiled_once() {
     let script = Script::new("twice", false);
     let source = script.source("csrc/a.cpp", "int a() { return 1; }\n");
