@@ -1,5 +1,6 @@
 //! The checks that a change must pass, in order of cost. The first failure stops the run.
 
+use crate::commands::Usage;
 use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 struct Ci {
     repo: Repo,
     changes: Changes,
+    is_full: bool,
     has_vision: bool,
     has_python: bool,
     has_cuda: bool,
@@ -24,9 +26,15 @@ struct Ci {
 /// A step's name and what it does.
 type Step = (&'static str, fn(&Ci) -> Result<()>);
 
-/// The architectures to compile for when the user names none: the oldest and the newest that
-/// kernels are written for. All others compile the same lines, and each one costs minutes.
-const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
+/// The architectures to compile for when the user names none: the newest that kernels are written
+/// for, and in a full run the oldest, too. All others compile the same lines, and each one costs
+/// minutes.
+const ARCHS: &str = "TORCH_CUDA_ARCH_LIST";
+const NEWEST: &str = "9.0a";
+const OLDEST_AND_NEWEST: &str = "7.5;9.0a";
+
+/// Tells tests that they run in full. What they leave out otherwise stands in CONTRIBUTING.md.
+const FULL_TESTS: &str = "TCH_EXTENSION_FULL";
 
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
@@ -34,6 +42,7 @@ const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1")
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
 
+const FULL: &str = "--full";
 const TESTS: &str = "tests";
 const OTHER_LIBTORCH: &str = "libtorch 2.13";
 
@@ -55,8 +64,15 @@ const STEPS: &[Step] = &[
     (OTHER_LIBTORCH, Ci::other_libtorch),
 ];
 
-/// Runs every step, or those whose name contains one of these words.
+/// Runs every step, or those whose name contains one of these words. A full run takes longer and is
+/// for releases: `--full` is one of the words.
 pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
+    let (options, words): (Vec<&String>, Vec<&String>) =
+        words.iter().partition(|word| word.starts_with("--"));
+    if let Some(other) = options.iter().find(|option| **option != FULL) {
+        return Err(Usage(format!("`ci` knows no `{other}`, only `{FULL}`")).into());
+    }
+    let is_full = !options.is_empty();
     let is_wanted =
         |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
     let steps: Vec<&Step> = STEPS.iter().filter(|(name, _)| is_wanted(name)).collect();
@@ -65,8 +81,12 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         bail!("no step's name contains {words:?}; there are: {}", names.join("; "));
     }
     let mut ready = setup::run(&repo)?;
-    if std::env::var_os(ARCHS.0).is_none() {
-        ready.changes.push((ARCHS.0.to_string(), Some(ARCHS.1.into())));
+    if std::env::var_os(ARCHS).is_none() {
+        let archs = if is_full { OLDEST_AND_NEWEST } else { NEWEST };
+        ready.changes.push((ARCHS.to_string(), Some(archs.into())));
+    }
+    if is_full {
+        ready.changes.push((FULL_TESTS.to_string(), Some("1".into())));
     }
     if std::env::var_os(NVCC_FLAGS.0).is_none() && !setup::has_gpu() {
         ready.changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
@@ -85,7 +105,7 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         steps.iter().any(|(name, _)| *name == TESTS) && setup::transformers(&repo, &ready)?;
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
     let changes = ready.changes;
-    let ci = Ci { repo, changes, has_vision, has_python, has_cuda, has_transformers };
+    let ci = Ci { repo, changes, is_full, has_vision, has_python, has_cuda, has_transformers };
     let mut times = Vec::new();
     for (name, step) in steps {
         say(format_args!("\n== {name} =="));
@@ -219,18 +239,21 @@ impl Ci {
     /// Tests the CPU kernels for the other instruction sets. The kernels are compiled once for each
     /// of three instruction sets, and at run time one of the three is chosen: by the processor, or
     /// by libtorch's variable `ATEN_CPU_CAPABILITY`. The previous step ran the one that the
-    /// processor chose.
+    /// processor chose. Nobody can run those that it lacks.
     fn operators_per_isa(&self) -> Result<()> {
         let tests = operator_tests(&self.repo.root);
         let mut programs = runner::programs(&self.build()?);
         programs.retain(|program| tests.contains(&program.name));
         let mut runs = Vec::new();
         for program in &programs {
-            for capability in ["default", "avx2"] {
+            for capability in others() {
                 let mut run = program.run(&self.changes, &cargo::EVERYTHING);
-                // Second derivatives, sizes and strides have no per-instruction-set code of their own.
-                const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
-                run.command.args(["--skip", "second_derivatives", "--skip", ALIKE]);
+                if !self.is_full {
+                    // Second derivatives, sizes and strides have no per-instruction-set code of their
+                    // own.
+                    const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
+                    run.command.args(["--skip", "second_derivatives", "--skip", ALIKE]);
+                }
                 run.command.env("ATEN_CPU_CAPABILITY", capability);
                 run.title += &format!(", {capability}");
                 run.again.insert_str(0, &format!("ATEN_CPU_CAPABILITY={capability} "));
@@ -241,9 +264,18 @@ impl Ci {
     }
 
     /// Tests the parts that depend on libtorch's version most, and one family of operators, with
-    /// the other libtorch that is supported. CUDA and the other families would take twice as long;
-    /// `cargo xtask test --tch 0.26` runs everything.
+    /// the other libtorch that is supported. CUDA and the other families would take twice as long; a
+    /// full run tests them, too, as `cargo xtask test --tch 0.26` does.
     fn other_libtorch(&self) -> Result<()> {
+        if self.is_full {
+            let mut command = versions::command(&self.repo, &[])?;
+            command.env("CARGO_INCREMENTAL", "0").env("OMP_WAIT_POLICY", "passive");
+            command.envs(self.changes.iter().filter_map(|(name, value)| {
+                let is_set_here = [ARCHS, NVCC_FLAGS.0, FULL_TESTS].contains(&name.as_str());
+                Some((name, value.as_ref()?)).filter(|_| is_set_here)
+            }));
+            return cargo::run(&mut command);
+        }
         let tests = ["autograd", "library", "jit", "layer_norm"].map(String::from);
         let features = "tch-extension/jit,tch-extension/norm";
         let rest = ["-p", "tests", "--no-default-features", "--features", features];
@@ -369,6 +401,14 @@ fn operator_tests(root: &Path) -> Vec<String> {
     tests.sort();
     tests.dedup();
     tests
+}
+
+/// The instruction sets that this processor has and libtorch does not choose on it.
+fn others() -> &'static [&'static str] {
+    let has_avx512 = std::arch::is_x86_feature_detected!("avx512vl")
+        && std::arch::is_x86_feature_detected!("avx512bw")
+        && std::arch::is_x86_feature_detected!("avx512dq");
+    if has_avx512 { &["default", "avx2"] } else { &["default"] }
 }
 
 fn table(times: &[(&str, Duration)], passed: bool) -> String {

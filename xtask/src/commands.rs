@@ -35,8 +35,10 @@ cargo xtask COMMAND [ARGUMENTS]
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
   plot FILE...       bench.json, and the rivals.json next to it, as pictures in docs/plots
-  ci [STEP...]       what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
-                     crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word
+  ci [--full] [STEP...]
+                     what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
+                     crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word.
+                     With --full also what a release must pass
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   cache [--clear]    the C++ and CUDA objects that this user's builds share: how many, how large; or an end to them
