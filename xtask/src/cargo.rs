@@ -68,9 +68,11 @@ pub fn test(repo: &Repo, changes: &Changes, args: &[String]) -> Command {
     if !own.into_iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package")) {
         command.args(ALL_BUT_GPT);
     }
+    let manifest = std::fs::read_to_string(repo.root.join("tests/Cargo.toml")).unwrap_or_default();
+    let programs: Vec<&str> = manifest.split("[[test]]").skip(1).collect();
     let is_program = |word: &String| {
-        let place = repo.root.join("tests");
-        place.join(word).join("main.rs").exists() || place.join(format!("{word}.rs")).exists()
+        let line = format!("\nname = {word:?}\n");
+        programs.iter().any(|program| program.starts_with(&line))
     };
     let names = args.iter().take_while(|word| is_program(word)).count();
     command.args(args[..names].iter().flat_map(|name| ["--test", name]));
@@ -194,7 +196,7 @@ mod tests {
             arguments(&["lstm", "view", "--", "layout"]),
             format!("{all} --test lstm --test view -- layout")
         );
-        assert_eq!(arguments(&["no_such_program"]), format!("{all} no_such_program"));
+        assert_eq!(arguments(&["build", "lstm"]), format!("{all} build lstm"));
         assert_eq!(arguments(&["-p", "tch-run", "--", "-p"]), "test -p tch-run -- -p");
         assert_eq!(arguments(&["--", "-p"]), format!("{all} -- -p"));
     }

@@ -204,7 +204,7 @@ impl Ci {
         // The tests of several processes start the launcher.
         cargo::run(self.cargo(&["build", "--bin", cargo::LAUNCHER]).args(cargo::EVERYTHING))?;
         let programs = runner::programs(&self.build()?);
-        // The examples of the documentation are compiled before they run, which takes longest.
+        // The examples of the documentation begin first, because cargo has yet to compile them.
         let mut command = self.cargo(&["test", "--doc"]);
         command.args(cargo::EVERYTHING);
         let again = format!("cargo test {} --doc", cargo::EVERYTHING.join(" "));
