@@ -13,8 +13,8 @@ use std::fs::{File, OpenOptions};
 use std::io::{Error, Result, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::{SystemTime, UNIX_EPOCH};
-use tch_extension_build::content::digest;
+use std::time::SystemTime;
+use tch_extension_build::content::{digest, is_changed_since, resolve};
 use tch_extension_build::place::{create, lock_alone, open_lock, unique};
 
 /// What a build depends on, so that the next load can check whether it is still up to date.
@@ -188,32 +188,15 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether a file changed after `start`, judged by its change time (ctime), which nobody can set. A
-/// modification time may be in the future.
-fn is_changed_since(path: &Path, start: SystemTime) -> bool {
-    let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
-    path.metadata().map_or(true, |file| (file.ctime(), file.ctime_nsec()) >= start)
-}
-
 /// The size of a program and the time of its last modification.
 fn stamp(path: &Path) -> Option<String> {
     let metadata = path.metadata().ok()?;
     Some(format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
 }
 
-/// The path of a program that is run by name.
-fn resolve(program: &str) -> Option<PathBuf> {
-    if program.contains('/') {
-        return Some(program.into());
-    }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|path| path.is_file())
-}
-
 /// The identity of a program: its path with links resolved, and its stamp.
 fn identity(program: &str) -> Option<String> {
-    let path = resolve(program)?.canonicalize().ok()?;
+    let path = resolve(Path::new(program))?.canonicalize().ok()?;
     Some(format!("{} {}", path.display(), stamp(&path)?))
 }
 

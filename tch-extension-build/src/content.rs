@@ -1,6 +1,9 @@
 //! The contents of files, and what a file's text asks of the preprocessor.
 
 use sha2::{Digest, Sha256};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Identifies these parts: the first 128 bits of their SHA-256, each preceded by its length.
 pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
@@ -10,6 +13,23 @@ pub fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
         hasher.update(part);
     }
     hasher.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Whether a file changed after `start`, judged by its change time (ctime), which nobody can set. A
+/// modification time may be in the future.
+pub fn is_changed_since(path: &Path, start: SystemTime) -> bool {
+    let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
+    path.metadata().map_or(true, |file| (file.ctime(), file.ctime_nsec()) >= start)
+}
+
+/// The path of a program that is run by name.
+pub fn resolve(program: &Path) -> Option<PathBuf> {
+    if program.components().count() > 1 {
+        return Some(program.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|path| path.is_file())
 }
 
 /// What the outcome of preprocessing a file depends on, besides its text. It is more than the

@@ -12,14 +12,14 @@
 //! lock. What goes wrong with the cache is said once, and the compiler runs.
 
 use crate::compile::{Job, Language};
-use crate::content::{Asks, digest, mentions_cuda};
+use crate::content::{Asks, digest, is_changed_since, mentions_cuda, resolve};
 use crate::environment::Environment;
 use crate::toolchain::Reuse;
 use crate::{place, trusted};
 use std::collections::{HashMap, HashSet};
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Result, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -309,13 +309,16 @@ impl<'a> Objects<'a> {
         files: &[String],
         began: SystemTime,
     ) -> Option<(String, bool)> {
+        // The kernel's clock for files is behind by up to a tick.
+        const TICK: Duration = Duration::from_millis(10);
+        let began = began - TICK;
         let key = search.key(files, self)?;
         let mut is_kept = true;
         let mut next_to: Option<HashSet<PathBuf>> = None;
         for file in files {
             let known = search.known(file, self)?;
             let path = &known.path;
-            if is_changed_since(path, began.min(known.text.read)) {
+            if is_changed_since(path, began.min(known.text.read - TICK)) {
                 return None;
             }
             let asks = &known.text.asks;
@@ -840,25 +843,6 @@ fn program(path: &Path) -> Option<String> {
 
 fn length(path: &Path) -> Option<u64> {
     path.metadata().ok().map(|file| file.len())
-}
-
-/// The path of a program that is run by name.
-fn resolve(program: &Path) -> Option<PathBuf> {
-    if program.components().count() > 1 {
-        return Some(program.into());
-    }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|path| path.is_file())
-}
-
-/// Whether a file may have changed after `start`, judged by its change time (ctime), which nobody
-/// can set.
-fn is_changed_since(path: &Path, start: SystemTime) -> bool {
-    // The kernel's clock for files is behind by up to a tick.
-    const TICK: Duration = Duration::from_millis(10);
-    let since = start.duration_since(UNIX_EPOCH).unwrap_or_default().saturating_sub(TICK);
-    let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
-    path.metadata().map_or(true, |file| (file.ctime(), file.ctime_nsec()) >= start)
 }
 
 /// Removes the objects that were used longest ago, until they take less than `most` bytes.
