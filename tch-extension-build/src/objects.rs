@@ -90,8 +90,7 @@ pub(crate) struct Objects<'a> {
     /// The folder of the entries, unless there is none that can be used.
     store: Option<PathBuf>,
     compilers: Mutex<Compilers>,
-    /// By path, and whether it is one of the system's headers.
-    texts: Mutex<HashMap<(PathBuf, bool), Option<Arc<Text>>>>,
+    texts: Mutex<Texts>,
     is_trouble_told: AtomicBool,
     is_new: AtomicBool,
     current: AtomicUsize,
@@ -116,6 +115,9 @@ pub(crate) struct Compiler {
     identity: Option<String>,
     pub search: Arc<Search>,
 }
+
+/// Files that were read, by path, and whether it is one of the system's headers.
+type Texts = HashMap<(PathBuf, bool), Option<Arc<Text>>>;
 
 /// The text of a file.
 struct Text {
