@@ -1,7 +1,7 @@
 //! Starts cargo in the root of the repository.
 
 use crate::repo::Repo;
-use crate::setup::Changes;
+use crate::setup::{Changes, ISAS};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::process::CommandExt;
@@ -43,6 +43,8 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
             command.env_remove(&*name);
         }
     }
+    // Tests need the kernels of all instruction sets, and a bundle or a wheel leaves this machine.
+    command.env_remove(ISAS);
     for (name, value) in changes {
         match value {
             Some(value) => command.env(name, value),
@@ -159,6 +161,18 @@ mod tests {
         }
         assert!(!found.is_empty(), "{package} is not in {selection:?}");
         found
+    }
+
+    #[test]
+    fn kernels_are_compiled_for_all_cpus_unless_a_command_says_otherwise() {
+        let repo = repo();
+        let isas = |changes: Changes| {
+            let command = command(&repo, &changes, &[]);
+            let mut variables = command.get_envs().filter(|(name, _)| *name == ISAS);
+            variables.next().map(|(_, value)| value.map(|value| value.to_owned()))
+        };
+        assert_eq!(isas(Changes::new()), Some(None));
+        assert_eq!(isas(vec![(ISAS.into(), Some("native".into()))]), Some(Some("native".into())));
     }
 
     #[test]

@@ -140,7 +140,7 @@ fn parse_glibc(text: &str) -> Option<(u32, u32)> {
 const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 
 /// The variable that says for which instruction sets CPU kernels are compiled.
-const ISAS: &str = "TCH_EXTENSION_ISAS";
+pub const ISAS: &str = "TCH_EXTENSION_ISAS";
 
 /// The variable from which libtest takes its number of threads.
 pub const TEST_THREADS: &str = "RUST_TEST_THREADS";
