@@ -4,7 +4,7 @@ use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
 use crate::setup::{self, Changes};
-use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
+use crate::{cargo, crossing, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -179,8 +179,11 @@ impl Ci {
     }
 
     fn weak_symbols(&self) -> Result<()> {
-        self.build()?;
+        let messages = self.build()?;
         say(weak_symbols::check(&objects(&self.repo).join("tch-extension/tch_extension"))?);
+        if self.has_cuda {
+            say(crossing::check(&messages, &headers::functions(&self.repo, &self.changes)?)?);
+        }
         Ok(())
     }
 

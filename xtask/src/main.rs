@@ -11,6 +11,7 @@ mod cargo;
 mod ci;
 mod commands;
 mod compiler;
+mod crossing;
 mod cuda;
 mod doctor;
 mod glibc;
