@@ -69,9 +69,8 @@ fn every_operator_has_all_its_twins() {
         // An operator without a folder in csrc has its kernels in that of its family.
         let has_kernels = root().join("csrc").join(name).exists();
         assert!(has_kernels || !files.is_empty(), "{name} has no kernels");
-        let kernels = has_kernels.then(|| {
-            ["cpu.cpp", "cuda.cu", &format!("{name}.h")].map(|file| format!("csrc/{name}/{file}"))
-        });
+        let kernels = has_kernels
+            .then(|| ["cpu.cpp", "cuda.cu", "params.h"].map(|file| format!("csrc/{name}/{file}")));
         let twins = [
             format!("src/ops/{name}/mod.rs"),
             format!("tests/{name}/main.rs"),

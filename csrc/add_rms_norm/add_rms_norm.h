@@ -4,3 +4,4 @@
 
 #include "../norm/params.h"
 #include "../norm/statistic.h"
+#include "params.h"

@@ -1,3 +1,7 @@
+// relu(lhs rhs + bias) with a bias of full shape, in half precision, for GPUs of compute capability
+// 9.0. The bias of one tile is read while another tile is multiplied, which cuBLASLt's kernels do
+// not do.
+//
 // Blocks are persistent: each computes one tile of the output after another. One thread loads tiles
 // of lhs and rhs into a ring buffer. Two warpgroups alternate: while one multiplies for its tile,
 // the other adds the bias to the sums of its own tile. The bias is loaded into, and the output is
@@ -7,7 +11,8 @@
 #include "../hopper/processors.h"
 #include "../hopper/registers.h"
 #include "../hopper/wgmma.h"
-#include "hopper.h"
+#include "product.h"
+#include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
@@ -392,11 +397,15 @@ bool describe(const Product& product, Params& params) {
 }
 
 }  // namespace
+}  // namespace tch_extension::gemm
 
-bool hopper_product_can(const Product& product) {
-  const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
+using namespace tch_extension;
+using namespace tch_extension::gemm;
+
+extern "C" bool tch_extension_gemm_hopper_can_cuda(const GemmProduct* product) {
+  const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = *product;
   const bool across = rhs.column == 1;
-  return is_half(product) && relu && is_matrix(bias) && fits(product) &&
+  return is_half(*product) && relu && is_matrix(bias) && fits(*product) &&
          is_reachable(lhs.data, k, lhs.column, lhs.row, lhs.batch) &&
          (across ? is_reachable(rhs.data, n, 1, rhs.row, rhs.batch)
                  : is_reachable(rhs.data, k, rhs.row, rhs.column, rhs.batch)) &&
@@ -404,20 +413,19 @@ bool hopper_product_can(const Product& product) {
          is_reachable(out, n, 1, n, m * n) && processors() > 0;
 }
 
-bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status) {
+extern "C" LaunchStatus tch_extension_gemm_hopper_cuda(const GemmProduct* product, bool* is_started,
+                                                       cudaStream_t stream) {
   Params params{};
-  if (!hopper::bind_context() || !describe(product, params)) return false;
-  params.tiles_m = static_cast<int32_t>(tiles_of(product.m));
-  params.tiles_n = static_cast<int32_t>(tiles_of(product.n));
-  params.tiles = static_cast<int32_t>(tiles_of(product));
-  params.steps = static_cast<int32_t>(ceil_div(product.k, kInner));
-  params.lhs_batch = product.lhs.batch != 0;
-  params.rhs_batch = product.rhs.batch != 0;
-  params.bias_batch = product.bias.batch != 0;
+  *is_started = hopper::bind_context() && describe(*product, params);
+  if (!*is_started) return {"hopper_product", nullptr};
+  params.tiles_m = static_cast<int32_t>(tiles_of(product->m));
+  params.tiles_n = static_cast<int32_t>(tiles_of(product->n));
+  params.tiles = static_cast<int32_t>(tiles_of(*product));
+  params.steps = static_cast<int32_t>(ceil_div(product->k, kInner));
+  params.lhs_batch = product->lhs.batch != 0;
+  params.rhs_batch = product->rhs.batch != 0;
+  params.bias_batch = product->bias.batch != 0;
   const int blocks = processors() < params.tiles ? processors() : params.tiles;
-  kernel_of(product)<<<blocks, kBlockThreads, kSharedBytes, stream>>>(params);
-  status = launch_status("hopper_product");
-  return true;
+  kernel_of(*product)<<<blocks, kBlockThreads, kSharedBytes, stream>>>(params);
+  return launch_status("hopper_product");
 }
-
-}  // namespace tch_extension::gemm

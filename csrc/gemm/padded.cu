@@ -1,9 +1,20 @@
-// These kernels are bound by memory bandwidth. Each thread writes 16 bytes at a time.
-#include "padded.h"
+// The kernels before and after a product whose rows do not begin at multiples of 16 bytes. One
+// copies its operands to padded rows, the other copies the padded result to the output. They are
+// bound by memory bandwidth. Each thread writes 16 bytes at a time.
+#include <type_traits>
+
+#include "product.h"
+#include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 namespace {
+
+using Lines = GemmLines;
+using Padding = GemmPadFactors;
+using Finish = GemmFinishProduct;
+
+constexpr int kFactors = std::extent_v<decltype(Padding::factor)>;
 
 template <typename T>
 __device__ __forceinline__ T rectified(T value) {
@@ -33,7 +44,7 @@ __device__ __forceinline__ void pad(const Lines& lines, int64_t at) {
 }
 
 struct Ends {
-  int64_t end[Padding::kFactors];
+  int64_t end[kFactors];
 };
 
 template <typename T, typename Index>
@@ -124,7 +135,7 @@ template <typename T>
 void start(const Padding& padding, cudaStream_t stream) {
   Ends ends{};
   int64_t all = 0;
-  for (int i = 0; i < Padding::kFactors; ++i) {
+  for (int i = 0; i < kFactors; ++i) {
     const Lines& lines = padding.factor[i];
     all += lines.matrices * lines.padded_lines * (lines.padded_length / kLanesOf16Bytes<T>);
     ends.end[i] = all;
@@ -137,22 +148,27 @@ void start(const Padding& padding, cudaStream_t stream) {
 }
 
 }  // namespace
+}  // namespace tch_extension::gemm
 
-LaunchStatus pad_factors(const Padding& padding, cudaStream_t stream) {
-  for_kind(padding.kind, [&](auto type) { start<typename decltype(type)::type>(padding, stream); });
+using namespace tch_extension;
+using namespace tch_extension::gemm;
+
+extern "C" LaunchStatus tch_extension_gemm_pad_factors_cuda(const GemmPadFactors* factors,
+                                                            cudaStream_t stream) {
+  for_kind(factors->kind,
+           [&](auto type) { start<typename decltype(type)::type>(*factors, stream); });
   return launch_status("pad_factors");
 }
 
-LaunchStatus finish_product(const Finish& finish, cudaStream_t stream) {
+extern "C" LaunchStatus tch_extension_gemm_finish_product_cuda(const GemmFinishProduct* finish,
+                                                               cudaStream_t stream) {
   const bool is_padded =
-      finish.padded_columns != finish.columns || finish.padded_rows != finish.rows;
-  for_kind(finish.kind, [&](auto type) {
+      finish->padded_columns != finish->columns || finish->padded_rows != finish->rows;
+  for_kind(finish->kind, [&](auto type) {
     using T = typename decltype(type)::type;
     // An input that is not 16-byte aligned is read value by value, too.
-    const bool is_even = is_aligned_to_16(finish.from);
-    is_padded || !is_even ? start<T, true>(finish, stream) : start<T, false>(finish, stream);
+    const bool is_even = is_aligned_to_16(finish->from);
+    is_padded || !is_even ? start<T, true>(*finish, stream) : start<T, false>(*finish, stream);
   });
   return launch_status("finish_product");
 }
-
-}  // namespace tch_extension::gemm

@@ -10,9 +10,9 @@
 #include <algorithm>
 #include <optional>
 
-#include "padded.h"
 #include "plan.h"
 #include "tch_extension/kind.h"
+#include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
@@ -137,7 +137,7 @@ void started(const LaunchStatus& status) {
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
 }
 
-Lines lines_of(const Factor& factor, const Product& product, void* to) {
+GemmLines lines_of(const Factor& factor, const Product& product, void* to) {
   return {factor.matrices.data,         to,           factor.line,   factor.matrices.batch,
           matrices_of(factor, product), factor.lines, factor.length, factor.padded_lines,
           factor.padded_length};
@@ -191,7 +191,7 @@ bool padded_product(const Product& product, int32_t device, cudaStream_t stream)
   inner.m = sizes.m;
   inner.n = sizes.n;
   inner.k = sizes.k;
-  Padding padding{};
+  GemmPadFactors padding{};
   padding.kind = product.kind;
   const auto copy = [&](int place, const Factor& factor, int64_t at) {
     padding.factor[place] = lines_of(factor, product, scratch.at(at));
@@ -200,7 +200,8 @@ bool padded_product(const Product& product, int32_t device, cudaStream_t stream)
   if (copies_lhs) inner.lhs = copy(0, lhs, lhs_at);
   if (copies_rhs) inner.rhs = copy(1, rhs, rhs_at);
   if (bias) inner.bias = copy(2, *bias, bias_at);
-  if (copies_lhs || copies_rhs || bias) started(pad_factors(padding, stream));
+  if (copies_lhs || copies_rhs || bias)
+    started(tch_extension_gemm_pad_factors_cuda(&padding, stream));
   if (copies_out) {
     // The kernel that removes the padding applies the ReLU at no extra cost.
     inner.out = scratch.at(out_at);
@@ -208,9 +209,9 @@ bool padded_product(const Product& product, int32_t device, cudaStream_t stream)
   }
   if (!run_plan(inner, device, stream)) return false;
   if (!copies_out) return true;
-  started(finish_product({inner.out, product.out, product.batch, product.m, product.n, sizes.m,
-                          sizes.n, product.kind, product.relu},
-                         stream));
+  const GemmFinishProduct finish{inner.out, product.out, product.batch, product.m,   product.n,
+                                 sizes.m,   sizes.n,     product.kind,  product.relu};
+  started(tch_extension_gemm_finish_product_cuda(&finish, stream));
   return true;
 }
 

@@ -13,7 +13,7 @@
 
 #include "choice.h"
 #include "key.h"
-#include "padded.h"
+#include "tch_extension/launch.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -85,7 +85,8 @@ Plan& find_plan(const Key& key, const Pointers& pointers) {
 
 void relu_after(const Product& product, cudaStream_t stream) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
-  const LaunchStatus status = finish_product({out, out, batch, m, n, m, n, kind, 1}, stream);
+  const GemmFinishProduct finish{out, out, batch, m, n, m, n, kind, 1};
+  const LaunchStatus status = tch_extension_gemm_finish_product_cuda(&finish, stream);
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
 }
 

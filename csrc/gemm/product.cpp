@@ -15,14 +15,11 @@
 #include <algorithm>
 #include <array>
 
-#include "hopper.h"
-#include "padded.h"
 #include "padded_product.h"
 #include "params.h"
 #include "plan.h"
-#include "skinny.h"
-#include "small.h"
 #include "tch_extension/c_abi.h"
+#include "tch_extension/launch.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -139,28 +136,29 @@ bool started(const LaunchStatus& status) {
 }
 
 bool run_hopper(const Product& product, cudaStream_t stream) {
-  LaunchStatus status{};
-  return hopper_product(product, stream, status) && started(status);
+  bool is_started = false;
+  return started(tch_extension_gemm_hopper_cuda(&product, &is_started, stream)) && is_started;
 }
 
 // Computes the product and the bias with a plan, and the ReLU with a kernel after it.
 bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
-  const Finish finish{out, out, batch, m, n, m, n, kind, relu};
+  const GemmFinishProduct finish{out, out, batch, m, n, m, n, kind, relu};
   product.relu = 0;
   return run_plan(product, stream.device_index(), stream.stream()) &&
-         started(finish_product(finish, stream.stream()));
+         started(tch_extension_gemm_finish_product_cuda(&finish, stream.stream()));
 }
 
 // Whether a way that was forced exists for this product. The plan asks for itself.
 bool can(const Product& product, Way way) {
+  GemmSkinny skinny;
   switch (way) {
     case Way::Small:
-      return small_product_can(product);
+      return tch_extension_gemm_small_can_cuda(&product);
     case Way::Hopper:
-      return hopper_product_can(product);
+      return tch_extension_gemm_hopper_can_cuda(&product);
     case Way::Skinny:
-      return skinny_product_can(product);
+      return tch_extension_gemm_skinny_facts_cuda(&product, &skinny);
     case Way::Padded:
       return padding_facts(product).has_value();
     default:
@@ -172,13 +170,13 @@ bool can(const Product& product, Way way) {
 bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
   switch (way) {
     case Way::Small:
-      return started(small_product(product, stream.stream()));
+      return started(tch_extension_gemm_small_cuda(&product, stream.stream()));
     case Way::Hopper:
       return run_hopper(product, stream.stream());
     case Way::Plan:
       return run_plan(product, stream.device_index(), stream.stream());
     case Way::Skinny:
-      return started(skinny_product(product, stream.stream()));
+      return started(tch_extension_gemm_skinny_cuda(&product, stream.stream()));
     case Way::Padded:
       return padded_product(product, stream.device_index(), stream.stream());
     case Way::Pass:
@@ -352,29 +350,17 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear_gelu(const at::Tensor* input
   });
 }
 
-// What src/ops/gemm/plan.rs asks about a product; see its trait `Facts`. No exception may reach
-// Rust, which is called from C++ here.
-TCH_EXTENSION_API bool tch_extension_gemm_allows_tf32() noexcept {
+// What src/ops/gemm/plan.rs asks about a product, besides what it asks the kernels; see its trait
+// `Facts`. Neither throws, because C++ has called Rust here.
+TCH_EXTENSION_API bool tch_extension_gemm_allows_tf32() {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
          at::Float32Precision::TF32;
 }
 
-TCH_EXTENSION_API bool tch_extension_gemm_skinny(const Product* product,
-                                                 GemmSkinny* result) noexcept {
-  const bool can = skinny_product_can(*product);
-  if (can) *result = skinny_facts(*product);
-  return can;
-}
-
-TCH_EXTENSION_API bool tch_extension_gemm_padding(const Product* product,
-                                                  GemmPadding* result) noexcept {
+TCH_EXTENSION_API bool tch_extension_gemm_padding(const GemmProduct* product, GemmPadding* result) {
   const auto facts = padding_facts(*product);
   if (facts) *result = *facts;
   return facts.has_value();
-}
-
-TCH_EXTENSION_API bool tch_extension_gemm_hopper(const Product* product) noexcept {
-  return hopper_product_can(*product);
 }
 
 // For tests and benchmarks: the counters of this thread's cache of plans.

@@ -1,7 +1,9 @@
+// Products with up to 4 columns or up to 4 rows. They are bound by memory bandwidth, and most of a
+// tensor core's tile would be wasted on them. Operands may have any row stride and any address.
+//
 // The short factor has few rows or columns; the long factor has many and is read once. If K is
 // contiguous in the long factor, a team of threads computes the sums of one row of it or of
 // several. Otherwise the kernel is in skinny_columns.cu.
-#include "skinny.h"
 #include "skinny_operands.h"
 
 namespace tch_extension::gemm {
@@ -290,48 +292,46 @@ void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
 }
 
 }  // namespace
+}  // namespace tch_extension::gemm
 
-bool skinny_product_can(const Product& product) {
+using namespace tch_extension;
+using namespace tch_extension::gemm;
+
+extern "C" bool tch_extension_gemm_skinny_facts_cuda(const GemmProduct* product,
+                                                     GemmSkinny* result) {
   constexpr int64_t kMostBlocks = 65535;
   constexpr int64_t kMost = INT32_MAX - 65536;  // leaves room to add a step in 32 bits
-  if (product.m > kMostShort && product.n > kMostShort) return false;
-  const Skinny skinny = skinny_of(product);
-  return (is_by_rows(skinny) || is_by_columns(skinny)) && product.batch <= kMostBlocks &&
-         product.k <= kMost;
-}
-
-GemmSkinny skinny_facts(const Product& product) {
-  const Skinny skinny = skinny_of(product);
-  GemmSkinny facts{};
-  facts.rows = skinny.rows;
-  facts.shorts = skinny.shorts;
-  facts.by_rows = is_by_rows(skinny);
-  for_kind(product.kind, [&](auto type) {
+  if (product->m > kMostShort && product->n > kMostShort) return false;
+  const Skinny skinny = skinny_of(*product);
+  const bool by_rows = is_by_rows(skinny);
+  if (!(by_rows || is_by_columns(skinny)) || product->batch > kMostBlocks || product->k > kMost)
+    return false;
+  bool is_whole = false;
+  for_kind(product->kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    facts.whole =
-        is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanesOf16Bytes<T> == 0;
+    is_whole = is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanesOf16Bytes<T> == 0;
   });
-  return facts;
+  *result = {skinny.rows, skinny.shorts, by_rows, is_whole};
+  return true;
 }
 
-LaunchStatus skinny_product(const Product& product, cudaStream_t stream) {
-  const Skinny skinny = skinny_of(product);
+extern "C" LaunchStatus tch_extension_gemm_skinny_cuda(const GemmProduct* product,
+                                                       cudaStream_t stream) {
+  const Skinny skinny = skinny_of(*product);
   if (!is_by_rows(skinny)) {
-    start_skinny_columns(skinny, product.kind, product.batch, stream);
+    start_skinny_columns(skinny, product->kind, product->batch, stream);
     return launch_status("skinny_product");
   }
-  for_kind(product.kind, [&](auto type) {
+  for_kind(product->kind, [&](auto type) {
     using T = typename decltype(type)::type;
     switch (skinny.shorts) {
       case 1:
-        return start_rows<T, 1>(skinny, product.batch, stream);
+        return start_rows<T, 1>(skinny, product->batch, stream);
       case 2:
-        return start_rows<T, 2>(skinny, product.batch, stream);
+        return start_rows<T, 2>(skinny, product->batch, stream);
       default:
-        return start_rows<T, 4>(skinny, product.batch, stream);
+        return start_rows<T, 4>(skinny, product->batch, stream);
     }
   });
   return launch_status("skinny_product");
 }
-
-}  // namespace tch_extension::gemm

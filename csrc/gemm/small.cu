@@ -1,4 +1,7 @@
-#include "small.h"
+// Products so small that blocks without tensor cores, each for a 16×16 tile of the output, finish
+// before cuBLASLt's kernels have filled their pipelines. Operands may have any strides.
+#include "product.h"
+#include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
@@ -93,23 +96,26 @@ __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product
 int64_t tiles(int64_t size) { return ceil_div(size, kTile); }
 
 }  // namespace
+}  // namespace tch_extension::gemm
 
-bool small_product_can(const Product& product) {
+using namespace tch_extension;
+using namespace tch_extension::gemm;
+
+extern "C" bool tch_extension_gemm_small_can_cuda(const GemmProduct* product) {
   constexpr int64_t kMostBlocks = 65535;  // along the grid's second and third dimension
   // Leaves room to add a tile's width in 32 bits.
   constexpr int64_t kMost = INT32_MAX - kInner;
-  return product.batch <= kMostBlocks && tiles(product.m) <= kMostBlocks && product.n <= kMost &&
-         product.k <= kMost;
+  return product->batch <= kMostBlocks && tiles(product->m) <= kMostBlocks && product->n <= kMost &&
+         product->k <= kMost;
 }
 
-LaunchStatus small_product(const Product& product, cudaStream_t stream) {
-  const dim3 blocks(static_cast<unsigned int>(tiles(product.n)),
-                    static_cast<unsigned int>(tiles(product.m)),
-                    static_cast<unsigned int>(product.batch));
-  for_kind(product.kind, [&](auto type) {
-    small_product_kernel<typename decltype(type)::type><<<blocks, kThreads, 0, stream>>>(product);
+extern "C" LaunchStatus tch_extension_gemm_small_cuda(const GemmProduct* product,
+                                                      cudaStream_t stream) {
+  const dim3 blocks(static_cast<unsigned int>(tiles(product->n)),
+                    static_cast<unsigned int>(tiles(product->m)),
+                    static_cast<unsigned int>(product->batch));
+  for_kind(product->kind, [&](auto type) {
+    small_product_kernel<typename decltype(type)::type><<<blocks, kThreads, 0, stream>>>(*product);
   });
   return launch_status("small_product");
 }
-
-}  // namespace tch_extension::gemm

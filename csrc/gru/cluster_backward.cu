@@ -1,7 +1,7 @@
 // The backward pass of a GRU in clusters.
 #include "../recurrent/cells/gru_cuda.h"
 #include "../recurrent/cluster/choose_backward.h"
-#include "gru.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_gru_cluster_backward_cuda(
     const tch_extension::recurrent::cluster::BackwardParams* params, cudaStream_t stream) {

@@ -1,7 +1,7 @@
 // The forward pass of a GRU in clusters.
 #include "../recurrent/cells/gru_cuda.h"
 #include "../recurrent/cluster/choose_forward.h"
-#include "gru.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_gru_cluster_forward_cuda(
     const tch_extension::recurrent::cluster::ForwardParams* params, cudaStream_t stream) {

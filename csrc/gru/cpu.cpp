@@ -20,6 +20,7 @@
 
 #include "../recurrent/cells/gru_cpu.h"
 #include "../recurrent/cpu/launch.h"
+#include "params.h"
 
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {

@@ -1,7 +1,7 @@
 // A GRU's layer on CUDA with one kernel for each step.
 #include "../recurrent/cells/gru_cuda.h"
 #include "../recurrent/step/cuda.h"
-#include "gru.h"
+#include "params.h"
 
 using namespace tch_extension::recurrent;
 

@@ -1,7 +1,7 @@
 // The backward pass of a GRU in a wide grid.
 #include "../recurrent/cells/gru_cuda.h"
 #include "../recurrent/wide_grid/choose_backward.h"
-#include "gru.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_gru_wide_grid_backward_cuda(
     const tch_extension::recurrent::grid::BackwardParams* params, bool* fits, cudaStream_t stream) {

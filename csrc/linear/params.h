@@ -19,3 +19,14 @@ struct LinearBiasGrad {
   // dY, `[M, N]`; the N elements of a row are adjacent.
   const void* grad;
 };
+
+// clang-format off
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+void tch_extension_linear_bias_grad_finish_cpu(const LinearBiasGrad* params) noexcept;
+void tch_extension_linear_bias_grad_cpu(const LinearBiasGrad* params) noexcept;
+tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(const LinearBiasGrad* params,
+                                                                cudaStream_t stream);
+}  // extern "C"
+// clang-format on

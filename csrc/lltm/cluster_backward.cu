@@ -1,7 +1,7 @@
 // The backward pass of LLTM in clusters.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/cluster/choose_backward.h"
-#include "kernels.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cluster_backward_cuda(
     const tch_extension::recurrent::cluster::BackwardParams* params, cudaStream_t stream) {

@@ -1,7 +1,7 @@
 // The forward pass of LLTM in clusters.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/cluster/choose_forward.h"
-#include "kernels.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cluster_forward_cuda(
     const tch_extension::recurrent::cluster::ForwardParams* params, cudaStream_t stream) {

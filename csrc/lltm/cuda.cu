@@ -1,7 +1,7 @@
 // LLTM on CUDA with one kernel for each step.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/step/cuda.h"
-#include "kernels.h"
+#include "params.h"
 
 namespace tch_extension::lltm {
 

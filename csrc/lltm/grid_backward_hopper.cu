@@ -2,7 +2,7 @@
 // kernels.h.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/choose_backward.h"
-#include "kernels.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(
     const tch_extension::recurrent::grid::BackwardParams* params, bool* fits, cudaStream_t stream) {

@@ -15,20 +15,16 @@
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
+#include "../recurrent/cpu/params.h"
 #include "../recurrent/libtorch.h"
 #include "../recurrent/product.h"
-#include "kernels.h"
+#include "../recurrent/step/params.h"
 #include "resident.h"
 #include "tch_extension/c_abi.h"
 #include "tch_extension/scalar_math.h"
 
 #ifdef TCH_EXTENSION_CUDA
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(
-    const LltmCellFusedForward*, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
-    const LltmCellFusedBackward*, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
-    const LltmCellFusedForward*, bool* is_started, cudaStream_t);
+#include "tch_extension/launch.h"
 #endif
 
 using namespace tch_extension;

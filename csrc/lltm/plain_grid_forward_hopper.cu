@@ -3,7 +3,7 @@
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/forward.h"
 #include "../recurrent/grid/plain.h"
-#include "kernels.h"
+#include "params.h"
 
 namespace tch_extension::lltm {
 namespace {

@@ -5,8 +5,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
-#include "kernels.h"
 #include "tch_extension/scalar_math.h"
+
+#ifdef TCH_EXTENSION_CUDA
+#include "../recurrent/cluster/params.h"
+#include "../recurrent/grid/params.h"
+#include "tch_extension/launch.h"
+#endif
 
 namespace tch_extension {
 

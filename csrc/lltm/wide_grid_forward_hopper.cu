@@ -1,7 +1,7 @@
 // The forward pass of LLTM in a wide grid.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/wide_grid/choose_forward.h"
-#include "kernels.h"
+#include "params.h"
 
 // `fits` is described in kernels.h.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(

@@ -269,8 +269,10 @@ static void lltm_cell_fused_inputs(const LltmCellCpuBackward& params, int64_t be
 
 TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_forward, lltm_cell_fused_forward,
                          LltmCellFusedForward, forward_items, forward_grain)
+extern "C" void tch_extension_lltm_cell_fused_gates_cpu(const LltmCellCpuBackward*) noexcept;
 TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_gates, lltm_cell_fused_gates,
                          LltmCellCpuBackward, gates_items, gates_grain)
+extern "C" void tch_extension_lltm_cell_fused_inputs_cpu(const LltmCellCpuBackward*) noexcept;
 TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_inputs, lltm_cell_fused_inputs,
                          LltmCellCpuBackward, inputs_items, inputs_grain)
 

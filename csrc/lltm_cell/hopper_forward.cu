@@ -484,6 +484,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cu
 }
 
 // The number of multiprocessors of the current device if it has the kernel; 0 otherwise.
-extern "C" int32_t tch_extension_lltm_cell_hopper_processors() {
+extern "C" int32_t tch_extension_lltm_cell_hopper_processors_cuda() {
   return tch_extension::processors();
 }

@@ -140,3 +140,28 @@ struct LltmCellBackward {
   // `[B, H]`, null when nobody needs it.
   void* grad_c;
 };
+
+// clang-format off
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+int32_t tch_extension_lltm_cell_hopper_processors_cuda();
+void tch_extension_lltm_cell_fused_forward_cpu(const LltmCellFusedForward* params) noexcept;
+void tch_extension_lltm_cell_fused_backward_cpu(const LltmCellFusedBackward* params,
+                                                void* grad_gates) noexcept;
+tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(const LltmCellFusedForward* params,
+                                                                       cudaStream_t stream);
+tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(const LltmCellFusedBackward* params,
+                                                                        cudaStream_t stream);
+tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(const LltmCellFusedForward* params,
+                                                                        bool* is_started,
+                                                                        cudaStream_t stream);
+void tch_extension_lltm_cell_forward_cpu(const LltmCellForward* params) noexcept;
+void tch_extension_lltm_cell_backward_cpu(const LltmCellBackward* params) noexcept;
+tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(const LltmCellForward* params,
+                                                                 const void* bias,
+                                                                 cudaStream_t stream);
+tch_extension::LaunchStatus tch_extension_lltm_cell_backward_cuda(const LltmCellBackward* params,
+                                                                  cudaStream_t stream);
+}  // extern "C"
+// clang-format on

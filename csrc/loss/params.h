@@ -91,3 +91,22 @@ struct LossScale {
   // `[count]`, the same memory or other memory.
   void* to;
 };
+
+// clang-format off
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+void tch_extension_loss_rows_cpu(const LossRows* params) noexcept;
+tch_extension::LaunchStatus tch_extension_loss_rows_cuda(const LossRows* params,
+                                                         cudaStream_t stream);
+void tch_extension_loss_mean_cpu(const LossMean* params) noexcept;
+tch_extension::LaunchStatus tch_extension_loss_mean_cuda(const LossMean* params,
+                                                         cudaStream_t stream);
+void tch_extension_loss_total_cpu(const LossTotal* params) noexcept;
+tch_extension::LaunchStatus tch_extension_loss_total_cuda(const LossTotal* params,
+                                                          cudaStream_t stream);
+void tch_extension_loss_scale_cpu(const LossScale* params) noexcept;
+tch_extension::LaunchStatus tch_extension_loss_scale_cuda(const LossScale* params,
+                                                          cudaStream_t stream);
+}  // extern "C"
+// clang-format on

@@ -1,7 +1,7 @@
 // The backward pass of an LSTM in clusters.
 #include "../recurrent/cells/lstm_cuda.h"
 #include "../recurrent/cluster/choose_backward.h"
-#include "lstm.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lstm_cluster_backward_cuda(
     const tch_extension::recurrent::cluster::BackwardParams* params, cudaStream_t stream) {

@@ -1,7 +1,7 @@
 // The forward pass of an LSTM in clusters.
 #include "../recurrent/cells/lstm_cuda.h"
 #include "../recurrent/cluster/choose_forward.h"
-#include "lstm.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lstm_cluster_forward_cuda(
     const tch_extension::recurrent::cluster::ForwardParams* params, cudaStream_t stream) {

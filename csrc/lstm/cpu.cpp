@@ -3,6 +3,7 @@
 
 #include "../recurrent/cells/lstm_cpu.h"
 #include "../recurrent/cpu/launch.h"
+#include "params.h"
 
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {

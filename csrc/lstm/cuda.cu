@@ -1,7 +1,7 @@
 // An LSTM's layer on CUDA with one kernel for each step.
 #include "../recurrent/cells/lstm_cuda.h"
 #include "../recurrent/step/cuda.h"
-#include "lstm.h"
+#include "params.h"
 
 using namespace tch_extension::recurrent;
 

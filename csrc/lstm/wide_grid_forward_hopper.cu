@@ -1,7 +1,7 @@
 // The forward pass of an LSTM in a wide grid. There is no backward pass: the weights do not fit.
 #include "../recurrent/cells/lstm_cuda.h"
 #include "../recurrent/wide_grid/choose_forward.h"
-#include "lstm.h"
+#include "params.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lstm_wide_grid_forward_cuda(
     const tch_extension::recurrent::grid::ForwardParams* params, bool* fits, cudaStream_t stream) {

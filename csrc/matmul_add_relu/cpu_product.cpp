@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "params.h"
 #include "tch_extension/c_abi.h"
 #endif
 
@@ -71,6 +72,7 @@ static void small_matrix_product(const SmallProduct& product, int64_t begin, int
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
+extern "C" void tch_extension_small_matrix_product_cpu(const SmallProduct* params) noexcept;
 TCH_EXTENSION_CPU_KERNEL(tch_extension_small_matrix_product, small_matrix_product, SmallProduct,
                          items, grain)
 

@@ -40,3 +40,22 @@ struct MatmulAddReluForward {
   // The output; contiguous.
   void* out;
 };
+
+// clang-format off
+namespace at { class Tensor; }
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+bool tch_extension_is_intel();
+char* tch_extension_small_product(const at::Tensor* lhs,
+                                  const at::Tensor* rhs,
+                                  at::Tensor** result);
+void tch_extension_matmul_add_relu_backward_finish_cpu(const MatmulAddReluBackward* params) noexcept;
+void tch_extension_matmul_add_relu_forward_cpu(const MatmulAddReluForward* params) noexcept;
+tch_extension::LaunchStatus tch_extension_matmul_add_relu_forward_cuda(const MatmulAddReluForward* params,
+                                                                       cudaStream_t stream);
+void tch_extension_matmul_add_relu_backward_cpu(const MatmulAddReluBackward* params) noexcept;
+tch_extension::LaunchStatus tch_extension_matmul_add_relu_backward_cuda(const MatmulAddReluBackward* params,
+                                                                        cudaStream_t stream);
+}  // extern "C"
+// clang-format on

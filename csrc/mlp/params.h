@@ -85,3 +85,23 @@ struct MlpGateBackward {
   // h = silu(g) u, `[count]`, or null when nobody needs it.
   void* output;
 };
+
+// clang-format off
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+void tch_extension_mlp_differentiate_finish_cpu(const MlpDifferentiate* params) noexcept;
+void tch_extension_mlp_activate_cpu(const MlpActivate* params) noexcept;
+tch_extension::LaunchStatus tch_extension_mlp_activate_cuda(const MlpActivate* params,
+                                                            cudaStream_t stream);
+void tch_extension_mlp_differentiate_cpu(const MlpDifferentiate* params) noexcept;
+tch_extension::LaunchStatus tch_extension_mlp_differentiate_cuda(const MlpDifferentiate* params,
+                                                                 cudaStream_t stream);
+void tch_extension_mlp_gate_cpu(const MlpGate* params) noexcept;
+tch_extension::LaunchStatus tch_extension_mlp_gate_cuda(const MlpGate* params,
+                                                        cudaStream_t stream);
+void tch_extension_mlp_gate_backward_cpu(const MlpGateBackward* params) noexcept;
+tch_extension::LaunchStatus tch_extension_mlp_gate_backward_cuda(const MlpGateBackward* params,
+                                                                 cudaStream_t stream);
+}  // extern "C"
+// clang-format on

@@ -84,7 +84,7 @@ bool start_finish(const NormBackward& params, cudaStream_t stream) {
 }  // namespace tch_extension::norm
 
 // Describes the current device, whose index must be `device`.
-extern "C" const char* tch_extension_norm_device(int32_t device, NormGpu* result) {
+extern "C" const char* tch_extension_norm_device_cuda(int32_t device, NormGpu* result) {
   int major = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&result->processors, cudaDevAttrMultiProcessorCount, device);

@@ -233,3 +233,10 @@ struct NormBackward {
   // Scratch, `[P, N]` of the compute kind; null without grad_bias.
   void* bias_parts;
 };
+
+// clang-format off
+extern "C" {
+char* tch_extension_norm_random(int32_t device, NormRandom* result);
+const char* tch_extension_norm_device_cuda(int32_t device, NormGpu* result);
+}  // extern "C"
+// clang-format on

@@ -190,6 +190,7 @@ static void optim_rewrite_chunks(const OptimRewrite& params, int64_t begin, int6
 
 TCH_EXTENSION_CPU_KERNEL(tch_extension_optim_update, optim_update, OptimStep, tch_extension::chunks,
                          tch_extension::chunks_of_a_thread)
+extern "C" void tch_extension_optim_squares_cpu(const OptimStep* params) noexcept;
 TCH_EXTENSION_CPU_KERNEL(tch_extension_optim_squares, optim_squares, OptimStep,
                          tch_extension::chunks, tch_extension::chunks_of_a_thread)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_optim_rewrite, optim_rewrite_chunks, OptimRewrite,

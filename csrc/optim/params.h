@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 // Whether a tensor can be updated, and what is in the way. C++ makes the values.
@@ -162,3 +163,33 @@ struct OptimStore {
   // `[count]`
   double values[7];
 };
+
+// clang-format off
+namespace at { class Tensor; }
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+char* tch_extension_optim_facts(const at::Tensor* const* parameters,
+                                const at::Tensor* const* gradients,
+                                size_t count,
+                                OptimFact* facts);
+char* tch_extension_optim_forget_gradients(const at::Tensor* const* parameters,
+                                           size_t count);
+char* tch_extension_optim_bump_versions(const at::Tensor* const* tensors, size_t count);
+void tch_extension_optim_scan_cpu(const OptimStep* params) noexcept;
+tch_extension::LaunchStatus tch_extension_optim_scan_cuda(const OptimStep* params,
+                                                          cudaStream_t stream);
+void tch_extension_optim_prepare_cpu(const OptimStep* params) noexcept;
+tch_extension::LaunchStatus tch_extension_optim_prepare_cuda(const OptimStep* params,
+                                                             cudaStream_t stream);
+void tch_extension_optim_update_cpu(const OptimStep* params) noexcept;
+tch_extension::LaunchStatus tch_extension_optim_update_cuda(const OptimStep* params,
+                                                            cudaStream_t stream);
+void tch_extension_optim_rewrite_cpu(const OptimRewrite* params) noexcept;
+tch_extension::LaunchStatus tch_extension_optim_rewrite_cuda(const OptimRewrite* params,
+                                                             cudaStream_t stream);
+void tch_extension_optim_store_cpu(const OptimStore* params) noexcept;
+tch_extension::LaunchStatus tch_extension_optim_store_cuda(const OptimStore* params,
+                                                           cudaStream_t stream);
+}  // extern "C"
+// clang-format on

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "libtorch.h"
+#include "params.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -68,7 +69,7 @@ KnownLayouts& known_layouts() {
 
 // A layer's parameters: W_ih, W_hh and, if there are any, b_ih and b_hh.
 struct Layer {
-  Layer(at::Tensor* const* given, size_t len, bool is_lstm)
+  Layer(const at::Tensor* const* given, size_t len, bool is_lstm)
       : mode(is_lstm ? kLstmMode : kGruMode), stride(static_cast<int64_t>(len)) {
     // Aliases, because flattening moves the parameters into one buffer.
     for (size_t i = 0; i < len; ++i) parameters.push_back(given[i]->detach());
@@ -102,8 +103,8 @@ TCH_EXTENSION_API bool tch_extension_cudnn_is_enabled() {
 
 // Whether a layer's parameters follow one another in one piece of memory, as flattening leaves
 // them, and none is missing.
-TCH_EXTENSION_API bool tch_extension_cudnn_are_flat(at::Tensor* const* parameters,
-                                                    size_t len) noexcept {
+TCH_EXTENSION_API bool tch_extension_cudnn_are_flat(const at::Tensor* const* parameters,
+                                                    size_t len) {
   try {
     std::vector<at::Tensor> all;
     for (size_t i = 0; i < len; ++i) all.push_back(*parameters[i]);
@@ -118,9 +119,10 @@ TCH_EXTENSION_API bool tch_extension_cudnn_are_flat(at::Tensor* const* parameter
 // output, the last h and c, and the reserve, which the backward pass reads. The third is null for a
 // GRU, the fourth without `train`.
 TCH_EXTENSION_API Message tch_extension_cudnn_rnn_forward(const at::Tensor* input,
-                                                          at::Tensor* const* parameters, size_t len,
-                                                          const at::Tensor* h, const at::Tensor* c,
-                                                          bool train, at::Tensor** results) {
+                                                          const at::Tensor* const* parameters,
+                                                          size_t len, const at::Tensor* h,
+                                                          const at::Tensor* c, bool train,
+                                                          at::Tensor** results) {
   return guard([&] {
     const PlainDispatch plain;
     const Layer layer(parameters, len, c != nullptr);
@@ -139,7 +141,7 @@ TCH_EXTENSION_API Message tch_extension_cudnn_rnn_forward(const at::Tensor* inpu
 // whether the gradients for the input, h, c and the parameters are needed. `results` are 3 + len
 // that the caller owns: those gradients, null where they are not needed.
 TCH_EXTENSION_API Message tch_extension_cudnn_rnn_backward(
-    const at::Tensor* input, at::Tensor* const* parameters, size_t len, const at::Tensor* h,
+    const at::Tensor* input, const at::Tensor* const* parameters, size_t len, const at::Tensor* h,
     const at::Tensor* c, const at::Tensor* output, const at::Tensor* reserve,
     const at::Tensor* const* grads, const bool* needs, at::Tensor** results) {
   return guard([&] {

@@ -46,7 +46,8 @@ int clusters_at_a_time(int blocks) {
 
 // Writes how many clusters of 8 blocks, and of 16, `device` runs at a time; zeros if it cannot run
 // the kernels. `device` has to be the current device.
-extern "C" const char* tch_extension_recurrent_cluster_device(int32_t device, int64_t* clusters) {
+extern "C" const char* tch_extension_recurrent_cluster_device_cuda(int32_t device,
+                                                                   int64_t* clusters) {
   int major = 0;
   bool is_there = false;
   clusters[0] = clusters[1] = 0;
@@ -62,7 +63,7 @@ extern "C" const char* tch_extension_recurrent_cluster_device(int32_t device, in
 
 // Writes how many blocks `device` runs at the same time; 0 if it cannot run the kernels. `device`
 // has to be the current device.
-extern "C" const char* tch_extension_recurrent_grid_device(int32_t device, int64_t* blocks) {
+extern "C" const char* tch_extension_recurrent_grid_device_cuda(int32_t device, int64_t* blocks) {
   int major = 0, cooperative = 0, processors = 0;
   bool is_there = false;
   *blocks = 0;

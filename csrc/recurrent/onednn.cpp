@@ -6,6 +6,7 @@
 #include <ATen/ops/mkldnn_rnn_layer_backward.h>
 
 #include "libtorch.h"
+#include "params.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;

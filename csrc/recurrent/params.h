@@ -10,7 +10,25 @@
 
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+
+// Adds `b_ih` and `b_hh`. Separate rows, which are the last ones, are not added.
+struct RecurrentBiases {
+  int64_t rows;
+  int64_t separate_rows;
+  // Of the biases.
+  int32_t kind;
+  int32_t reserved;
+  // `[rows]`, null for zeros.
+  const void* b_ih;
+  // `[rows]`, null for zeros.
+  const void* b_hh;
+  // `[rows]`, of the gates' kind.
+  void* sums;
+  // `[separate_rows]`, of the gates' kind: those of `b_hh`; null without any.
+  void* separate;
+};
 
 // The operand `[h[t-1] | x[t]]` of all steps, transposed, so that a product whose terms run over
 // steps and rows finds them adjacent in memory. `wgmma` accepts tf32 from shared memory in no
@@ -36,21 +54,27 @@ struct RecurrentColumns {
   float* to;
 };
 
-// Adds `b_ih` and `b_hh`. Separate rows, which are the last ones, are not added.
-struct RecurrentBiases {
+// Rows of float, and where their scaled values are written.
+struct RecurrentScaledRows {
   int64_t rows;
-  int64_t separate_rows;
-  // Of the biases.
-  int32_t kind;
-  int32_t reserved;
-  // `[rows]`, null for zeros.
-  const void* b_ih;
-  // `[rows]`, null for zeros.
-  const void* b_hh;
-  // `[rows]`, of the gates' kind.
-  void* sums;
-  // `[separate_rows]`, of the gates' kind: those of `b_hh`; null without any.
-  void* separate;
+  // From a row to the next, in elements.
+  int64_t stride;
+  // At least as many as columns; those after the columns become zeros.
+  int64_t to_stride;
+  // `[rows, columns]`.
+  const float* from;
+  // fp16 values.
+  void* to;
+  // `[rows]`: the factor that undoes the scaling of a row.
+  float* scales;
+  // The exponent for a row of zeros.
+  int64_t exponent_of_zeros;
+};
+
+struct RecurrentScaleRows {
+  int64_t columns;
+  // The second may have no rows.
+  RecurrentScaledRows matrices[2];
 };
 
 // The parameters of the forward pass. G, V and S are a cell's numbers of gates, of saved values and
@@ -303,29 +327,6 @@ struct RecurrentGridBackward {
   float* exchange_scales;
 };
 
-// Rows of float, and where their scaled values are written.
-struct RecurrentScaledRows {
-  int64_t rows;
-  // From a row to the next, in elements.
-  int64_t stride;
-  // At least as many as columns; those after the columns become zeros.
-  int64_t to_stride;
-  // `[rows, columns]`.
-  const float* from;
-  // fp16 values.
-  void* to;
-  // `[rows]`: the factor that undoes the scaling of a row.
-  float* scales;
-  // The exponent for a row of zeros.
-  int64_t exponent_of_zeros;
-};
-
-struct RecurrentScaleRows {
-  int64_t columns;
-  // The second may have no rows.
-  RecurrentScaledRows matrices[2];
-};
-
 // One step forward, after its product. The kinds are those of step/params.h.
 struct RecurrentStepForward {
   int64_t batch;
@@ -379,3 +380,64 @@ struct RecurrentStepBackward {
   // `[B, S·H]`, of the product's kind; null without separate gates.
   void* grad_separate;
 };
+
+// clang-format off
+namespace at { class Tensor; }
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+tch_extension::LaunchStatus tch_extension_recurrent_biases_cuda(const RecurrentBiases* params,
+                                                                cudaStream_t stream);
+bool tch_extension_cudnn_is_enabled();
+bool tch_extension_cudnn_are_flat(const at::Tensor* const* parameters, size_t len);
+char* tch_extension_cudnn_rnn_forward(const at::Tensor* input,
+                                      const at::Tensor* const* parameters,
+                                      size_t len,
+                                      const at::Tensor* h,
+                                      const at::Tensor* c,
+                                      bool train,
+                                      at::Tensor** results);
+char* tch_extension_cudnn_rnn_backward(const at::Tensor* input,
+                                       const at::Tensor* const* parameters,
+                                       size_t len,
+                                       const at::Tensor* h,
+                                       const at::Tensor* c,
+                                       const at::Tensor* output,
+                                       const at::Tensor* reserve,
+                                       const at::Tensor* const* grads,
+                                       const bool* needs,
+                                       at::Tensor** results);
+// Writes how many clusters of 8 and of 16 blocks run at a time.
+const char* tch_extension_recurrent_cluster_device_cuda(int32_t device, int64_t* clusters);
+// Writes how many blocks run at a time.
+const char* tch_extension_recurrent_grid_device_cuda(int32_t device, int64_t* blocks);
+char* tch_extension_recurrent_product(const at::Tensor* lhs,
+                                      const at::Tensor* rhs,
+                                      const at::Tensor* bias,
+                                      at::Tensor** result);
+char* tch_extension_recurrent_tf32_product(const at::Tensor* lhs,
+                                           const at::Tensor* rhs,
+                                           const at::Tensor* to,
+                                           at::Tensor** result);
+tch_extension::LaunchStatus tch_extension_recurrent_columns_cuda(const RecurrentColumns* params,
+                                                                 cudaStream_t stream);
+bool tch_extension_onednn_is_enabled();
+char* tch_extension_onednn_lstm_forward(const at::Tensor* input,
+                                        const at::Tensor* const* parameters,
+                                        const at::Tensor* h,
+                                        const at::Tensor* c,
+                                        bool train,
+                                        at::Tensor** results);
+char* tch_extension_onednn_lstm_backward(const at::Tensor* input,
+                                         const at::Tensor* const* parameters,
+                                         const at::Tensor* h,
+                                         const at::Tensor* c,
+                                         const at::Tensor* output,
+                                         const at::Tensor* last_c,
+                                         const at::Tensor* workspace,
+                                         const at::Tensor* const* grads,
+                                         at::Tensor** results);
+tch_extension::LaunchStatus tch_extension_recurrent_scale_rows_cuda(const RecurrentScaleRows* params,
+                                                                    cudaStream_t stream);
+}  // extern "C"
+// clang-format on

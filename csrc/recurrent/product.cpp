@@ -12,6 +12,7 @@
 #include <string_view>
 
 #include "libtorch.h"
+#include "params.h"
 #include "tch_extension/c_abi.h"
 
 #ifdef TCH_EXTENSION_CUDA

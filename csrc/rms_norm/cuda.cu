@@ -22,6 +22,6 @@ extern "C" LaunchStatus tch_extension_rms_norm_finish_cuda(const NormBackward* p
 }
 
 // How many clusters of a backward plan the current device can run at a time; 0 if none.
-extern "C" int64_t tch_extension_rms_norm_clusters(const NormPlan* plan, int32_t kind) {
+extern "C" int64_t tch_extension_rms_norm_clusters_cuda(const NormPlan* plan, int32_t kind) {
   return clusters_at_a_time<RmsNorm>(*plan, kind);
 }

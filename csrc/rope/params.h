@@ -46,3 +46,13 @@ struct RopeRotation {
   RopeHeads q;
   RopeHeads k;
 };
+
+// clang-format off
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+extern "C" {
+void tch_extension_rope_rotate_cpu(const RopeRotation* params) noexcept;
+tch_extension::LaunchStatus tch_extension_rope_rotate_cuda(const RopeRotation* params,
+                                                           cudaStream_t stream);
+}  // extern "C"
+// clang-format on

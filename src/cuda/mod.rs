@@ -119,6 +119,11 @@ fn not_compiled(op: &str) -> Error {
     )
 }
 
+/// A stream of CUDA's, by the name that it has in the declarations for C++. Not every family of
+/// operators has a function that takes one.
+#[allow(non_camel_case_types, dead_code)]
+pub(crate) type cudaStream_t = *mut c_void;
+
 /// The return value of a launcher that is written with `tch_extension/launch.h`: whether its kernel
 /// was launched.
 #[repr(C)]

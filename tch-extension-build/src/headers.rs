@@ -1,21 +1,36 @@
-//! C++ declarations of the structs and enums that Rust and the kernels share, generated from the
-//! Rust side by [cbindgen](https://docs.rs/cbindgen), so that each is typed once.
+//! C++ declarations of the structs and enums that Rust and the kernels share, and of the functions
+//! that Rust calls, generated from the Rust side by [cbindgen](https://docs.rs/cbindgen), so that
+//! each is typed once.
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
+
+mod functions;
 
 /// What to generate one header from.
 pub struct Header {
     sources: Vec<PathBuf>,
     prefix: String,
     preamble: String,
+    functions: Functions,
+}
+
+/// Which functions a header declares.
+#[derive(Clone, Copy, PartialEq)]
+enum Functions {
+    None,
+    /// Those of the files, after their types.
+    Also,
+    /// Those of the files, whose types C++ declares itself.
+    Only,
 }
 
 /// A Rust type whose C++ declaration is somewhere else.
 struct External {
     rust: &'static str,
     cpp: &'static str,
-    include: &'static str,
+    /// The header that declares it, or a declaration.
+    brought: &'static str,
 }
 
 /// What parameter structs may contain without declaring it.
@@ -23,19 +38,19 @@ const EXTERNALS: [External; 4] = [
     External {
         rust: "Strided",
         cpp: "tch_extension::Strided",
-        include: "tch_extension/accessor.h",
+        brought: "tch_extension/accessor.h",
     },
     External {
         rust: "StridedMut",
         cpp: "tch_extension::StridedMut",
-        include: "tch_extension/accessor.h",
+        brought: "tch_extension/accessor.h",
     },
     External {
         rust: "ColumnSums",
         cpp: "TchExtensionColumnSums",
-        include: "tch_extension/column_sums.h",
+        brought: "tch_extension/column_sums.h",
     },
-    External { rust: "C_tensor", cpp: "at::Tensor", include: "ATen/core/Tensor.h" },
+    External { rust: "C_tensor", cpp: "at::Tensor", brought: "ATen/core/Tensor.h" },
 ];
 
 impl Header {
@@ -46,7 +61,35 @@ impl Header {
             sources: sources.into_iter().collect(),
             prefix: prefix.into(),
             preamble: String::new(),
+            functions: Functions::None,
         }
+    }
+
+    /// Declares the functions of the files' `extern "C"` blocks, too, under their own names. Those
+    /// that end with `_cpu` throw nothing.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn functions(mut self) -> Self {
+        self.functions = Functions::Also;
+        self
+    }
+
+    /// Declares those functions and no types, whose names in C++ are `#[doc(alias)]`, or else the
+    /// same after the prefix.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn only_functions(mut self) -> Self {
+        self.functions = Functions::Only;
+        self
+    }
+
+    /// The names of these functions, in their order.
+    ///
+    /// # Errors
+    /// When a file cannot be read or is not Rust.
+    #[doc(hidden)]
+    pub fn function_names(&self) -> Result<Vec<String>> {
+        functions::names(&self.sources)
     }
 
     /// A comment for the top of the header, each line beginning with `//`.
@@ -65,50 +108,83 @@ impl Header {
         for source in &self.sources {
             shared.read(source)?;
         }
-        if shared.types.is_empty() {
-            return Ok(None);
-        }
-        let mut text = self.run_cbindgen(&shared.types)?;
-        // cbindgen leaves private constants out, and names them all the same.
-        for (name, value) in &shared.constants {
-            text = text.replace(&format!("[{name}]"), &format!("[{value}]"));
-        }
-        Ok(Some(pointers_to_the_left(&text)))
+        let renamed: Vec<_> = shared
+            .types
+            .iter()
+            .map(|name| {
+                let is_asked = self.functions == Functions::Only;
+                let alias = shared.aliases.iter().find(|(rust, _)| is_asked && rust == name);
+                let prefixed = || format!("{}{name}", self.prefix);
+                (name.clone(), alias.map_or_else(prefixed, |(_, cpp)| cpp.clone()))
+            })
+            .collect();
+        let has_types = !shared.types.is_empty() && self.functions != Functions::Only;
+        let types = if has_types { Some(self.types(&shared, &renamed)?) } else { None };
+        let functions = match self.functions {
+            Functions::None => None,
+            functions => {
+                functions::declarations(&self.sources, &renamed, functions == Functions::Only)?
+            }
+        };
+        let Some(functions) = functions else { return Ok(types) };
+        let before = types.unwrap_or_else(|| {
+            let preamble = format!("{}\n\n", self.preamble);
+            let preamble = preamble.trim_start();
+            format!("{preamble}#pragma once\n\n#include <cstdint>\n")
+        });
+        let before = match mentions(&functions, "size_t") {
+            true => before.replacen("#include <cst", "#include <cstddef>\n#include <cst", 1),
+            false => before,
+        };
+        Ok(Some(format!("{before}\n{functions}")))
     }
 
-    fn run_cbindgen(&self, names: &[String]) -> Result<String> {
+    fn types(&self, shared: &Shared, renamed: &[(String, String)]) -> Result<String> {
+        let names = &shared.types;
         let mut config = cbindgen::Config {
-            language: cbindgen::Language::Cxx,
             header: Some(self.preamble.clone()).filter(|text| !text.is_empty()),
             pragma_once: true,
-            no_includes: true,
-            documentation_style: cbindgen::DocumentationStyle::C99,
-            usize_is_size_t: true,
-            line_length: 100,
-            ..Default::default()
+            ..config()
         };
         config.enumeration.enum_class = true;
         config.export.item_types = vec![cbindgen::ItemType::Enums, cbindgen::ItemType::Structs];
-        config.export.include = names.to_vec();
-        for name in names {
-            config.export.rename.insert(name.clone(), format!("{}{name}", self.prefix));
-        }
+        config.export.include.clone_from(names);
+        config.export.rename.extend(renamed.iter().cloned());
         let foreign = EXTERNALS.iter().filter(|external| !names.iter().any(|n| n == external.rust));
         for external in foreign {
             config.export.exclude.push(external.rust.to_string());
             config.export.rename.insert(external.rust.to_string(), external.cpp.to_string());
         }
-        let sources = self.sources.iter();
-        let builder =
-            sources.fold(cbindgen::Builder::new(), |builder, source| builder.with_src(source));
-        let bindings = builder.with_config(config).generate().with_context(|| {
-            format!("cbindgen cannot make a header of {}", display(&self.sources))
-        })?;
-        let mut text = Vec::new();
-        bindings.write(&mut text);
-        let text = String::from_utf8(text).context("cbindgen wrote bytes that are no text")?;
-        Ok(with_includes(&text, names))
+        let builder = cbindgen::Builder::new().with_config(config);
+        let builder = self.sources.iter().fold(builder, |builder, source| builder.with_src(source));
+        let mut text = with_includes(&written(builder, &self.sources)?, names);
+        // cbindgen leaves private constants out, and names them all the same.
+        for (name, value) in &shared.constants {
+            text = text.replace(&format!("[{name}]"), &format!("[{value}]"));
+        }
+        Ok(pointers_to_the_left(&text))
     }
+}
+
+/// What every run of cbindgen is told.
+fn config() -> cbindgen::Config {
+    cbindgen::Config {
+        language: cbindgen::Language::Cxx,
+        no_includes: true,
+        documentation_style: cbindgen::DocumentationStyle::C99,
+        usize_is_size_t: true,
+        line_length: 100,
+        ..Default::default()
+    }
+}
+
+fn written(builder: cbindgen::Builder, sources: &[PathBuf]) -> Result<String> {
+    let bindings = builder
+        .generate()
+        .with_context(|| format!("cbindgen cannot make a header of {}", display(sources)))?;
+    let mut text = Vec::new();
+    bindings.write(&mut text);
+    String::from_utf8(text).context("cbindgen wrote bytes that are no text")
 }
 
 /// Adds the includes that the declarations need, after `#pragma once`, in clang-format's order.
@@ -116,7 +192,7 @@ fn with_includes(text: &str, declared_here: &[String]) -> String {
     let needed = EXTERNALS.iter().filter(|external| {
         mentions(text, external.cpp) && !declared_here.iter().any(|name| name == external.rust)
     });
-    let mut lines: Vec<&str> = needed.map(|external| external.include).collect();
+    let mut lines: Vec<&str> = needed.map(|external| external.brought).collect();
     lines.sort_unstable();
     lines.dedup();
     let (ours, others): (Vec<&str>, Vec<&str>) =
@@ -150,6 +226,8 @@ fn mentions(text: &str, name: &str) -> bool {
 struct Shared {
     /// The types that have a layout which C++ knows, in their order.
     types: Vec<String>,
+    /// The names that some of them have in C++.
+    aliases: Vec<(String, String)>,
     /// Constants with a literal for their value, which may be the length of an array.
     constants: Vec<(String, String)>,
 }
@@ -157,10 +235,7 @@ struct Shared {
 impl Shared {
     /// Adds the items of one file. Modules within the file, such as tests, are left out.
     fn read(&mut self, source: &Path) -> Result<()> {
-        let text = std::fs::read_to_string(source)
-            .with_context(|| format!("cannot read {}", source.display()))?;
-        let file = syn::parse_file(&text)
-            .with_context(|| format!("{} is not Rust that syn can parse", source.display()))?;
+        let file = parsed(&text_of(source)?, source)?;
         for item in &file.items {
             let (attributes, name, expected) = match item {
                 syn::Item::Struct(item) => (&item.attrs, &item.ident, "C"),
@@ -173,7 +248,11 @@ impl Shared {
             };
             match representation(attributes)? {
                 None => {}
-                Some(found) if found == expected => self.types.push(name.to_string()),
+                Some(found) if found == expected => {
+                    self.types.push(name.to_string());
+                    self.aliases.extend(alias(attributes).map(|cpp| (name.to_string(), cpp)));
+                }
+                Some(found) if found == "transparent" => {}
                 Some(other) => bail!(
                     "{}: {name} is repr({other}); structs for C++ are repr(C), and enums repr(i32)",
                     source.display()
@@ -184,6 +263,15 @@ impl Shared {
     }
 }
 
+fn text_of(source: &Path) -> Result<String> {
+    std::fs::read_to_string(source).with_context(|| format!("cannot read {}", source.display()))
+}
+
+fn parsed(text: &str, source: &Path) -> Result<syn::File> {
+    syn::parse_file(text)
+        .with_context(|| format!("{} is not Rust that syn can parse", source.display()))
+}
+
 fn literal(item: &syn::ItemConst) -> Option<(String, String)> {
     match &*item.expr {
         syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Int(value), .. }) => {
@@ -191,6 +279,26 @@ fn literal(item: &syn::ItemConst) -> Option<(String, String)> {
         }
         _ => None,
     }
+}
+
+/// What `#[doc(alias = "…")]` says, if it is a name with a namespace.
+fn alias(attributes: &[syn::Attribute]) -> Option<String> {
+    attributes.iter().filter(|attribute| attribute.path().is_ident("doc")).find_map(|attribute| {
+        let pair: syn::MetaNameValue = attribute.parse_args().ok()?;
+        match pair.value {
+            syn::Expr::Lit(syn::ExprLit { lit: syn::Lit::Str(name), .. }) => {
+                Some(name.value()).filter(|name| name.contains("::"))
+            }
+            _ => None,
+        }
+    })
+}
+
+fn is_for_tests(module: &syn::ItemMod) -> bool {
+    module.attrs.iter().any(|attribute| {
+        attribute.path().is_ident("cfg")
+            && attribute.parse_args::<syn::Path>().is_ok_and(|path| path.is_ident("test"))
+    })
 }
 
 /// What `#[repr(…)]` says.
@@ -204,11 +312,26 @@ fn representation(attributes: &[syn::Attribute]) -> Result<Option<String>> {
 
 /// `void *data` as `void* data`, as clang-format has it here. cbindgen has no option for that.
 fn pointers_to_the_left(text: &str) -> String {
-    let line = |line: &str| match line.trim_start().starts_with("//") {
-        true => format!("{line}\n"),
-        false => format!("{}\n", line.replace(" *", "* ").replace("*  ", "* ")),
-    };
-    text.lines().map(line).collect()
+    let mut moved = String::new();
+    for line in text.lines() {
+        if line.trim_start().starts_with("//") {
+            moved += line;
+        } else {
+            let mut rest = line;
+            while let Some((before, after)) = rest.split_once(" *") {
+                let name = after.trim_start_matches('*');
+                moved += before;
+                moved += &"*".repeat(1 + after.len() - name.len());
+                if !name.starts_with([' ', ',', ')']) {
+                    moved.push(' ');
+                }
+                rest = name;
+            }
+            moved += rest;
+        }
+        moved.push('\n');
+    }
+    moved
 }
 
 /// The prefix of a source's C++ names: the folder's, if it is not `src`, or else the file's, in
@@ -233,6 +356,10 @@ mod tests {
     use super::*;
 
     fn generated(rust: &str) -> Result<Option<String>> {
+        generated_by(rust, |header| header)
+    }
+
+    fn generated_by(rust: &str, with: fn(Header) -> Header) -> Result<Option<String>> {
         let folder = std::env::temp_dir().join(format!(
             "tch-extension-headers-{}-{:?}",
             std::process::id(),
@@ -241,7 +368,7 @@ mod tests {
         let source = folder.join("src/soft_cap/kernels.rs");
         std::fs::create_dir_all(source.parent().unwrap()).unwrap();
         std::fs::write(&source, rust).unwrap();
-        let header = Header::new([source.clone()], prefix_of(&source)).generate();
+        let header = with(Header::new([source.clone()], prefix_of(&source))).generate();
         std::fs::remove_dir_all(folder).unwrap();
         header
     }
@@ -301,6 +428,102 @@ struct SoftCapForward {
 };
 ";
         assert_eq!(header.unwrap().unwrap(), expected);
+    }
+
+    #[test]
+    fn functions_are_declared_with_the_names_of_their_types() {
+        let header = generated_by(
+            "use crate::cuda::{LaunchStatus, cudaStream_t};
+            use crate::ops::norm::{Statistic, kernels::{Backward, Plan}};
+            #[repr(C)]
+            struct Forward { x: *const c_void }
+            crate::kernels::raw_kernels! {
+                \"soft_cap\";
+                /// Documentation.
+                fn run(Forward) = tch_extension_soft_cap_cpu, tch_extension_soft_cap_cuda;
+            }
+            unsafe extern \"C\" {
+                /// Whether it can.
+                safe fn tch_extension_soft_cap_can(plan: *const Plan) -> bool;
+                fn cudaGetLastError() -> i32;
+            }
+            #[cfg(tch_extension_cuda)]
+            mod cuda {
+                unsafe extern \"C\" {
+                    #[cfg(test)]
+                    fn tch_extension_soft_cap_of_a_tensor_with_a_long_name(
+                        tensors: *const *const C_tensor, len: usize, result: *mut *mut C_tensor,
+                    ) -> *mut c_char;
+                }
+            }
+            #[cfg(test)]
+            mod tests { fn f(_: Backward) {} }",
+            Header::functions,
+        );
+        let expected = "#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+struct SoftCapForward {
+  const void* x;
+};
+
+// clang-format off
+namespace at { class Tensor; }
+namespace tch_extension { struct LaunchStatus; }
+struct NormPlan;
+using cudaStream_t = struct CUstream_st*;
+extern \"C\" {
+// Whether it can.
+bool tch_extension_soft_cap_can(const NormPlan* plan);
+void tch_extension_soft_cap_cpu(const SoftCapForward* params) noexcept;
+tch_extension::LaunchStatus tch_extension_soft_cap_cuda(const SoftCapForward* params,
+                                                        cudaStream_t stream);
+char* tch_extension_soft_cap_of_a_tensor_with_a_long_name(const at::Tensor* const* tensors,
+                                                          size_t len,
+                                                          at::Tensor** result);
+}  // extern \"C\"
+// clang-format on
+";
+        assert_eq!(header.unwrap().unwrap(), expected);
+    }
+
+    #[test]
+    fn functions_of_types_that_c_plus_plus_has() {
+        let rust = "#[doc(hidden)]
+            #[doc(alias = \"library::Store\")]
+            #[repr(C)]
+            struct CStore { _private: [u8; 0] }
+            type Take = unsafe extern \"C\" fn(*mut c_void, *const u8);
+            #[cfg(test)]
+            unsafe extern \"C\" {
+                fn tch_extension_store_get(store: *mut CStore, take: Take);
+            }";
+        let expected = "#pragma once
+
+#include <cstdint>
+
+// clang-format off
+namespace library { struct Store; }
+using Take = void(*)(void*, const uint8_t*);
+extern \"C\" {
+void tch_extension_store_get(library::Store* store, Take take);
+}  // extern \"C\"
+// clang-format on
+";
+        assert_eq!(generated_by(rust, Header::only_functions).unwrap().unwrap(), expected);
+        let plain = generated_by("struct NotForC { a: String }", Header::only_functions);
+        assert!(plain.unwrap().is_none());
+    }
+
+    #[test]
+    fn functions_that_would_be_overlooked_are_refused() {
+        let rust = "fn start() { unsafe extern \"C\" { fn tch_extension_start(); } }";
+        let error = generated_by(rust, Header::functions).unwrap_err().to_string();
+        assert!(error.contains("kernels.rs: an extern block is inside of a function"), "{error}");
+        // A user's header has types only.
+        assert!(generated(rust).unwrap().is_none());
     }
 
     #[test]

@@ -6,7 +6,7 @@ use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
 use crate::runner::{self, Run};
 use crate::setup::{self, Changes};
-use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
+use crate::{cargo, crossing, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -192,7 +192,11 @@ impl Ci {
     }
 
     fn weak_symbols(&self) -> Result<()> {
-        say(weak_symbols::check(&objects(&self.build()?)?)?);
+        let messages = self.build()?;
+        say(weak_symbols::check(&objects(&messages)?)?);
+        if self.has_cuda {
+            say(crossing::check(&messages, &headers::functions(&self.repo, &self.changes)?)?);
+        }
         Ok(())
     }
 

@@ -13,6 +13,7 @@ mod cargo;
 mod ci;
 mod commands;
 mod compiler;
+mod crossing;
 mod cuda;
 mod doctor;
 mod glibc;

@@ -153,6 +153,8 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
 
 // noexcept, because the caller may be Rust, which no exception must reach.
 #define TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                          \
+  extern "C" void TCH_EXTENSION_CONCAT(symbol##_, CPU_CAPABILITY)(const Params*, int64_t,     \
+                                                                  int64_t) noexcept;          \
   extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(                 \
       symbol##_, CPU_CAPABILITY)(const Params* params, int64_t begin, int64_t end) noexcept { \
     tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                 \

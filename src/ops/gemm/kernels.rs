@@ -9,13 +9,16 @@ use std::ptr::{null, null_mut};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
+#[expect(dead_code, reason = "Rust only declares them")]
+mod from_cpp;
+
 unsafe extern "C" {
     fn tch_extension_gemm_matmul_add_relu(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
         bias: *const C_tensor,
         way: Way,
-        choose: Choose,
+        choose: extern "C" fn(&Product) -> Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_linear(
@@ -23,14 +26,14 @@ unsafe extern "C" {
         weight: *const C_tensor,
         bias: *const C_tensor,
         way: Way,
-        choose: Choose,
+        choose: extern "C" fn(&Product) -> Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_product(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
         way: Way,
-        choose: Choose,
+        choose: extern "C" fn(&Product) -> Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_linear_gelu(
@@ -43,14 +46,17 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_gemm_counters(result: *mut Counters);
     fn tch_extension_gemm_allows_tf32() -> bool;
-    fn tch_extension_gemm_skinny(product: *const Product, result: *mut Skinny) -> bool;
     fn tch_extension_gemm_padding(product: *const Product, result: *mut Padding) -> bool;
-    fn tch_extension_gemm_hopper(product: *const Product) -> bool;
+
+    /// Whether M or N is small, and the other side's operand is contiguous in one dimension; and
+    /// how the kernels would then read the product.
+    fn tch_extension_gemm_skinny_facts_cuda(product: *const Product, result: *mut Skinny) -> bool;
+    /// Whether this is a product with a bias of full shape, bulk copies support its addresses and
+    /// strides, and the kernel was compiled for the current device.
+    fn tch_extension_gemm_hopper_can_cuda(product: *const Product) -> bool;
 }
 
 /// Tells C++, which has described a product, the way to compute it.
-type Choose = extern "C" fn(&Product) -> Way;
-
 extern "C" fn choose_way(product: &Product) -> Way {
     choose(product, &Described(product))
 }
@@ -67,7 +73,7 @@ impl Facts for Described<'_> {
     fn skinny(&self) -> Option<Skinny> {
         let mut answer = Skinny::default();
         // SAFETY: the function reads the description, but no matrix, and fills the answer.
-        unsafe { tch_extension_gemm_skinny(self.0, &mut answer) }.then_some(answer)
+        unsafe { tch_extension_gemm_skinny_facts_cuda(self.0, &mut answer) }.then_some(answer)
     }
 
     fn padding(&self) -> Option<Padding> {
@@ -78,7 +84,7 @@ impl Facts for Described<'_> {
 
     fn hopper(&self) -> bool {
         // SAFETY: the function reads the description, but no matrix.
-        unsafe { tch_extension_gemm_hopper(self.0) }
+        unsafe { tch_extension_gemm_hopper_can_cuda(self.0) }
     }
 }
 

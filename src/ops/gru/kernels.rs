@@ -39,48 +39,47 @@ pub(super) const CUDA: Option<CudaCell> = None;
 
 #[cfg(tch_extension_cuda)]
 mod cuda {
-    use crate::cuda::LaunchStatus;
+    use crate::cuda::{LaunchStatus, cudaStream_t};
     use crate::ops::recurrent::kernels::cluster::{ClusterBackward, ClusterForward};
     use crate::ops::recurrent::kernels::grid::{GridBackward, GridForward};
     use crate::ops::recurrent::kernels::step::{StepBackward, StepForward};
-    use std::ffi::c_void;
 
     unsafe extern "C" {
         pub fn tch_extension_gru_step_forward_cuda(
             params: *const StepForward,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_step_backward_cuda(
             params: *const StepBackward,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_cluster_forward_cuda(
             params: *const ClusterForward,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_cluster_backward_cuda(
             params: *const ClusterBackward,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_grid_forward_cuda(
             params: *const GridForward,
             fits: *mut bool,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_grid_backward_cuda(
             params: *const GridBackward,
             fits: *mut bool,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_wide_grid_forward_cuda(
             params: *const GridForward,
             fits: *mut bool,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_wide_grid_backward_cuda(
             params: *const GridBackward,
             fits: *mut bool,
-            stream: *mut c_void,
+            stream: cudaStream_t,
         ) -> LaunchStatus;
     }
 }

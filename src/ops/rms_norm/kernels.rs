@@ -17,7 +17,7 @@ raw_kernels! {
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_rms_norm_clusters(plan: *const Plan, kind: i32) -> i64;
+    fn tch_extension_rms_norm_clusters_cuda(plan: *const Plan, kind: i32) -> i64;
 }
 
 pub(super) const KERNELS: Kernels = Kernels {
@@ -27,5 +27,5 @@ pub(super) const KERNELS: Kernels = Kernels {
     backward,
     finish,
     #[cfg(tch_extension_cuda)]
-    clusters: tch_extension_rms_norm_clusters,
+    clusters: tch_extension_rms_norm_clusters_cuda,
 };

@@ -1,5 +1,8 @@
 //! The kernels of `csrc/lltm`.
 
+#[expect(dead_code, reason = "Rust only declares them")]
+mod from_cpp;
+
 use super::plan::{Plan, Sizes, Way};
 use crate::ffi::{checked, no_kernel, optional_ptr, take_message};
 use crate::{Error, Result};

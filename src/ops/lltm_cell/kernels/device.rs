@@ -26,7 +26,7 @@ impl TensorCores {
             KNOWN.of("lltm_cell", device, |_, found| {
                 // SAFETY: the function only queries the current device, which `KNOWN.of` has set.
                 found.processors =
-                    i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
+                    i64::from(unsafe { tch_extension_lltm_cell_hopper_processors_cuda() });
                 None
             })
         }
@@ -40,5 +40,5 @@ impl TensorCores {
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_cell_hopper_processors() -> i32;
+    fn tch_extension_lltm_cell_hopper_processors_cuda() -> i32;
 }

@@ -115,16 +115,16 @@ unsafe extern "C" {
 unsafe extern "C" {
     fn tch_extension_lltm_cell_fused_forward_cuda(
         params: *const FusedForward,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
     fn tch_extension_lltm_cell_fused_backward_cuda(
         params: *const FusedBackward,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
     fn tch_extension_lltm_cell_hopper_forward_cuda(
         params: *const FusedForward,
         is_started: *mut bool,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
 }
 

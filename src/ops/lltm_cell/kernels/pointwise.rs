@@ -61,12 +61,12 @@ unsafe extern "C" {
     fn tch_extension_lltm_cell_forward_cuda(
         params: *const Forward,
         bias: *const c_void,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
     #[cfg(tch_extension_cuda)]
     fn tch_extension_lltm_cell_backward_cuda(
         params: *const Backward,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
 }
 

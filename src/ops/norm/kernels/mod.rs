@@ -20,7 +20,7 @@ fn gpu(device: Device) -> Result<Gpu> {
         static KNOWN: PerDevice<Gpu> = PerDevice::new();
         // SAFETY: the C side fills the struct, and returns null or a pointer to a constant string.
         KNOWN.of("norm", device, |index, gpu| unsafe {
-            constant(tch_extension_norm_device(index, gpu))
+            constant(tch_extension_norm_device_cuda(index, gpu))
         })
     }
     #[cfg(not(tch_extension_cuda))]
@@ -100,7 +100,7 @@ pub(crate) struct Backward {
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_norm_device(device: i32, result: *mut Gpu) -> *const c_char;
+    fn tch_extension_norm_device_cuda(device: i32, result: *mut Gpu) -> *const c_char;
 }
 
 /// An operator's kernels. The functions are unsafe because the parameters' addresses must belong to

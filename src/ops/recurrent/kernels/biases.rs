@@ -57,13 +57,15 @@ pub(crate) fn sum_of_biases(
 }
 
 #[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_recurrent_biases_cuda(
+        params: *const Biases,
+        stream: crate::cuda::cudaStream_t,
+    ) -> crate::cuda::LaunchStatus;
+}
+
+#[cfg(tch_extension_cuda)]
 fn start(params: &Biases, on: &Tensor) -> Result<()> {
-    unsafe extern "C" {
-        fn tch_extension_recurrent_biases_cuda(
-            params: *const Biases,
-            stream: *mut c_void,
-        ) -> crate::cuda::LaunchStatus;
-    }
     // SAFETY: `sum_of_biases` checked what is read and allocated what is written.
     crate::cuda::launch(on.device(), |stream| unsafe {
         tch_extension_recurrent_biases_cuda(params, stream)

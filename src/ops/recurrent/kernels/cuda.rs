@@ -6,13 +6,11 @@ use super::grid::{GridBackward, GridForward};
 use super::step::{StepBackward, StepForward};
 use super::{CellShape, Outputs, cluster, grid, step};
 use crate::Result;
-use crate::cuda::LaunchStatus;
+use crate::cuda::{LaunchStatus, cudaStream_t};
 use crate::ffi::{checked, kind_code, optional_ptr};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use tch::{Device, Kind, Tensor};
-
-type Stream = *mut c_void;
 
 /// A cell's kernels on CUDA.
 #[derive(Clone, Copy)]
@@ -30,12 +28,12 @@ pub(crate) struct CudaCell {
 }
 
 /// Starts a kernel.
-pub(super) type Start<Params> = unsafe extern "C" fn(*const Params, Stream) -> LaunchStatus;
+pub(super) type Start<Params> = unsafe extern "C" fn(*const Params, cudaStream_t) -> LaunchStatus;
 
 /// Starts a kernel whose blocks have to run at the same time. The second argument becomes false if
 /// they cannot; no kernel is then started.
 pub(super) type OnAGrid<Params> =
-    unsafe extern "C" fn(*const Params, *mut bool, Stream) -> LaunchStatus;
+    unsafe extern "C" fn(*const Params, *mut bool, cudaStream_t) -> LaunchStatus;
 
 /// A way with its launch parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -31,7 +31,10 @@ impl Clusters {
                 // SAFETY: the C side fills both elements of `counts`, and returns null or a pointer
                 // to a constant string.
                 let error = unsafe {
-                    constant(tch_extension_recurrent_cluster_device(index, counts.as_mut_ptr()))
+                    constant(tch_extension_recurrent_cluster_device_cuda(
+                        index,
+                        counts.as_mut_ptr(),
+                    ))
                 };
                 *clusters = Clusters { of_8: counts[0], of_16: counts[1] };
                 error
@@ -71,7 +74,7 @@ impl Grid {
             // SAFETY: the C side fills `blocks`, and returns null or a pointer to a constant
             // string.
             KNOWN.of("recurrent", device, |index, grid| unsafe {
-                constant(tch_extension_recurrent_grid_device(index, &mut grid.blocks))
+                constant(tch_extension_recurrent_grid_device_cuda(index, &mut grid.blocks))
             })
         }
         #[cfg(not(tch_extension_cuda))]
@@ -85,12 +88,12 @@ impl Grid {
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
     /// Writes how many clusters of 8 and of 16 blocks run at a time.
-    fn tch_extension_recurrent_cluster_device(
+    fn tch_extension_recurrent_cluster_device_cuda(
         device: i32,
         clusters: *mut i64,
     ) -> *const std::ffi::c_char;
     /// Writes how many blocks run at a time.
-    fn tch_extension_recurrent_grid_device(
+    fn tch_extension_recurrent_grid_device_cuda(
         device: i32,
         blocks: *mut i64,
     ) -> *const std::ffi::c_char;

@@ -15,8 +15,6 @@ use crate::ffi::tensor::plain;
 use crate::ffi::{checked, take_message};
 use crate::{Error, Result};
 use std::ffi::c_char;
-#[cfg(tch_extension_cuda)]
-use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
@@ -134,7 +132,7 @@ fn made_by(call: impl FnOnce(*mut *mut C_tensor) -> *mut c_char) -> Result<Tenso
 unsafe extern "C" {
     fn tch_extension_recurrent_columns_cuda(
         params: *const Columns,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
 }
 

@@ -155,13 +155,15 @@ fn scaled(weight: &Tensor, h0: Option<&Tensor>) -> Result<Multiplied> {
 }
 
 #[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_recurrent_scale_rows_cuda(
+        params: *const ScaleRows,
+        stream: crate::cuda::cudaStream_t,
+    ) -> crate::cuda::LaunchStatus;
+}
+
+#[cfg(tch_extension_cuda)]
 fn start(params: &ScaleRows, on: &Tensor) -> Result<()> {
-    unsafe extern "C" {
-        fn tch_extension_recurrent_scale_rows_cuda(
-            params: *const ScaleRows,
-            stream: *mut c_void,
-        ) -> crate::cuda::LaunchStatus;
-    }
     // SAFETY: `scaled` checked the matrices that are read, and those that are written are new and
     // have the sizes that the struct states.
     crate::cuda::launch(on.device(), |stream| unsafe {
