@@ -133,10 +133,6 @@ class Scratch {
   at::DataPtr memory_;
 };
 
-void started(const LaunchStatus& status) {
-  TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
-}
-
 GemmLines lines_of(const Factor& factor, const Product& product, void* to) {
   return {factor.matrices.data,         to,           factor.line,   factor.matrices.batch,
           matrices_of(factor, product), factor.lines, factor.length, factor.padded_lines,

@@ -3,13 +3,21 @@
 // another kernel removes the padding of the output.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <cuda_runtime_api.h>
 
 #include <optional>
 
 #include "product.h"
+#include "tch_extension/launch.h"
 
 namespace tch_extension::gemm {
+
+// Throws if the launch failed; otherwise returns true.
+inline bool started(const LaunchStatus& status) {
+  TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
+  return true;
+}
 
 // What would be copied; empty if there is nothing to pad, or the layouts of the operands or the
 // sizes are not supported here.

@@ -129,12 +129,6 @@ bool fit(const View& lhs, const View& rhs, const View& bias, Product& product) {
   return product.m <= kMost && product.n <= kMost && product.k <= kMost && product.batch <= kMost;
 }
 
-// Throws if the launch failed; otherwise returns true.
-bool started(const LaunchStatus& status) {
-  TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
-  return true;
-}
-
 bool run_hopper(const Product& product, cudaStream_t stream) {
   bool is_started = false;
   return started(tch_extension_gemm_hopper_cuda(&product, &is_started, stream)) && is_started;
