@@ -1,5 +1,7 @@
 //! Compiles `csrc` into a static library that is linked with libtorch.
 
+use std::path::Path;
+
 #[macro_use]
 #[path = "src/ops/list.rs"]
 mod list;
@@ -13,23 +15,34 @@ macro_rules! entries {
 /// The operators and their families.
 const OPERATORS: &[(&str, &str)] = operators!(entries);
 
-/// One translation unit of several sources, which are not compiled by themselves.
-const UNIT: &str = "csrc/bridge.cpp";
+/// The name of a source that includes others, which are then not compiled by themselves.
+const UNIT: &str = "unit.cpp";
 
-/// The sources that [`UNIT`] includes.
-fn parts() -> Vec<String> {
-    let text = std::fs::read_to_string(UNIT).unwrap_or_else(|error| panic!("{UNIT}: {error}"));
-    let included =
-        text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
-    included.map(|part| format!("csrc/{part}")).collect()
+/// The sources that the units of a folder and of the folders below include.
+fn parts(folder: &str) -> Vec<String> {
+    let mut parts = Vec::new();
+    for path in paths(folder) {
+        if Path::new(&path).is_dir() {
+            parts.extend(self::parts(&path));
+        } else if path.ends_with(&format!("/{UNIT}")) {
+            let text = std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("{path}: {e}"));
+            let included =
+                text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
+            parts.extend(included.map(|part| format!("{folder}/{part}")));
+        }
+    }
+    parts
+}
+
+fn paths(folder: &str) -> impl Iterator<Item = String> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries.map(|entry| entry.path().display().to_string())
 }
 
 /// Whether there is anything to compile in a folder: a family may consist of headers, and an operator
 /// may have all its kernels in its family's folder.
 fn has_sources(folder: &str) -> bool {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    let mut extensions = entries.filter_map(|entry| Some(entry.path().extension()?.to_owned()));
-    extensions.any(|extension| extension == "cu" || extension == "cpp")
+    paths(folder).any(|path| path.ends_with(".cu") || path.ends_with(".cpp"))
 }
 
 fn main() {
@@ -38,7 +51,7 @@ fn main() {
     let mut extension = tch_extension_build::Extension::new("tch_extension")
         .source_dir("csrc")
         .define("AT_PER_OPERATOR_HEADERS", None);
-    for part in parts() {
+    for part in parts("csrc") {
         extension = extension.without(part);
     }
     for (name, family) in OPERATORS {

@@ -73,7 +73,8 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
 
 /// `$OUT`, which the bundle sets, or else `target` in the current folder.
 pub fn output_folder() -> PathBuf {
-    std::env::var_os("OUT").map_or_else(|| PathBuf::from("target"), PathBuf::from)
+    let target = || concat!(env!("CARGO_MANIFEST_DIR"), "/../target").into();
+    std::env::var_os("OUT").map_or_else(target, PathBuf::from)
 }
 
 fn measure(case: &Case, direction: Direction) -> Vec<Costs> {

@@ -1,10 +1,10 @@
 //! One operator, one room: what belongs to an operator has its name everywhere.
 
-use std::path::PathBuf;
-
 #[macro_use]
 #[path = "../src/ops/list.rs"]
 mod list;
+
+use support::root;
 
 /// An entry of the list of operators, as far as files are concerned.
 struct Operator {
@@ -43,12 +43,6 @@ const SHARED: [&str; 11] = [
     "tensor",
     "testing",
 ];
-
-fn root() -> PathBuf {
-    // Set by cargo, and by the bundle's script where there is no cargo.
-    std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
-}
 
 fn names(folder: &str) -> Vec<String> {
     let entries =
@@ -107,6 +101,17 @@ fn every_operator_is_in_the_list() {
         let is_shared = SHARED.contains(&folder.as_str());
         assert!(is_shared || is_known(&folder), "src/ops/list.rs lacks {folder}");
     }
+}
+
+#[test]
+fn every_test_program_is_in_the_manifest() {
+    let mut programs: Vec<_> = names("tests")
+        .into_iter()
+        .map(|name| if name.ends_with(".rs") { name } else { format!("{name}/main.rs") })
+        .filter(|path| path != "build.rs" && root().join("tests").join(path).exists())
+        .collect();
+    programs.retain(|path| !has_line("tests/Cargo.toml", &format!("path = {path:?}")));
+    assert!(programs.is_empty(), "tests/Cargo.toml lacks {programs:?}");
 }
 
 /// Parts of families that are no ways.

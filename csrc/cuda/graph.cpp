@@ -18,6 +18,7 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "../libtorch_versions.h"
@@ -245,6 +246,11 @@ std::mutex& bookkeeping() {
 TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph** result) {
   return guard([&] {
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+    // Only this one knows which memory is the graph's own. What is not must be kept.
+    const std::string allocator = c10::cuda::CUDACachingAllocator::name();
+    TORCH_CHECK(allocator == "native",
+                "expected libtorch's native allocator of CUDA memory, got ", allocator,
+                "; leave `backend` out of PYTORCH_CUDA_ALLOC_CONF and PYTORCH_ALLOC_CONF");
     std::lock_guard<std::mutex> lock(bookkeeping());
     const auto pool = sharing != nullptr ? sharing->pool() : at::cuda::graph_pool_handle();
     // During a capture, libtorch cannot free its cached blocks, and the capture allocates from a

@@ -10,7 +10,7 @@
 
 namespace tch_extension {
 
-// The exception that a kernel's error becomes. src/python.rs mirrors it.
+// The exception that a kernel's error becomes. src/python/mod.rs mirrors it.
 enum class Exception : int32_t { kRuntimeError, kValueError, kIndexError };
 
 // One call, while its kernel runs. Rust reads the arguments where they lie, on the dispatcher's

@@ -30,29 +30,29 @@ namespace {
 
 // The address at which a loaded file begins. It stays valid, because a library that registered
 // operators is never unloaded.
-using File = const void*;
+using LoadedFile = const void*;
 
 thread_local std::vector<Registration>* noted = nullptr;
 
-File file_of(const void* address) {
+LoadedFile file_of(const void* address) {
   Dl_info info{};
   return dladdr(address, &info) == 0 ? nullptr : info.dli_fbase;
 }
 
-File file_of_library(void* library) {
+LoadedFile file_of_library(void* library) {
   const link_map* map = nullptr;
   return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? file_of(map->l_ld)
                                                                        : nullptr;
 }
 
 struct Walk {
-  File loader, last, found;
+  LoadedFile loader, last, found;
 };
 
 _Unwind_Reason_Code look_at_frame(_Unwind_Context* frame, void* data) {
   auto& walk = *static_cast<Walk*>(data);
   // The return address may be one past the end of the function that made the call.
-  const File file = file_of(reinterpret_cast<const void*>(_Unwind_GetIP(frame) - 1));
+  const LoadedFile file = file_of(reinterpret_cast<const void*>(_Unwind_GetIP(frame) - 1));
   if (file == walk.loader) {
     walk.found = walk.last;
     return _URC_END_OF_STACK;
@@ -63,8 +63,8 @@ _Unwind_Reason_Code look_at_frame(_Unwind_Context* frame, void* data) {
 
 // The library whose initialiser is running, which is the one that the dynamic loader called. Null
 // if the stack does not tell.
-File initialising_file() {
-  Walk walk{reinterpret_cast<File>(_r_debug.r_ldbase), nullptr, nullptr};
+LoadedFile initialising_file() {
+  Walk walk{reinterpret_cast<LoadedFile>(_r_debug.r_ldbase), nullptr, nullptr};
   _Unwind_Backtrace(look_at_frame, &walk);
   return walk.found;
 }
@@ -92,7 +92,7 @@ void listen() {
 
 struct Registrations {
   std::mutex mutex;
-  std::map<File, std::vector<std::string>> of_files;
+  std::map<LoadedFile, std::vector<std::string>> of_files;
 };
 
 Registrations& registrations() {

@@ -22,6 +22,12 @@ std::mutex& mutex() {
   return *mutex;
 }
 
+// How many objects keep a storage. Read and written under the mutex, and never destroyed, as it.
+std::unordered_map<const c10::StorageImpl*, size_t>& keepers() {
+  static auto* keepers = new std::unordered_map<const c10::StorageImpl*, size_t>;
+  return *keepers;
+}
+
 // Runs `body` with the recording that is under way. libtorch would only log an exception of a
 // callback.
 template <typename Body>
@@ -38,6 +44,14 @@ void with_current(Body&& body, bool Touched::* has_failed) noexcept {
 }  // namespace
 
 std::unique_ptr<at::ObserverContext> note_inputs(const at::RecordFunction& operation);
+
+Touched::~Touched() {
+  const std::lock_guard<std::mutex> lock(mutex());
+  for (const auto& entry : kept_) {
+    const auto count = keepers().find(entry.first);
+    if (--count->second == 0) keepers().erase(count);
+  }
+}
 
 void Touched::start() {
   const std::lock_guard<std::mutex> lock(mutex());
@@ -69,7 +83,9 @@ void Touched::keep(const c10::Storage& storage) {
       is_own(storage.device(), data)) {
     return;
   }
+  size_t& count = keepers()[storage.unsafeGetStorageImpl()];
   kept_.emplace(storage.unsafeGetStorageImpl(), Kept{storage, data, storage.nbytes(), false});
+  ++count;
 }
 
 void Touched::keep(const at::Tensor& tensor) {
@@ -98,9 +114,10 @@ bool Touched::is_intact() const {
 }
 
 bool Touched::is_left() {
+  const std::lock_guard<std::mutex> lock(mutex());
   bool is_left = false;
   for (auto& [impl, kept] : kept_) {
-    const bool has_others = kept.storage.use_count() > 1;
+    const bool has_others = kept.storage.use_count() > keepers().at(impl);
     if (!knows_others_) kept.has_others = has_others;
     is_left = is_left || (kept.has_others && !has_others);
   }

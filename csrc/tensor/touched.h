@@ -33,7 +33,8 @@ class Touched {
   // handles, by resize_ for example, which frees the former one.
   bool is_intact() const;
 
-  // Whether memory that others held when this was first called is held by nobody else any more.
+  // Whether memory that others held when this was first called is held by nobody else any more. An
+  // object of this class is no other.
   bool is_left();
 
   // The storages. Nobody records any more.
@@ -46,7 +47,7 @@ class Touched {
   void check() const;
 
  protected:
-  ~Touched() = default;
+  ~Touched();
   // Whether what runs on this device now, in this thread, is to be recorded.
   virtual bool is_captured(c10::Device device) = 0;
   // Whether the memory needs no keeping, because it lives as long anyway.

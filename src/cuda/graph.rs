@@ -67,8 +67,9 @@ impl Graph {
     ///
     /// # Errors
     /// An error of `body`; when its work cannot be captured; when a `body` itself calls this; when
-    /// `device` is not an existing CUDA device, or this build has no CUDA. After an error or a
-    /// panic of `body`, nothing is left of the capture.
+    /// `device` is not an existing CUDA device, or this build has no CUDA; when libtorch's allocator is
+    /// not its native one (`PYTORCH_CUDA_ALLOC_CONF`), which alone tells what a graph must keep. After
+    /// an error or a panic of `body`, nothing is left of the capture.
     pub fn capture<T>(device: Device, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         capture("Graph::capture", Place::OwnStream(device), None, body)
     }

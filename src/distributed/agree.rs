@@ -74,14 +74,22 @@ pub(super) fn all_have(
 fn difference(texts: &[String]) -> Option<(usize, String, String)> {
     let first = texts.first()?;
     let rank = texts.iter().position(|text| text != first)?;
-    let (mut expected, mut got) = (first.lines(), texts[rank].lines());
+    let (expected, got) = lines_that_differ(first, &texts[rank]);
+    let shown = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
+    Some((rank, shown(expected), shown(got)))
+}
+
+/// The first lines in which two texts differ, `None` for the one that has no more.
+pub(super) fn lines_that_differ<'a>(
+    left: &'a str,
+    right: &'a str,
+) -> (Option<&'a str>, Option<&'a str>) {
+    let (mut left, mut right) = (left.lines(), right.lines());
     loop {
-        let pair = (expected.next(), got.next());
-        if pair.0 == pair.1 && pair.0.is_some() {
-            continue;
+        let pair = (left.next(), right.next());
+        if pair.0 != pair.1 || pair.0.is_none() {
+            return pair;
         }
-        let shown = |line: Option<&str>| line.unwrap_or("nothing more").to_string();
-        return Some((rank, shown(pair.0), shown(pair.1)));
     }
 }
 
@@ -104,12 +112,7 @@ pub(super) fn checksums<'a>(
             Vec::<i64>::try_from(Tensor::f_stack(&together, 0)?.f_to_device(Device::Cpu)?)?;
         for (place, value) in here.into_iter().zip(values) {
             let (name, tensor) = named[place];
-            // A count says more than its checksum, which it is.
-            let word = if tensor.numel() == 1 && tensor.f_kind()? == Kind::Int64 {
-                ""
-            } else {
-                "checksum "
-            };
+            let word = if is_count(tensor)? { "" } else { "checksum " };
             lines[place] = format!("{name:?} {word}{value}");
         }
         left = others;
@@ -120,21 +123,39 @@ pub(super) fn checksums<'a>(
 /// How many values are converted to integers at once.
 const AT_ONCE: i64 = 1 << 22;
 
+/// A factor whose multiples look random in their upper halves: 2⁶⁴ over the golden ratio.
+const MIXES: i64 = 0x9e37_79b9_7f4a_7c15_u64 as i64;
+
+/// A count, or the sum of a tensor's bits, each part times a number that its place determines, so that
+/// an exchange of values is seen. The numbers are odd, and 64 bits are two parts, or the highest bits
+/// would be lost in the product.
 fn sum_of_bits(tensor: &Tensor) -> Result<Tensor> {
+    if is_count(tensor)? {
+        return Ok(tensor.f_detach()?.f_squeeze()?);
+    }
     let kind = match tensor.f_kind()?.elt_size_in_bytes() {
         1 => Kind::Int8,
         2 => Kind::Int16,
-        4 => Kind::Int,
-        8 => Kind::Int64,
+        4 | 8 => Kind::Int,
         _ => return Err(Error::msg("internal error: a tensor of a kind without a checksum")),
     };
-    let bits = tensor.f_detach()?.f_view_dtype(kind)?;
-    let Some(rows) = bits.size().first().copied().filter(|_| bits.numel() as i64 > AT_ONCE) else {
-        return Ok(bits.f_sum(Kind::Int64)?);
-    };
-    let each = (AT_ONCE / (bits.numel() as i64 / rows)).max(1);
-    let sums = bits.f_split(each, 0)?.into_iter().map(|part| Ok(part.f_sum(Kind::Int64)?));
-    Ok(Tensor::f_stack(&sums.collect::<Result<Vec<_>>>()?, 0)?.f_sum(Kind::Int64)?)
+    let bits = tensor.f_detach()?.f_reshape([-1])?.f_view_dtype(kind)?;
+    let (len, options) = (bits.numel() as i64, (Kind::Int64, bits.device()));
+    let sum = Tensor::f_zeros([], options)?;
+    for begin in (0..len).step_by(AT_ONCE as usize) {
+        let end = len.min(begin + AT_ONCE);
+        let places = Tensor::f_arange_start(begin + 1, end + 1, options)?.f_mul_scalar(MIXES)?;
+        let upper = places.f_bitwise_right_shift_tensor_scalar(32)?;
+        let numbers = places.f_bitwise_xor_tensor(&upper)?.f_bitwise_or(1)?;
+        let part = bits.f_narrow(0, begin, end - begin)?.f_mul(&numbers)?.f_sum(Kind::Int64)?;
+        let _ = sum.shallow_clone().f_add_(&part)?;
+    }
+    Ok(sum)
+}
+
+/// Whether this is a number as of steps, which says more than its checksum.
+fn is_count(tensor: &Tensor) -> Result<bool> {
+    Ok(tensor.numel() == 1 && tensor.f_kind()? == Kind::Int64)
 }
 
 /// What the ranks have agreed on about an optimizer.
@@ -142,13 +163,24 @@ fn sum_of_bits(tensor: &Tensor) -> Result<Tensor> {
 pub(super) struct Agreement {
     /// How often a state had been loaded when the states were compared.
     loads: Option<u64>,
+    /// While a batch runs: whether the ranks have agreed on its step.
+    of_batch: Option<bool>,
 }
 
 impl Agreement {
+    /// A batch begins, for whose step the ranks agree once.
+    pub fn begin_batch(&mut self) {
+        self.of_batch = Some(false);
+    }
+
+    pub fn end_batch(&mut self) {
+        self.of_batch = None;
+    }
+
     /// Is an error on every rank if the next step of an optimizer would not be the same on all: if
-    /// `settings` differ, a state was not loaded by all ranks, or what `state` has differs. `state` is
-    /// asked for before the first step and after each load, with whether there was one. All ranks must
-    /// call it.
+    /// `settings` differ, a state was not loaded by all ranks, or what `tensors` has differs: the
+    /// weights, and what belongs to the state. `tensors` is asked for before the first step and after
+    /// each load, with whether there was one. All ranks must call it.
     ///
     /// Ranks tell each other a checksum only, as long as it is the same. So it costs one all-reduce of
     /// 16 bytes on the CPU.
@@ -157,18 +189,17 @@ impl Agreement {
         op: &str,
         group: &ProcessGroup,
         (settings, loads): (String, u64),
-        state: impl FnOnce(bool) -> Result<Vec<String>>,
+        tensors: impl FnOnce(bool) -> Result<Vec<String>>,
     ) -> Result<()> {
-        let is_due = self.loads != Some(loads);
-        if group.size() == 1 {
+        if group.size() == 1 || self.of_batch == Some(true) {
             return Ok(());
         }
         let mut lines = vec![settings, format!("states loaded: {loads}")];
         let mut outcome = Ok(());
-        if is_due {
+        if self.loads != Some(loads) {
             lines.push("a first step, or the first one after a load".to_string());
-            match state(loads > 0) {
-                Ok(state) => lines.extend(state),
+            match tensors(loads != self.loads.unwrap_or(0)) {
+                Ok(tensors) => lines.extend(tensors),
                 Err(error) => {
                     lines.push(error.to_string());
                     outcome = Err(error);
@@ -190,6 +221,7 @@ impl Agreement {
         }
         outcome?;
         self.loads = Some(loads);
+        self.of_batch = self.of_batch.map(|_| true);
         Ok(())
     }
 }
@@ -209,9 +241,12 @@ mod tests {
         assert_eq!(difference(&texts(&["a", "a\nb"])), found(1, "nothing more", "b"));
     }
 
+    fn sum(tensor: &Tensor) -> Vec<String> {
+        checksums(std::iter::once(("w", tensor))).expect("a sum")
+    }
+
     #[test]
     fn checksums_see_every_bit() {
-        let sum = |tensor: &Tensor| checksums(std::iter::once(("w", tensor))).expect("a sum");
         let like = (Kind::Float, Device::Cpu);
         let w = Tensor::ones([3, 2], like);
         assert_eq!(sum(&w), sum(&w.copy()));
@@ -220,8 +255,35 @@ mod tests {
         let _ = other.get(1).f_mul_scalar_(1.0 + f64::from(f32::EPSILON)).expect("in place");
         assert_ne!(sum(&w), sum(&other));
         other = Tensor::ones([AT_ONCE / 4 + 1, 5], (Kind::Half, Device::Cpu));
-        assert_eq!(sum(&other), [format!("\"w\" checksum {}", 0x3c00 * (AT_ONCE / 4 + 1) * 5)]);
+        let expected = (1..=other.numel() as i64).fold(0_i64, |sum, place| {
+            let mixed = place.wrapping_mul(MIXES);
+            sum.wrapping_add(((mixed ^ (mixed >> 32)) | 1).wrapping_mul(0x3c00))
+        });
+        assert_eq!(sum(&other), [format!("\"w\" checksum {expected}")]);
         assert_eq!(sum(&Tensor::from(7_i64)), ["\"w\" 7"]);
         assert_eq!(sum(&Tensor::zeros([0, 3], like)), ["\"w\" checksum 0"]);
+    }
+
+    #[test]
+    fn checksums_see_an_exchange() {
+        let kinds = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64];
+        for kind in kinds.into_iter().chain([Kind::Int8, Kind::ComplexFloat]) {
+            for pair in [[1.0, -1.0], [1.0, 2.0], [0.0, 1.0], [3.0, 100.0]] {
+                let w = Tensor::from_slice(&pair).to_kind(kind);
+                assert_ne!(sum(&w), sum(&w.flip([0])), "{kind:?} {pair:?}");
+                let rows = Tensor::cat(&[&w, &w.flip([0])], 0).view([2, 2]);
+                assert_ne!(sum(&rows), sum(&rows.flip([0])), "{kind:?} {pair:?}");
+            }
+        }
+        // Across the parts that are summed at once, and far apart.
+        let w = Tensor::zeros([AT_ONCE + 3], (Kind::Float, Device::Cpu));
+        let with_one = |place: i64| {
+            let other = w.copy();
+            let _ = other.narrow(0, place, 1).fill_(-0.0);
+            sum(&other)
+        };
+        let places = [0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 2];
+        let sums: std::collections::HashSet<_> = places.map(with_one).into_iter().collect();
+        assert_eq!(sums.len(), places.len());
     }
 }

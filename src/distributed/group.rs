@@ -96,10 +96,11 @@ pub fn nccl_missing() -> Option<String> {
 /// Let [`run`](ProcessGroup::run) call what may fail anywhere, such as the whole training: the other
 /// ranks then get the message, and not only "Connection closed by peer".
 ///
-/// Dropping the last handle waits for this rank's operations in flight, at most for the timeout. What
-/// is lost after it, and a CUDA graph with collectives that is still alive, are reported on stderr.
-/// Unlike [`shutdown`](ProcessGroup::shutdown) it does not wait for the other ranks: operations that
-/// they still wait for then fail, and name this rank.
+/// Dropping the last handle waits for this rank's operations in flight, at most for the timeout; after
+/// an error of an operation, or in a panic, it aborts them. What is lost after it, and a CUDA graph with
+/// collectives that is still alive, are reported on stderr. Unlike [`shutdown`](ProcessGroup::shutdown)
+/// it does not wait for the other ranks: operations that they still wait for then fail, and name this
+/// rank.
 #[derive(Clone)]
 pub struct ProcessGroup {
     inner: Arc<Inner>,
@@ -314,6 +315,10 @@ impl ProcessGroup {
         let is_set = || store.check(key).map_err(|error| self.error(op, &error.to_string()));
         while !is_set()? {
             if self.failure().is_some() || self.others_failed() {
+                // A rank that drops the group when it has done its part has set the key before.
+                if self.failure().is_none() && is_set()? {
+                    break;
+                }
                 return Err(self.error(op, "it waited for the other ranks"));
             }
             if begun.elapsed() >= self.timeout() {
@@ -385,6 +390,14 @@ impl ProcessGroup {
     /// Without it, the other ranks would wait until the timeout, or take this rank's next collective
     /// for the one that it left out.
     pub fn poison(&self, message: &str) {
+        if self.size() > 1 && self.failure().is_none() {
+            report::failure(message);
+        }
+        self.end(message);
+    }
+
+    /// The same, without a word to the launcher.
+    fn end(&self, message: &str) {
         {
             let mut failed = lock(&self.inner.failed);
             if failed.is_some() {
@@ -392,7 +405,6 @@ impl ProcessGroup {
             }
             *failed = Some(message.to_string());
         }
-        report::failure(message);
         // The others read the message when their operation fails, so it is set first.
         let text = format!("rank {}: {message}", self.rank());
         // The first failure is the cause.
@@ -400,7 +412,7 @@ impl ProcessGroup {
         drop(self.inner.group.end(&text));
         for subgroup in lock(&self.inner.subgroups).drain(..) {
             if let Some(inner) = subgroup.upgrade() {
-                ProcessGroup { inner }.poison(message);
+                ProcessGroup { inner }.end(message);
             }
         }
     }
@@ -447,7 +459,7 @@ impl ProcessGroup {
 
     /// Makes all operations fail, those in flight and later ones, on all ranks. It does not wait.
     pub fn abort(&self) {
-        self.poison("the group was aborted");
+        self.end("the group was aborted");
     }
 
     /// Ends the group in an orderly way, when all ranks call this: no rank ends while another one
@@ -559,13 +571,17 @@ impl Drop for Inner {
             return;
         }
         let (rank, size) = (self.rank, self.size);
-        if size > 1 && !self.follows.load(Ordering::Relaxed) {
-            let why = if std::thread::panicking() { "it panicked" } else { "it dropped the group" };
-            let text = format!("rank {rank}: {why} without shutdown or poison");
+        let (follows, panics) = (self.follows.load(Ordering::Relaxed), std::thread::panicking());
+        let why = if panics { "it panicked" } else { "it dropped the group" };
+        let text = format!("rank {rank}: {why} without shutdown or poison");
+        if size > 1 && !follows {
             // It waits for no answer: the store may have ended.
             drop(self.signals.set(DROPPED, text.as_bytes()));
         }
-        if let Err(lost) = self.group.leave() {
+        if follows || panics {
+            // Nobody takes the results any more, and operations may never end.
+            drop(self.group.end(&text));
+        } else if let Err(lost) = self.group.leave() {
             let _ = writeln!(
                 std::io::stderr(),
                 "tch-extension: rank {rank} of {size} dropped its group: {lost}; call \

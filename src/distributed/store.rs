@@ -97,7 +97,8 @@ impl Store {
         let workers = options.workers.unwrap_or(0) as u64;
         let (store, port) =
             ffi::Store::tcp(host, port, kind, workers, options.timeout).map_err(|reason| {
-                let hint = if answers(host, port) { NO_STORE } else { "" };
+                // A server that cannot listen says why; what listens there may well be a store.
+                let hint = if !options.server && answers(host, port) { NO_STORE } else { "" };
                 failed(op, format!("{host}:{port}: {reason}{hint}"))
             })?;
         let is_local = ["127.0.0.1", "localhost", "::1"].contains(&host);

@@ -185,15 +185,15 @@ mod tests {
         }
     }
 
-    /// The square, whose kernels get addresses.
-    struct Square;
+    /// Ones, made without an operation that gets the input.
+    struct Ones;
 
-    impl Function for Square {
-        const NAME: &'static str = "square";
+    impl Function for Ones {
+        const NAME: &'static str = "ones";
 
         fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> crate::Result<Tensors> {
             saver.save(inputs.get(0)?);
-            Ok((inputs.get(0)? * inputs.get(0)?).into())
+            Ok(Tensor::f_ones(inputs.get(0)?.size(), (Kind::Float, Device::Cpu))?.into())
         }
 
         fn backward(&self, ctx: &Context<'_>, _: &Tensors) -> crate::Result<Tensors> {
@@ -210,13 +210,13 @@ mod tests {
     fn what_operations_and_kernels_use_is_kept() {
         let (x, y, listed, strided) = (floats(), floats(), floats(), floats());
         let (given, saved) = (floats().set_requires_grad(true), floats().set_requires_grad(true));
-        let output = apply(Square, &[Some(&saved)]).unwrap();
+        let output = apply(Ones, &[Some(&saved)]).unwrap();
         let (out_grad, elsewhere, untouched) = (floats(), floats(), floats());
         let touched = Touched::of(|| {
             let _ = x.shallow_clone().f_add_(&y).unwrap();
             let _ = Tensor::cat(&[&listed, &x], 0);
             Strided::<1>::new(&strided).unwrap();
-            apply(Square, &[Some(&given)]).unwrap();
+            apply(Ones, &[Some(&given)]).unwrap();
             grad(
                 &[output.get(0).unwrap()],
                 &[&saved],
@@ -259,6 +259,17 @@ mod tests {
         let touched = Touched::of(|| drop(x.neg()));
         let _ = x.shallow_clone().resize_([1 << 20]);
         assert!(!touched.is_intact() && !touched.is_left());
+        // A second graph that keeps it is nobody who could still use the tensor.
+        let mut x = floats();
+        let [first, second] = [(); 2].map(|()| Touched::of(|| drop(x.neg())));
+        assert!(!first.is_left() && !second.is_left());
+        x.set_data(&floats());
+        assert!(first.is_left() && second.is_left());
+        let third = Touched::of(|| drop(x.neg()));
+        drop(second);
+        assert!(first.is_left() && !third.is_left());
+        drop(x);
+        assert!(third.is_left());
         // Nobody else had this one at the end.
         let x = floats();
         assert!(!Touched::of(move || drop(x.neg())).is_left());

@@ -8,66 +8,14 @@
 //! folder. The builder writes the manifest last, by renaming it.
 
 use super::Facts;
-use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
-use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{Error, ErrorKind, Result, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::fs::{File, OpenOptions};
+use std::io::{Error, Result, Write};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{SystemTime, UNIX_EPOCH};
-use tch_extension_build::trusted;
-
-/// The folder of all entries, created if needed. Only the user can access it, because it holds code
-/// that programs will run. What others could have put there is refused.
-pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
-    let variable =
-        |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let folder = chosen
-        .map(Path::to_path_buf)
-        .or_else(|| variable("TCH_EXTENSION_CACHE"))
-        .or_else(|| {
-            Some(
-                variable("XDG_CACHE_HOME").filter(|home| home.is_absolute())?.join("tch_extension"),
-            )
-        })
-        .or_else(|| Some(variable("HOME")?.join(".cache/tch_extension")))
-        .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
-    let folder = std::path::absolute(folder)?;
-    check_text(&folder)?;
-    create(&folder)?;
-    let folder = trusted::root(&folder)?;
-    check_text(&folder)?;
-    Ok(folder)
-}
-
-/// Compilers write the list of files that they read as text.
-fn check_text(folder: &Path) -> Result<()> {
-    match folder.to_str() {
-        Some(_) => Ok(()),
-        None => {
-            let text = format!("the cache {folder:?} is not UTF-8");
-            Err(Error::new(ErrorKind::InvalidInput, text))
-        }
-    }
-}
-
-pub(super) fn create(folder: &Path) -> Result<()> {
-    let named = |error: Error| {
-        Error::new(error.kind(), format!("cannot create {}: {error}", folder.display()))
-    };
-    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)
-}
-
-/// A path that nobody else uses, neither this process nor another one. Such folders and files are
-/// renamed to their final place or moved aside, so nothing removes them when a value is dropped, as
-/// `tempfile` would.
-pub(super) fn unique(folder: &Path, stem: &str) -> PathBuf {
-    static COUNT: AtomicU64 = AtomicU64::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
-    folder.join(format!("{stem}-{now:x}-{}-{count}", std::process::id()))
-}
+use std::time::SystemTime;
+use tch_extension_build::content::{digest, is_changed_since, resolve};
+use tch_extension_build::place::{create, lock_alone, open_lock, unique};
 
 /// What a build depends on, so that the next load can check whether it is still up to date.
 pub(super) struct Built {
@@ -107,7 +55,7 @@ impl Entry {
         build: impl Fn(&Path, &Path) -> crate::Result<Built>,
     ) -> crate::Result<Locked> {
         let io = |error: Error| self.error(&error);
-        let lock = self.lock().map_err(io)?;
+        let lock = open_lock(&self.folder).map_err(io)?;
         lock.lock_shared().map_err(io)?;
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
@@ -115,7 +63,7 @@ impl Entry {
         // The shared lock is released and not upgraded: two processes that both wait for an upgrade
         // would wait forever.
         lock.unlock().map_err(io)?;
-        let lock = self.lock_alone(lock).map_err(io)?;
+        let lock = lock_alone(&self.folder, lock).map_err(io)?;
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
         }
@@ -129,38 +77,6 @@ impl Entry {
         (manifest.request == self.request && manifest.holds())
             .then(|| self.folder.join(&manifest.library))
             .filter(|library| library.is_file())
-    }
-
-    /// Takes the exclusive lock. If somebody deleted the folder to make room after the lock file
-    /// was opened, the lock belongs to a file that nobody else uses, so the new lock file is locked
-    /// instead.
-    fn lock_alone(&self, mut lock: File) -> Result<File> {
-        loop {
-            lock.lock()?;
-            let now = self.lock_path().metadata().ok().map(|file| (file.dev(), file.ino()));
-            let ours = lock.metadata()?;
-            if now == Some((ours.dev(), ours.ino())) {
-                return Ok(lock);
-            }
-            lock = self.lock()?;
-        }
-    }
-
-    fn lock_path(&self) -> PathBuf {
-        self.folder.join("lock")
-    }
-
-    /// Opens the lock of the folder, which is made if there is none. Nothing is written before the
-    /// folder is known to be trusted.
-    fn lock(&self) -> Result<File> {
-        create(&self.folder)?;
-        trusted::check(&self.folder)?;
-        let path = self.lock_path();
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        // A cache of root's may at least be read.
-        trusted::open(&path, &mut options)
-            .or_else(|error| trusted::open(&path, OpenOptions::new().read(true)).map_err(|_| error))
     }
 
     /// Builds. If a file changed meanwhile, nobody knows which content was compiled, so it builds a
@@ -238,16 +154,6 @@ fn contents(path: &Path) -> Option<String> {
     Some(digest([&bytes[..]]))
 }
 
-/// Identifies these parts: the first 128 bits of their SHA-256, each preceded by its length.
-pub(super) fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
-    let mut hasher = Sha256::new();
-    for part in parts {
-        hasher.update(part.len().to_le_bytes());
-        hasher.update(part);
-    }
-    hasher.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect()
-}
-
 /// Files and their contents. The contents are `None` for a file that does not exist or that may
 /// have been compiled with other contents.
 type Known = BTreeMap<PathBuf, Option<String>>;
@@ -282,32 +188,15 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether a file changed after `start`, judged by its change time (ctime), which nobody can set. A
-/// modification time may be in the future.
-fn is_changed_since(path: &Path, start: SystemTime) -> bool {
-    let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
-    let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
-    path.metadata().map_or(true, |file| (file.ctime(), file.ctime_nsec()) >= start)
-}
-
 /// The size of a program and the time of its last modification.
 fn stamp(path: &Path) -> Option<String> {
     let metadata = path.metadata().ok()?;
     Some(format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
 }
 
-/// The path of a program that is run by name.
-fn resolve(program: &str) -> Option<PathBuf> {
-    if program.contains('/') {
-        return Some(program.into());
-    }
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|path| path.is_file())
-}
-
 /// The identity of a program: its path with links resolved, and its stamp.
 fn identity(program: &str) -> Option<String> {
-    let path = resolve(program)?.canonicalize().ok()?;
+    let path = resolve(Path::new(program))?.canonicalize().ok()?;
     Some(format!("{} {}", path.display(), stamp(&path)?))
 }
 
@@ -374,10 +263,10 @@ mod tests {
     fn a_lock_whose_folder_was_deleted_is_taken_anew() {
         let root = tempfile::tempdir().unwrap();
         let entry = Entry::new(root.path(), "deleted", String::new());
-        let before = entry.lock().unwrap();
+        let before = open_lock(&entry.folder).unwrap();
         std::fs::remove_dir_all(&entry.folder).unwrap();
-        let _held = entry.lock_alone(before).unwrap();
-        assert!(entry.lock().unwrap().try_lock().is_err(), "the next one waits");
+        let _held = lock_alone(&entry.folder, before).unwrap();
+        assert!(open_lock(&entry.folder).unwrap().try_lock().is_err(), "the next one waits");
     }
 
     /// Builds from a header while `meanwhile` changes it as the compiler runs.

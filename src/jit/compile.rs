@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
 use tch_extension_build::environment::{Environment, write_message};
-use tch_extension_build::toolchain::{CudaMode, Libtorch, Options, Toolchain, is_cuda};
+use tch_extension_build::toolchain::{CudaMode, Libtorch, Options, Reuse, Toolchain, is_cuda};
 
 /// Reads environment variables of the process and records which. Prints the commands if the user
 /// wants that.
@@ -156,6 +156,8 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) 
         warnings: true,
         export_symbols: true,
         fewer_headers: true,
+        // Whole libraries are kept.
+        reuse: Reuse::Never,
     }
 }
 

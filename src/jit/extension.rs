@@ -1,11 +1,12 @@
 //! The builder of an extension.
 
-use super::cache::{self, Entry, Locked};
+use super::cache::{Entry, Locked};
 use super::{Facts, Module, Sources, compile, headers};
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
+use tch_extension_build::place;
 
 /// A builder that turns sources into a [`Module`].
 ///
@@ -136,7 +137,7 @@ impl Extension {
         self.check()?;
         let io = |error| self.io_error(error);
         let facts = Facts::gather()?;
-        let root = cache::root(self.cache.as_deref()).map_err(io)?;
+        let root = place::root(self.cache.as_deref()).map_err(io)?;
         let includes = headers::install(&root).map_err(io)?;
         let sources = self.sources.clone().absolute().map_err(io)?;
         let names = of_name(&self.name);

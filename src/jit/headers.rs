@@ -1,9 +1,8 @@
 //! Our public headers, embedded in the program, because there may be no copy of this crate's
 //! sources where the program runs.
 
-use super::cache;
 use std::path::{Path, PathBuf};
-use tch_extension_build::trusted;
+use tch_extension_build::{content, place, trusted};
 
 macro_rules! headers {
     ($($path:literal),* $(,)?) => {
@@ -57,10 +56,10 @@ headers! {
 /// cache.
 pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
     let parts = HEADERS.iter().flat_map(|(path, text)| [path.as_bytes(), text.as_bytes()]);
-    let folder = cache.join(format!("include-{}", cache::digest(parts)));
+    let folder = cache.join(format!("include-{}", content::digest(parts)));
     if !folder.exists() {
         // The folder appears as a whole or not at all. A process that comes second finds it.
-        let partial = cache::unique(cache, "include-part");
+        let partial = place::unique(cache, "include-part");
         let written = write(&partial).and_then(|()| std::fs::rename(&partial, &folder));
         if written.is_err() {
             let _ = std::fs::remove_dir_all(&partial);
@@ -74,7 +73,7 @@ pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
 }
 
 fn write(folder: &Path) -> std::io::Result<()> {
-    cache::create(folder)?;
+    place::create(folder)?;
     for (path, text) in HEADERS {
         let path = folder.join("tch_extension").join(path);
         std::fs::create_dir_all(path.parent().unwrap_or(folder))?;

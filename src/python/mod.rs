@@ -24,7 +24,8 @@ pub(crate) fn translated(error: &Error, arguments: &[(String, String)]) -> (Exce
         let text = error.to_string();
         return (Exception::Runtime, text.replace("operations of tch", "operations of torch"));
     };
-    let argument = words.of(argument);
+    // A name of the schema stays, also if it is a word of Rust's.
+    let argument = named(argument).map_or_else(|| words.of(argument), |(name, _)| name.clone());
     let kind = named(&argument).map_or("", |(_, kind)| kind.trim_end_matches('?'));
     let exception = exception(&argument, kind, expected);
     let [expected, got, hint] = [expected, got, hint].map(|text| words.of(text));
@@ -117,6 +118,19 @@ mod tests {
             ),
         ] {
             assert_eq!(ours.1, theirs);
+        }
+    }
+
+    /// The names of a user's operator are no words of Rust's.
+    #[test]
+    fn arguments_of_a_schema_keep_their_names() {
+        let schema =
+            ["kind", "kinds", "i64", "String"].map(|name| (name.to_string(), "int".into()));
+        for (name, _) in &schema {
+            let error = Error::argument("op", name, "a number above 0", "-1", "");
+            let translated = translated(&error, &schema);
+            let text = format!("op: {name}: expected a number above 0, got -1");
+            assert_eq!(translated, (Exception::Value, text));
         }
     }
 

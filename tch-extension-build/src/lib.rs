@@ -59,8 +59,44 @@
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
 //! | `TORCH_CUDA_ARCH_LIST` | the architectures to compile for, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: those of this machine's GPUs, or [`arch::DEFAULT_ARCHS`] if it has none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes it an error if CUDA cannot be compiled |
+//! | `TCH_EXTENSION_CHECK` | `1` compiles no C++ and no CUDA and needs no libtorch: for `cargo clippy`, `cargo check` and editors, which link nothing (see below) |
 //! | `TCH_EXTENSION_ISAS` | `native` compiles CPU kernels only for the best instruction set of this machine's CPU, instead of three. The program then refuses to start on a CPU without it |
-//! | `TCH_EXTENSION_OBJECTS` | the absolute path of a folder in which several builds share compiled objects, instead of one folder for each build. Cargo builds a crate again for clippy and for each workspace that depends on it; with this variable, its C++ and CUDA sources are compiled once. Only one build at a time may use the folder |
+//! | `TCH_EXTENSION_CACHE` | the folder of the cache (below). Default: `tch_extension` in `XDG_CACHE_HOME` or `~/.cache` |
+//! | `TCH_EXTENSION_COMPILE_CACHE` | `0` compiles without the cache |
+//!
+//! # The compile cache
+//! An object that this user has compiled before is not compiled again, in whichever target folder,
+//! checkout or crate: it is in the folder `objects` of the cache. It is found by what it is made
+//! from, which is the command, the compiler and the contents of the source and of all headers,
+//! those of libtorch, CUDA and the system, too. So it is the one that the compiler would make. What
+//! this cannot tell is compiled each time: a source with `__TIME__`, for example, or with a flag such
+//! as `-fplugin`. The C++ objects do not depend on nvcc and the architectures, nor the CUDA objects
+//! on libtorch, unless they include its headers.
+//!
+//! Several builds may use the cache at a time. It takes 2 GB at most, and what was used longest ago
+//! is removed first. `rm -r ~/.cache/tch_extension/objects` empties it at any time. It must belong to
+//! you or to root, and nobody else may be able to write to it. If it cannot be used, everything is
+//! compiled, with one warning. Its file `log` has a line for each build, which says how many objects
+//! were up to date (`current`), were in the cache (`found`) and were `compiled`.
+//!
+//! # Lints and editors
+//! Cargo does not tell a build script that nothing will be linked, so say it:
+//!
+//! ```text
+//! TCH_EXTENSION_CHECK=1 cargo clippy --all-targets --features tch-extension/doc-only
+//! ```
+//!
+//! The feature lets torch-sys do the same. CUDA's items are checked unless `TCH_EXTENSION_CUDA=0` is
+//! set, whether there is an nvcc or not. An editor needs a target folder of its own, because a build
+//! script that has only checked runs again before the next program is linked. For rust-analyzer:
+//!
+//! ```json
+//! {
+//!   "rust-analyzer.cargo.features": ["tch-extension/doc-only"],
+//!   "rust-analyzer.cargo.extraEnv": { "TCH_EXTENSION_CHECK": "1" },
+//!   "rust-analyzer.cargo.targetDir": true
+//! }
+//! ```
 //!
 //! # Headers
 //! Your kernels can include these headers as `tch_extension/….h`. The comment at the top of each
@@ -89,6 +125,8 @@
 
 pub mod arch;
 mod compile;
+#[doc(hidden)]
+pub mod content;
 mod cxx;
 pub mod environment;
 mod extension;
@@ -98,7 +136,10 @@ pub mod headers;
 mod isa;
 mod isolate;
 mod libtorch;
+mod objects;
 mod paths;
+#[doc(hidden)]
+pub mod place;
 pub mod probe;
 pub mod toolchain;
 #[doc(hidden)]

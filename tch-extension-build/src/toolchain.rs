@@ -7,11 +7,12 @@
 //!    and, if asked, nvcc and the architectures. [`Toolchain::identity`] describes them in one
 //!    text, which can be part of a cache's key.
 //! 3. [`Toolchain::compile`] makes an object of each source, several at a time and only of those
-//!    that changed; [`Object::dependencies`] lists the files that went into one.
+//!    that changed, or takes it from the user's cache ([`Reuse`]);
+//!    [`Object::dependencies`] lists the files that went into one.
 //! 4. [`Toolchain::link_shared`] links the objects into a shared library, which is written
 //!    completely or not at all.
 //!
-//! None of these functions takes a lock: two processes must not use one folder at the same time.
+//! Two processes must not use one folder of objects at the same time. They may share a cache.
 //!
 //! ```no_run
 //! use tch_extension_build::environment::Process;
@@ -36,6 +37,7 @@ pub use crate::cxx::Cxx;
 use crate::environment::Environment;
 use crate::isa;
 pub use crate::libtorch::Libtorch;
+use crate::objects::Objects;
 use crate::paths;
 use crate::probe::{self, Nvcc};
 use anyhow::{Context, Result, bail};
@@ -118,6 +120,20 @@ pub struct Options {
     /// it only if that fails. For most sources this takes a third of the time. It needs the public
     /// headers of tch-extension among the `includes`.
     pub fewer_headers: bool,
+    /// Where compiled objects are looked up and kept.
+    pub reuse: Reuse,
+}
+
+/// Where compiled objects are looked up and kept.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub enum Reuse {
+    /// Nowhere: the folder of objects is new and is removed afterwards.
+    Never,
+    /// In the folder of objects, for the next call with it.
+    #[default]
+    Folder,
+    /// There, and in the user's cache in this folder, which several builds may use at a time.
+    Cache(PathBuf),
 }
 
 impl Default for Options {
@@ -133,6 +149,7 @@ impl Default for Options {
             warnings: true,
             export_symbols: false,
             fewer_headers: false,
+            reuse: Reuse::default(),
         }
     }
 }
@@ -161,7 +178,7 @@ impl Toolchain {
         Ok(Toolchain { libtorch, cxx, cuda, only_isa: None })
     }
 
-    /// Everything on which an object depends apart from the sources, their headers and the
+    /// Everything on which a library depends apart from the sources, their headers and the
     /// [`Options`]: the compilers with their versions and flags, the architectures, and libtorch's
     /// version and folder. libtorch's headers number thousands and are not among
     /// [`Object::dependencies`].
@@ -204,7 +221,10 @@ impl Toolchain {
                 self.add_jobs(source, options, folder, env, &mut jobs)?;
             }
         }
-        compile::run(&jobs, workers, env)?;
+        let cache = Objects::open(&options.reuse, env);
+        let result = compile::run(&jobs, workers, &cache, env);
+        cache.finish(&env.var("CARGO_PKG_NAME").unwrap_or_default());
+        result?;
         Ok(jobs.into_iter().map(|job| job.object).collect())
     }
 

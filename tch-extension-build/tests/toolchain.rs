@@ -9,7 +9,7 @@ use std::sync::Mutex;
 use support::{fake_libtorch, scratch, write};
 use tch_extension_build::LIBTORCH_VERSIONS;
 use tch_extension_build::environment::{Environment, Process};
-use tch_extension_build::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain};
+use tch_extension_build::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain};
 
 /// Records everything that is reported to it.
 #[derive(Default)]
@@ -76,6 +76,23 @@ fn sources_become_a_library_that_shows_its_functions() {
     toolchain.link_shared(&objects, &[], &library, &recorder).unwrap();
     let names = Command::new("nm").args(["-D", "--defined-only"]).arg(&library).output().unwrap();
     assert!(String::from_utf8_lossy(&names.stdout).contains(" T add"));
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// `jit` hashes these files itself, and keeps the library.
+#[test]
+fn objects_that_are_needed_once_say_what_they_were_made_from() {
+    let folder = scratch("once");
+    let toolchain = toolchain(&folder);
+    let source = write(&folder.join("a.cpp"), "#include <vector>\n#include \"a.h\"\n");
+    let header = write(&folder.join("a.h"), "");
+    let options = Options { reuse: Reuse::Never, ..Options::default() };
+    let recorder = Recorder::default();
+    for times in [1, 2] {
+        let objects = compile(&toolchain, &source, &options, &recorder);
+        assert_eq!(objects[0].dependencies(), [source.clone(), header.clone()]);
+        assert_eq!(recorder.commands.lock().unwrap().len(), times);
+    }
     std::fs::remove_dir_all(folder).unwrap();
 }
 

@@ -172,7 +172,7 @@ impl Ranks {
         let ended = |(index, rank): (usize, &Rank)| {
             let (status, at) = rank.ended?;
             // One that ended well may have reported what it could mend.
-            let said = (!status.is_success()).then(|| self.reports.read(index)).flatten();
+            let said = (!status.is_success()).then(|| self.reports.read(index, at)).flatten();
             let at = said.as_ref().map_or(at, |said| said.at.min(at));
             Some(End {
                 index,
@@ -193,8 +193,9 @@ impl Ranks {
 
     /// Whether a rank that has said that it failed first has not ended.
     pub fn are_failing(&self) -> bool {
+        let now = SystemTime::now();
         let is_failing = |(index, rank): (usize, &Rank)| {
-            rank.ended.is_none() && self.reports.read(index).is_some_and(|said| !said.follows)
+            rank.ended.is_none() && self.reports.read(index, now).is_some_and(|said| !said.follows)
         };
         self.ranks.iter().enumerate().any(is_failing)
     }

@@ -4,7 +4,8 @@
 //! because of that, may end first. Therefore each rank has a file, named by TCH_RUN_ERROR_FILE, into
 //! which it writes one line when it fails: the time in nanoseconds since 1970, `first` or `follows`,
 //! and what happened. `follows` says that another rank failed before. Programs that use
-//! `tch_extension::distributed` do so by themselves.
+//! `tch_extension::distributed` do so by themselves. What a rank said long before its end it has
+//! survived: a panic that was caught, for example.
 
 use std::fs::{DirBuilder, File};
 use std::io::Read;
@@ -31,6 +32,8 @@ pub struct Reports {
 const LONGEST: u64 = 4096;
 /// What is shown of a text at most, in characters.
 const SHOWN: usize = 300;
+/// How long a process may take to end after it failed.
+const SURVIVED: Duration = Duration::from_secs(60);
 
 impl Reports {
     pub fn new() -> Reports {
@@ -46,10 +49,14 @@ impl Reports {
         Some(self.folder.as_ref()?.join(index.to_string()))
     }
 
-    pub fn read(&self, index: usize) -> Option<Said> {
+    /// What a rank of this node has said of its end, at this time or later.
+    pub fn read(&self, index: usize, end: SystemTime) -> Option<Said> {
         let mut line = Vec::new();
         File::open(self.path(index)?).ok()?.take(LONGEST).read_to_end(&mut line).ok()?;
-        parse(&String::from_utf8_lossy(&line))
+        let said = parse(&String::from_utf8_lossy(&line))?;
+        // Of a clock that was set back, nothing is known.
+        let since = end.duration_since(said.at).unwrap_or_default();
+        (since < SURVIVED).then_some(said)
     }
 }
 
@@ -102,9 +109,15 @@ mod tests {
         let path = reports.path(3).unwrap();
         let folder = path.parent().unwrap().to_path_buf();
         assert_eq!(folder.metadata().unwrap().permissions().mode() & 0o777, 0o700);
-        assert_eq!(reports.read(3), None);
-        std::fs::write(&path, "7 first x").unwrap();
-        assert_eq!(reports.read(3).unwrap().text, "x");
+        let at = UNIX_EPOCH + Duration::from_secs(7);
+        assert_eq!(reports.read(3, at), None);
+        std::fs::write(&path, "7000000000 first x").unwrap();
+        assert_eq!(reports.read(3, at).unwrap().text, "x");
+        // Its process went on.
+        assert_eq!(reports.read(3, at + SURVIVED), None);
+        assert!(
+            reports.read(3, at + SURVIVED / 2).is_some() && reports.read(3, UNIX_EPOCH).is_some()
+        );
         drop(reports);
         assert!(!folder.exists());
     }

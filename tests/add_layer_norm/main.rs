@@ -1,9 +1,6 @@
 //! Tests of `ops::add_layer_norm`: against its reference, libtorch's own operators and finite
 //! differences, with dropout and with bad input.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 #[path = "../support/add_norm.rs"]
 mod add_norm;
 

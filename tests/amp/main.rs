@@ -6,9 +6,6 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::amp::*;
 use tch_extension::{Error, Result};
 
-#[path = "../support/python.rs"]
-mod python;
-
 mod autocast;
 mod checkpoint;
 mod function;

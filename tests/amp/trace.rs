@@ -126,7 +126,7 @@ fn each_step_is_that_of_torchs_own() {
 /// Compares the trace with a fresh one if there is a Python with torch.
 #[test]
 fn the_trace_is_what_torch_does() {
-    let output = match python::run("tests/amp/grad_scaler.py", &[]) {
+    let output = match support::python::run("tests/amp/grad_scaler.py", &[]) {
         Ok(output) => output,
         Err(why) => return skip("the_trace_is_what_torch_does", &why),
     };

@@ -1,6 +1,7 @@
 //! Which back end is taken on a GPU, and that each computes the same.
 
-use super::{alone, assert_near, support::gpu, unchanged};
+use super::{alone, assert_near, unchanged};
+use support::gpu;
 use tch::nn::{OptimizerConfig, Sgd, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::amp::Autocast;

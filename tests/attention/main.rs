@@ -1,9 +1,6 @@
 //! Tests of `nn`'s attention: the function against its reference and in random cases, the switch of
 //! back ends, the cache, and the layer.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 mod back_ends;
 mod cache;
 mod cuda;

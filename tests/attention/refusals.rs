@@ -1,7 +1,8 @@
 //! What is refused, and how.
 
-use super::{support::refusal::assert_refused, unchanged};
+use super::unchanged;
 use std::panic::AssertUnwindSafe;
+use support::refusal::assert_refused;
 use tch::{Device, Kind, Tensor};
 use tch_extension::nn::{
     AttentionOptions, Causal, f_scaled_dot_product_attention, f_sdpa_backend,

@@ -1,9 +1,6 @@
 //! Tests of `ops::cross_entropy`: against its reference, libtorch's own loss and finite differences,
 //! and with bad input.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;

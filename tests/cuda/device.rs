@@ -25,19 +25,12 @@ fn cuda_device_properties_are_those_that_cuda_has() {
 }
 
 /// An attribute, as CUDA itself tells it.
-#[cfg(tch_extension_cuda)]
 fn attribute(number: i32, device: usize) -> i64 {
-    unsafe extern "C" {
-        fn cudaDeviceGetAttribute(value: *mut i32, attribute: i32, device: i32) -> i32;
-    }
+    type Get = unsafe extern "C" fn(*mut i32, i32, i32) -> i32;
     let mut value = -1;
-    // SAFETY: it writes one integer.
-    let error = unsafe { cudaDeviceGetAttribute(&mut value, number, device as i32) };
+    // SAFETY: this is the function's type, and it writes one integer.
+    let error =
+        unsafe { of_cuda::<Get>("cudaDeviceGetAttribute")(&mut value, number, device as i32) };
     assert_eq!(error, 0, "attribute {number}");
     i64::from(value)
-}
-
-#[cfg(not(tch_extension_cuda))]
-fn attribute(_: i32, _: usize) -> i64 {
-    unreachable!("there is no device")
 }

@@ -549,3 +549,28 @@ fn cuda_a_dropped_graph_lets_go_of_what_it_kept() {
     drop((graph, y));
     assert_eq!(allocated(), before);
 }
+
+/// Only libtorch's native allocator tells which memory is the graph's own. Here a child has another.
+#[test]
+fn cuda_a_capture_with_another_allocator_is_refused() {
+    const TEST: &str = "graphs::cuda_a_capture_with_another_allocator_is_refused";
+    const CHILD: &str = "TCH_EXTENSION_TEST_CHILD";
+    let Some(device) = caching_or_skip(TEST) else { return };
+    if std::env::var_os(CHILD).is_some() {
+        let x = Tensor::ones([8], (Kind::Float, device));
+        let error = Graph::capture(device, || Ok(x.f_neg()?)).expect_err("refused").to_string();
+        let words = "expected libtorch's native allocator of CUDA memory, got cudaMallocAsync";
+        assert!(error.starts_with("Graph::capture: ") && error.contains(words), "{error}");
+        assert_eq!(x.f_sum(Kind::Float).expect("nothing is captured").double_value(&[]), 8.0);
+        return;
+    }
+    let child = std::process::Command::new(std::env::current_exe().expect("this program"))
+        .args([TEST, "--exact", "--nocapture"])
+        .env(CHILD, "1")
+        .env("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+        .output()
+        .expect("a child");
+    let text = String::from_utf8_lossy(&child.stdout).into_owned()
+        + &String::from_utf8_lossy(&child.stderr);
+    assert!(child.status.success() && text.contains("1 passed"), "{text}");
+}

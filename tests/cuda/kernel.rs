@@ -74,10 +74,7 @@ const CLUSTER: &str = "
 ";
 
 fn image(name: &str) -> Vec<u8> {
-    // Set by cargo, and by the bundle's script where there is no cargo.
-    let root = std::env::var("CARGO_MANIFEST_DIR")
-        .unwrap_or_else(|_| env!("CARGO_MANIFEST_DIR").to_string());
-    std::fs::read(format!("{root}/tests/cuda/images/{name}")).expect("an image")
+    std::fs::read(root().join("tests/cuda/images").join(name)).expect("an image")
 }
 
 fn load(text: &str, name: &str) -> Kernel {
@@ -436,18 +433,11 @@ fn cuda_many_launches_need_no_memory() {
 }
 
 /// The GPU's free memory, as CUDA sees it. Another process may change it.
-#[cfg(tch_extension_cuda)]
 fn free_memory() -> usize {
-    unsafe extern "C" {
-        fn cudaMemGetInfo(free: *mut usize, total: *mut usize) -> i32;
-    }
+    type Get = unsafe extern "C" fn(*mut usize, *mut usize) -> i32;
     let (mut free, mut total) = (0, 0);
-    // SAFETY: both pointers are valid for the call.
-    assert_eq!(unsafe { cudaMemGetInfo(&mut free, &mut total) }, 0, "CUDA status");
+    // SAFETY: this is the function's type, and both pointers are valid for the call.
+    let status = unsafe { of_cuda::<Get>("cudaMemGetInfo")(&mut free, &mut total) };
+    assert_eq!(status, 0, "CUDA status");
     free
-}
-
-#[cfg(not(tch_extension_cuda))]
-fn free_memory() -> usize {
-    0
 }

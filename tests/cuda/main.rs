@@ -7,9 +7,11 @@ mod kernel;
 mod memory;
 mod streams;
 
+use libloading::os::unix::Library;
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use support::root;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{
@@ -169,18 +171,22 @@ fn cuda_an_operator_on_the_second_gpu_stays_there() {
     assert_ne!(Stream::current(Device::Cuda(1)).expect("current"), side);
 }
 
-#[cfg(tch_extension_cuda)]
+/// The current device, as CUDA tells it.
 fn current_device() -> i32 {
-    unsafe extern "C" {
-        fn cudaGetDevice(device: *mut i32) -> i32;
-    }
     let mut device = -1;
-    // SAFETY: the pointer is valid for the call, which writes only `device`.
-    assert_eq!(unsafe { cudaGetDevice(&mut device) }, 0, "CUDA status");
+    // SAFETY: this is the function's type, and it writes only `device`.
+    let status =
+        unsafe { of_cuda::<unsafe extern "C" fn(*mut i32) -> i32>("cudaGetDevice")(&mut device) };
+    assert_eq!(status, 0, "CUDA status");
     device
 }
 
-#[cfg(not(tch_extension_cuda))]
-fn current_device() -> i32 {
-    -1
+/// A function of CUDA's, which a program with CUDA kernels has loaded. It is not declared, because a
+/// program without them could not be linked.
+///
+/// # Safety
+/// The type is that of the function.
+unsafe fn of_cuda<T: Copy>(name: &str) -> T {
+    // SAFETY: the caller says so. CUDA is never unloaded.
+    unsafe { *Library::this().get::<T>(name).expect("a function of CUDA's") }
 }

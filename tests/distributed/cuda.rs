@@ -20,7 +20,9 @@ pub const CASES: &[Case] = &[
     ("nccl, poison", poison),
     ("nccl, memory", memory),
     ("nccl, dropped", dropped),
-    ("nccl, dropped with a graph", dropped_with_a_graph),
+    ("nccl, dropped after an error", dropped_after_an_error),
+    ("nccl, dropped with a graph", || dropped_with_a_graph(false)),
+    ("nccl, dropped with a graph in a panic", || dropped_with_a_graph(true)),
     ("nccl, captured, abort", captured_with_abort),
 ];
 
@@ -356,14 +358,48 @@ fn cuda_a_group_is_dropped_with_operations_in_flight() {
     }
 }
 
+/// The other rank takes no part, so what is in flight would be waited for until the timeout.
+fn dropped_after_an_error() -> Result<()> {
+    let group = group(false, 60)?;
+    let x = Tensor::ones([4], (Kind::Float, group.device()));
+    group.all_reduce(&x, ReduceOp::Sum)?;
+    if group.rank() == 1 {
+        group.poison("its data end");
+        // Its connections stay for a while.
+        std::thread::sleep(Duration::from_secs(12));
+        return Ok(());
+    }
+    // Whether it can be started is NCCL's affair.
+    drop(group.all_reduce_async(&x, ReduceOp::Sum));
+    let error = group.barrier().expect_err("rank 1 has given up").to_string();
+    assert!(error.contains("its data end"), "{error}");
+    let start = Instant::now();
+    drop(group);
+    assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
+    println!("DONE");
+    std::process::exit(0)
+}
+
+#[test]
+fn cuda_a_group_is_dropped_after_an_error() {
+    if gpus_or_skip("cuda_a_group_is_dropped_after_an_error", 2) {
+        let ends = start("nccl, dropped after an error", 2).finish(Duration::from_secs(60));
+        assert!(ends[0].code == Some(0) && ends[0].text.contains("DONE"), "{ends:#?}");
+    }
+}
+
 /// NCCL would wait for the graph without end.
-fn dropped_with_a_graph() -> Result<()> {
+fn dropped_with_a_graph(panics: bool) -> Result<()> {
     let group = group(false, 60)?;
     let x = Tensor::ones([4], (Kind::Float, group.device()));
     group.all_reduce(&x, ReduceOp::Sum)?;
     let (graph, ()) = Graph::capture(group.device(), || group.all_reduce(&x, ReduceOp::Sum))?;
     let start = Instant::now();
-    drop(group);
+    let dropped = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
+        let _group = group;
+        assert!(!panics, "it is meant to panic");
+    }));
+    assert_eq!(dropped.is_err(), panics);
     assert!(start.elapsed() < Duration::from_secs(10), "{:?}", start.elapsed());
     println!("DONE");
     drop(graph);
@@ -376,6 +412,10 @@ fn cuda_a_group_is_dropped_with_a_graph() {
         for end in start("nccl, dropped with a graph", 1).finish(Duration::from_secs(60)) {
             assert!(end.code == Some(0) && end.text.contains("DONE"), "{end:#?}");
             assert!(end.text.contains("a CUDA graph holds its collectives"), "{end:#?}");
+        }
+        for end in start("nccl, dropped with a graph in a panic", 1).finish(Duration::from_secs(60))
+        {
+            assert!(end.code == Some(0) && end.text.contains("DONE"), "{end:#?}");
         }
     }
 }

@@ -757,3 +757,77 @@ fn states_that_differ_are_an_error_on_every_rank() {
         assert!(error.contains("\"exp_avg.layer2.bias\" checksum"), "{error}");
     }
 }
+
+/// Weights can be loaded in any step, and on all ranks, too.
+#[test]
+fn other_weights_after_a_load_are_an_error_on_every_rank() {
+    use tch_extension::optim::{AdamW, OptimizerConfig};
+    for is_guarded in [true, false] {
+        let errors = all_fail(2, |group| {
+            let (vs, ddp, weights) = averaged(group, 1, DdpOptions::default())?;
+            let mut guarded = ddp.guard(AdamW::default().build(&vs, 0.01)?)?;
+            for number in 0..5 {
+                if number == 3 {
+                    let state = guarded.get_ref().f_state_dict()?;
+                    guarded.get_mut().f_load_state_dict(&state)?;
+                    if group.rank() == 1 {
+                        let _ = tch::no_grad(|| weights[2].get(3).f_fill_(0.25))?;
+                    }
+                }
+                drop_gradients(&vs, false)?;
+                ddp.backward(&ddp.forward(|| Ok(loss(&weights, &batch(group.rank(), number))))?)?;
+                let before = copies(&weights);
+                let outcome = if is_guarded { guarded.step() } else { ddp.step(guarded.get_mut()) };
+                assert_eq!(outcome.is_err(), number == 3, "step {number}");
+                assert!(outcome.is_ok() || worst(&before, &weights) == 0.0, "nothing was applied");
+                outcome?;
+            }
+            Ok(())
+        });
+        for error in errors {
+            assert!(error.contains("expected \"layer1.weight\" checksum "), "{error}");
+        }
+    }
+}
+
+/// The memory of a rank's tensors, and moments that were not loaded just now.
+#[test]
+fn what_may_differ_between_ranks_is_no_error() {
+    use tch_extension::amp::Optimizer as _;
+    use tch_extension::optim::{AdamW, OptimizerConfig};
+    all_ranks(2, |group| {
+        let mut vs = network(1);
+        vs.half();
+        let ddp = Ddp::new(group, &vs, DdpOptions::default())?;
+        let weights = vs.trainable_variables();
+        let mut master = weights[0].detach().to_kind(Kind::Float);
+        let mut optimizer = AdamW::default().build(&vs, 0.01)?;
+        optimizer.f_set_masters(&[("layer0.weight", &master)])?;
+        for number in 0..6 {
+            match number {
+                1 => {
+                    let state = optimizer.f_state_dict()?;
+                    optimizer.f_load_state_dict(&state)?;
+                }
+                2 if group.rank() == 1 => {
+                    let copy = master.copy();
+                    master.set_data(&copy);
+                }
+                4 => {
+                    optimizer.f_set_clip_norm(Some(10.0))?;
+                    if group.rank() == 1 {
+                        let state = optimizer.state()?;
+                        let moment = state.iter().find(|(name, _)| name == "exp_avg.layer2.bias");
+                        let _ = moment.expect("a moment").1.get(0).f_add_scalar_(1e-6)?;
+                    }
+                }
+                _ => {}
+            }
+            drop_gradients(&vs, false)?;
+            let x = batch(group.rank(), number).to_kind(Kind::Half);
+            ddp.backward(&ddp.forward(|| Ok(loss(&weights, &x)))?)?;
+            ddp.step(&mut optimizer)?;
+        }
+        Ok(())
+    });
+}

@@ -3,9 +3,9 @@
 use super::children::Child;
 use super::ddp_support::*;
 use super::processes::free_port;
-use super::python;
 use std::io::Write;
 use std::time::Duration;
+use support::python;
 use tch::nn::VarStore;
 use tch::{Kind, Tensor};
 use tch_extension::Result;

@@ -191,7 +191,6 @@ fn recurrent_layers_of_libtorch() {
     });
 }
 
-#[cfg(feature = "recurrent")]
 #[test]
 fn sequences_of_fused_operators() {
     use tch_extension::ops::f_lltm;

@@ -148,7 +148,9 @@ fn a_rank_returns_an_error_or_panics() {
     for (case, words) in [("error", "the data is missing"), ("panic", "an assertion of rank 1")] {
         let ends = Ranks::start(case, &[0, 1], 2, &[]).finish(Duration::from_secs(20));
         assert_failed(&ends[0], "ERROR all_reduce: rank 0 of 2: ");
-        assert!(ends[0].after < Duration::from_secs(4), "{ends:#?}");
+        // A busy machine needs seconds to start both.
+        let later = ends[0].after.saturating_sub(ends[1].after);
+        assert!(later < Duration::from_secs(4), "{ends:#?}");
         assert!(ends[1].text.contains(words), "{ends:#?}");
         assert!(ends[1].code != Some(0));
     }

@@ -1,9 +1,9 @@
 //! Stores, and how groups are made and end.
 
 use super::processes::{Case, Ranks, free_port};
-use super::python;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
+use support::python;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::distributed::{

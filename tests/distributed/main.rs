@@ -14,9 +14,6 @@ mod faults;
 mod functional;
 mod group;
 mod processes;
-#[allow(dead_code)]
-#[path = "../support/python.rs"]
-mod python;
 mod refused;
 mod replay_faults;
 mod sampler;

@@ -89,6 +89,16 @@ fn another_program_has_the_port_of_the_store() {
     }
 }
 
+/// A server cannot listen where another store does, whose address is right.
+#[test]
+fn a_server_whose_port_is_taken_blames_no_store() {
+    let options = TcpStoreOptions { server: true, multi_tenant: false, ..Default::default() };
+    let first = Store::tcp("127.0.0.1", 0, &options).expect("a server");
+    let port = first.port().expect("it has one");
+    let error = Store::tcp("127.0.0.1", port, &options).expect_err("it is taken").to_string();
+    assert!(error.contains("in use") && !error.contains("no store"), "{error}");
+}
+
 /// A store whose calls are made by threads has the errors of c10d and stays alive after them.
 #[test]
 fn a_key_that_does_not_come_harms_no_store() {

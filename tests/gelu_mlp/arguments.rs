@@ -1,7 +1,7 @@
 //! Tests of the arguments that gelu_mlp refuses.
 
 use super::*;
-use crate::support::refusal::assert_refused;
+use support::refusal::assert_refused;
 use tch_extension::ops::gelu_mlp;
 
 const NAMES: [&str; 5] = ["input", "w1", "b1", "w2", "b2"];

@@ -1,7 +1,7 @@
 //! Tests of mixed kinds and of autocast, compared with libtorch at run time.
 
-use super::support::kinds::gradients_keep_their_kind_inside_a_region;
 use super::*;
+use support::kinds::gradients_keep_their_kind_inside_a_region;
 use tch_extension::amp::Autocast;
 
 const SIZES: [&[i64]; 5] = [&[2, 3], &[4, 3], &[4], &[5, 4], &[5]];

@@ -8,9 +8,6 @@ mod memory;
 mod values;
 mod ways;
 
-#[path = "../support/mod.rs"]
-mod support;
-
 use proptest::prelude::*;
 use support::property::{Case as RandomCase, Property, size, style};
 use support::{KINDS, Suite, leaves};

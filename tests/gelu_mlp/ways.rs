@@ -2,7 +2,7 @@
 //! first product. Ways differ only on CUDA in half kinds.
 
 use super::*;
-use crate::support::gpu::is_hopper;
+use support::gpu::is_hopper;
 use tch_extension::cuda::Graph;
 use tch_extension::ops::{MlpWay, force, product_plans};
 use tch_extension::testing::{

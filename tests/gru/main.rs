@@ -1,12 +1,6 @@
 //! Tests of `ops::gru`: against its reference, libtorch's own layer and finite differences, and
 //! with bad input.
 
-#[path = "../support/mod.rs"]
-mod support;
-
-#[path = "../support/packed.rs"]
-mod packed;
-
 #[path = "../support/rnn.rs"]
 mod rnn;
 
@@ -19,9 +13,9 @@ mod rnn_random;
 #[path = "../support/rnn_tf32.rs"]
 mod rnn_tf32;
 
-use packed::Packed;
 use rnn::Rnn;
 use rnn_padded::some_lengths;
+use support::packed::Packed;
 use tch::{Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use support::root;
 use tch::{Device, Kind, Tensor};
 use tch_extension::jit::{Extension, Module};
 use tch_extension::{Result, args};
@@ -29,10 +30,7 @@ fn shared_cache() -> PathBuf {
 
 /// The path of a source in tests/python_sources.
 fn python_source(file: &str) -> PathBuf {
-    // Cargo sets this variable; a bundle's script sets it where there is no cargo.
-    let root = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    root.join("tests/python_sources").join(file)
+    root().join("tests/python_sources").join(file)
 }
 
 fn extension(name: &str) -> Extension {

@@ -12,9 +12,6 @@ mod kinds;
 mod layer;
 mod random;
 mod second_derivatives;
-#[path = "../support/mod.rs"]
-mod support;
-
 use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;

@@ -1,8 +1,8 @@
 //! Tests of random cases.
 
 use super::*;
-use crate::support::property::{Case, Property, size, style};
 use proptest::prelude::*;
+use support::property::{Case, Property, size, style};
 use tch_extension::ops::{f_layer_norm, layer_norm_reference};
 use tch_extension::testing::devices;
 

@@ -11,10 +11,7 @@ pub fn folder() -> &'static Path {
 }
 
 pub fn source(file: &str) -> PathBuf {
-    // Cargo sets this variable; a bundle's script sets it where there is no cargo.
-    let root = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    root.join("tests/library").join(file)
+    root().join("tests/library").join(file)
 }
 
 /// The folder of the libtorch that this process has loaded.

@@ -2,6 +2,7 @@
 
 use compiled::operator;
 use std::path::{Path, PathBuf};
+use support::root;
 use tch::{Device, Kind, Tensor};
 use tch_extension::library::{
     Args, Layout, Library, LoadOptions, MemoryFormat, Operator, Output, Outputs, operators,

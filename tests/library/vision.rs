@@ -8,9 +8,7 @@ use tch_extension::testing::{assert_close, cuda_or_skip, gradcheck};
 
 /// The file with the operators in torchvision's wheel, which `cargo xtask test` installs.
 fn file() -> PathBuf {
-    let root = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    let installed = root.join(".venv/vision/torchvision/_C.so");
+    let installed = root().join(".venv/vision/torchvision/_C.so");
     std::env::var_os("TCH_EXTENSION_TORCHVISION").map_or(installed, PathBuf::from)
 }
 

@@ -10,8 +10,6 @@ mod kinds;
 mod layer;
 mod random;
 mod second_derivatives;
-#[path = "../support/mod.rs"]
-mod support;
 mod ways;
 
 use support::{KINDS, Suite, leaves};

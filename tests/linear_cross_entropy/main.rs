@@ -1,9 +1,6 @@
 //! Tests of `ops::linear_cross_entropy`: against its reference, libtorch's own layer and loss, and
 //! finite differences, in one chunk and in many; its memory; and with bad input.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 use support::{Suite, leaves};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;

@@ -16,8 +16,6 @@ mod plain_grid;
 mod random;
 mod scaled;
 mod second_derivatives;
-#[path = "../support/mod.rs"]
-mod support;
 mod tensor_cores;
 mod threads;
 mod training;

@@ -1,8 +1,8 @@
 //! Tests of random cases.
 
 use super::*;
-use crate::support::property::{Argument, Case, Property, size, style};
 use proptest::prelude::*;
+use support::property::{Argument, Case, Property, size, style};
 use tch_extension::testing::Layout;
 
 type Arguments<'a> = (&'a Tensor, &'a Tensor, Option<&'a Tensor>, (&'a Tensor, &'a Tensor));

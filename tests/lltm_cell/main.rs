@@ -10,8 +10,6 @@ mod kinds;
 mod odd;
 mod random;
 mod second_derivatives;
-#[path = "../support/mod.rs"]
-mod support;
 mod tensor_cores;
 mod training;
 mod ways;

@@ -1,8 +1,8 @@
 //! Tests of random cases.
 
 use super::*;
-use crate::support::property::{Argument, Case, Property, size, style};
 use proptest::prelude::*;
+use support::property::{Argument, Case, Property, size, style};
 
 fn take(inputs: &[Option<Tensor>]) -> (&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) {
     let [Some(x), Some(w), b, Some(h), Some(c)] = inputs else { unreachable!("five inputs") };

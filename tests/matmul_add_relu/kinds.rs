@@ -1,8 +1,8 @@
 //! Tests of the kinds that can be combined, with and without autocast, compared with libtorch at
 //! run time.
 
-use super::support::kinds::gradients_keep_their_kind_inside_a_region;
 use super::*;
+use support::kinds::gradients_keep_their_kind_inside_a_region;
 use tch_extension::amp::Autocast;
 
 const ALL: [Kind; 11] = [

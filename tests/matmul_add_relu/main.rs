@@ -12,8 +12,6 @@ mod patterns;
 mod random;
 mod second_derivatives;
 mod sizes;
-#[path = "../support/mod.rs"]
-mod support;
 mod training;
 mod ways;
 

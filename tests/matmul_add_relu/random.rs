@@ -1,8 +1,8 @@
 //! Tests of random cases.
 
 use super::*;
-use crate::support::property::{Case, Property, size, style};
 use proptest::prelude::*;
+use support::property::{Case, Property, size, style};
 use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
 use tch_extension::testing::devices;
 

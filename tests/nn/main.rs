@@ -1,7 +1,5 @@
 //! Tests of the layers in the way that a tch user uses them.
 
-#[path = "../support/packed.rs"]
-mod packed;
 mod rnn;
 
 use tch::nn::{OptimizerConfig, RNN, Sgd, VarStore};

@@ -1,6 +1,6 @@
 //! Tests of `nn::lstm` and `nn::gru` as replacements of tch's.
 
-use crate::packed::{Packed, is_zero_in_padding, with_padding_of_nan};
+use support::packed::{Packed, is_zero_in_padding, with_padding_of_nan};
 use tch::nn::{GRUState, LSTMState, RNN, RNNConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::cuda::{Graph, Stream, StreamGuard, set_rnn_allow_tf32};

@@ -14,9 +14,6 @@ mod loading;
 mod operators;
 mod outputs;
 mod packages;
-#[allow(dead_code)]
-#[path = "../support/python.rs"]
-mod python;
 mod threads;
 
 fn message<T>(result: Result<T>) -> String {

@@ -73,7 +73,7 @@ fn the_package_tells_what_it_is() {
 /// The docs show a Python function. It is the one that wrote these packages' descriptions.
 #[test]
 fn the_documented_function_is_the_tested_one() {
-    let root = packages::root();
+    let root = support::root();
     let read = |path: &str| std::fs::read_to_string(root.join(path)).expect(path);
     let script = read("tests/package/packages.py");
     let docs = read("src/library/package/mod.rs");

@@ -29,12 +29,6 @@ pub fn packages_for(device: &str, test: &str) -> Option<&'static Path> {
     }
 }
 
-/// The repository's folder, also where the tests run on another machine.
-pub fn root() -> PathBuf {
-    let root = std::env::var_os("CARGO_MANIFEST_DIR");
-    root.map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
-}
-
 /// Writes the packages for a device, and returns their folder. It takes a minute.
 fn write(device: &str) -> Written {
     // Not a temporary folder, which could not be removed after the last test.
@@ -43,11 +37,11 @@ fn write(device: &str) -> Written {
     let folder = target.join("tch_extension_packages").join(device);
     std::fs::create_dir_all(&folder).expect("a folder");
     let arguments = [folder.as_os_str(), device.as_ref()];
-    let mut command = python::command("tests/package/packages.py", &arguments)?;
+    let mut command = support::python::command("tests/package/packages.py", &arguments)?;
     // The compiler's results stay there, which makes later runs faster.
     command.env("TORCHINDUCTOR_CACHE_DIR", folder.join("cache"));
     // What the compiler imports, as set-up installed it.
-    let installed = [".venv/python", ".venv/site"].map(|part| root().join(part));
+    let installed = [".venv/python", ".venv/site"].map(|part| support::root().join(part));
     if installed.iter().all(|part| part.exists()) {
         command.env("PYTHONPATH", std::env::join_paths(installed).expect("paths"));
     }

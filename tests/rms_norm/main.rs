@@ -2,9 +2,6 @@
 //! and with bad input. The kernels are those of layer_norm with another statistic, whose tests look
 //! at more sizes.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 use proptest::prelude::*;
 use support::property::{Case as RandomCase, Property, size, style};
 use support::{KINDS, Suite};

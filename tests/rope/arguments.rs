@@ -1,7 +1,7 @@
 //! What is refused, and what may be empty.
 
 use super::*;
-use crate::support::refusal::assert_refused;
+use support::refusal::assert_refused;
 
 #[test]
 fn bad_input_is_refused_by_name() {

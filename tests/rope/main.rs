@@ -1,9 +1,6 @@
 //! Tests of `ops::rope`: against its reference and finite differences, in any memory, in place, and
 //! with bad input.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 mod arguments;
 mod in_place;
 mod layouts;

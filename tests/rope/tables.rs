@@ -1,7 +1,7 @@
 //! Tests of the tables: their kinds, gradients, memory and values.
 
 use super::*;
-use crate::support::refusal::assert_refused;
+use support::refusal::assert_refused;
 use tch_extension::amp::Autocast;
 
 /// Every documented kind of the tables next to every kind of q and k; nothing changes under autocast.

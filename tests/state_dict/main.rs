@@ -1,9 +1,6 @@
 //! Tests of `nn::state_dict`: what is loaded, what is refused without changing anything, and what a
 //! file holds after its writer was killed.
 
-#[path = "../support/python.rs"]
-mod python;
-
 mod bad_files;
 mod killed;
 mod pytorch;

@@ -1,6 +1,6 @@
 //! Files of PyTorch's, and ours in PyTorch.
 
-use super::{place, python, store};
+use super::{place, store};
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::Write;
@@ -37,7 +37,7 @@ fn gpt2_s_attention_computes_what_pytorch_computed() {
 /// What `pytorch.py` prints, if there is a python3 with this version of torch.
 fn pytorch(test: &str, arguments: &[&str]) -> Option<Output> {
     let arguments: Vec<&OsStr> = arguments.iter().map(OsStr::new).collect();
-    match python::run("tests/state_dict/pytorch.py", &arguments) {
+    match support::python::run("tests/state_dict/pytorch.py", &arguments) {
         Ok(output) => Some(output),
         Err(why) => {
             let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());

@@ -1,10 +1,10 @@
 //! Tests that add_layer_norm and add_rms_norm share.
 #![allow(dead_code)]
 
-use super::support::property::{Case as RandomCase, Property, size, style};
-use super::support::{KINDS, Suite, is_half, leaves};
 use proptest::prelude::*;
 use std::cell::Cell;
+use support::property::{Case as RandomCase, Property, size, style};
+use support::{KINDS, Suite, is_half, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};

@@ -1,17 +1,10 @@
 //! Python with the torch of the libtorch in use, for tests that compare with PyTorch itself.
 
+use crate::root;
 use std::ffi::OsStr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
 use tch_extension::library::libtorch_version;
-
-/// The repository's folder, which has the script, also where the tests run on another machine. The
-/// package of a test may be in a folder below.
-fn root(script: &str) -> Option<PathBuf> {
-    let package = std::env::var_os("CARGO_MANIFEST_DIR")
-        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    package.ancestors().find(|folder| folder.join(script).exists()).map(Path::to_path_buf)
-}
 
 /// python3, which also finds the packages that set-up fetched.
 fn python3(root: &Path) -> Command {
@@ -36,7 +29,7 @@ pub fn command(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command,
 }
 
 fn find(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, String> {
-    let root = root(script).ok_or("no script here")?;
+    let root = root();
     let script = root.join(script);
     let wanted = libtorch_version();
     let version = python3(&root).args(["-c", "import torch; print(torch.__version__)"]).output();

@@ -1,7 +1,7 @@
 //! Tests of sequences of different lengths that lstm and gru share.
 
-use crate::packed::{is_zero_in_padding, with_padding_of_nan};
 use crate::rnn::Rnn;
+use support::packed::{is_zero_in_padding, with_padding_of_nan};
 use tch::{Kind, Tensor};
 use tch_extension::testing::devices;
 
@@ -83,7 +83,7 @@ macro_rules! padded_tests {
         #[test]
         fn cuda_padded_by_every_way_agrees_with_the_reference() {
             RNN_OF_PADDED_TESTS.every_way_agrees(
-                &crate::support::KINDS,
+                &support::KINDS,
                 "cuda_padded_by_every_way_agrees_with_the_reference",
             );
         }

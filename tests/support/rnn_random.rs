@@ -1,9 +1,9 @@
 //! Tests of random cases: `ops::lstm` and `ops::gru` against libtorch's own layers.
 
 use crate::rnn::{Rnn, strict};
-use crate::support::KINDS;
-use crate::support::property::{Argument, Case, Property, size, style};
 use proptest::prelude::*;
+use support::KINDS;
+use support::property::{Argument, Case, Property, size, style};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{RnnWay, force};

@@ -1,9 +1,9 @@
 //! What is refused, and random calls.
 
 use super::*;
-use crate::support::property::{Case as RandomCase, Property, size, style};
-use crate::support::refusal::assert_refused;
 use proptest::prelude::*;
+use support::property::{Case as RandomCase, Property, size, style};
+use support::refusal::assert_refused;
 
 /// Whether the docs say that the operator accepts this case.
 fn is_documented(RandomCase(arguments): &RandomCase) -> bool {

@@ -1,9 +1,6 @@
 //! Tests of `ops::swiglu_mlp`: against its reference, libtorch's own operations and finite
 //! differences; what it keeps; and with bad input.
 
-#[path = "../support/mod.rs"]
-mod support;
-
 mod arguments;
 mod kinds;
 mod values;

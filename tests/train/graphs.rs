@@ -274,25 +274,33 @@ fn cuda_a_frozen_tensor_with_other_memory_is_captured_anew() {
     let test = "cuda_a_frozen_tensor_with_other_memory_is_captured_anew";
     let Some(device) = caching_or_skip(test) else { return };
     let _serial = serially();
-    let weight = Tensor::ones([8], (Kind::Float, device)).set_requires_grad(true);
-    let mut frozen = Tensor::ones([8], (Kind::Float, device));
-    let mut resized = Tensor::ones([8], (Kind::Float, device));
-    let (read, also) = (frozen.shallow_clone(), resized.shallow_clone());
-    let (optimizer, options) = (
-        AdamW::new(vec![weight.shallow_clone()]),
-        StepOptions { warm_up: 1, ..Default::default() },
-    );
-    let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
-        Ok((&weight * 0.0 + &read * &batch[0] + &also).sum(Kind::Float))
-    })
-    .expect("a step");
-    let x = Tensor::ones([8], (Kind::Float, device));
-    assert_eq!(losses(&mut step, &x), [16.0; 4]);
-    assert_eq!(step.stats().replays, 3);
-    frozen.set_data(&Tensor::full([8], 3.0, (Kind::Float, device)));
-    assert_eq!(losses(&mut step, &x), [32.0; 4]);
-    assert_eq!(step.stats().replays, 6, "warmed up and captured once more");
-    let _ = resized.resize_([1 << 16]).resize_([8]).fill_(0.0);
-    assert_eq!(losses(&mut step, &x), [24.0; 4]);
-    assert_eq!(step.stats().replays, 9);
+    let ones = |len: i64| Tensor::ones([len], (Kind::Float, device));
+    // With one graph for a step, or several: for each part, and for each shape.
+    for (accumulate, shapes) in [(1, &[8][..]), (2, &[8]), (1, &[8, 1])] {
+        let weight = ones(8).set_requires_grad(true);
+        let (mut frozen, mut resized) = (ones(8), ones(8));
+        let (read, also) = (frozen.shallow_clone(), resized.shallow_clone());
+        let (optimizer, options) = (
+            AdamW::new(vec![weight.shallow_clone()]),
+            StepOptions { warm_up: 1, accumulate, ..Default::default() },
+        );
+        let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
+            Ok((&weight * 0.0 + &read * &batch[0] + &also).sum(Kind::Float))
+        })
+        .expect("a step");
+        let mut replays = 0;
+        let mut check = |expected: f64, case: &str| {
+            let case = format!("{case}, {accumulate} batches, shapes {shapes:?}");
+            for x in shapes.iter().map(|&len| ones(len)) {
+                assert_eq!(losses(&mut step, &x), [expected; 4], "{case}");
+            }
+            let before = std::mem::replace(&mut replays, step.stats().replays);
+            assert!(replays > before, "{case}");
+        };
+        check(16.0, "as made");
+        frozen.set_data(&Tensor::full([8], 3.0, (Kind::Float, device)));
+        check(32.0, "other memory");
+        let _ = resized.resize_([1 << 16]).resize_([8]).fill_(0.0);
+        check(24.0, "resized");
+    }
 }

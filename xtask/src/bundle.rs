@@ -89,8 +89,10 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
 
 /// The packages whose programs are useful on another machine. `xtask` and `tch-extension-build` are
 /// not among them.
-const PACKAGES: [&str; 6] = [
+const PACKAGES: [&str; 8] = [
     "Cargo.toml",
+    "benches/Cargo.toml",
+    "tests/Cargo.toml",
     "tests/downstream/Cargo.toml",
     "examples/char_lltm/Cargo.toml",
     "examples/extension/Cargo.toml",

@@ -1,7 +1,6 @@
 //! Starts cargo in the root of the repository.
 
 use crate::repo::Repo;
-use crate::report::say;
 use crate::setup::{Changes, ISAS};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -9,10 +8,17 @@ use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 
 /// Selects all packages but the one whose dependencies are not everybody's. `ci` tests it, too, and
-/// `-p gpt` tests it alone.
-pub const ALL_BUT_GPT: [&str; 3] = ["--workspace", "--exclude", GPT];
+/// `-p gpt` tests it alone. All that is built for it is also built for [`EVERYTHING`].
+pub const ALL_BUT_GPT: [&str; 5] = [
+    "--workspace",
+    "--exclude",
+    GPT,
+    "--features",
+    "tch-extension/distributed,char_lltm/distributed",
+];
 /// Selects all packages, and switches on what is off by default. Cargo unites the features of the
-/// packages that a command selects, so only commands that select the same share what is built.
+/// packages that a command selects, so only commands that select the same share what is built. The
+/// package `unify` sees to it for the dependencies of tch-extension.
 pub const EVERYTHING: [&str; 3] = [
     "--workspace",
     "--features",
@@ -48,6 +54,34 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     command
 }
 
+/// Lets the command check Rust without compiling any C++: no script of this workspace does, and
+/// torch-sys does not with the feature. CUDA's items are checked, whether there is a compiler for
+/// them or not.
+pub fn only_checks(command: &mut Command) -> &mut Command {
+    command.args(["--features", "tch-extension/doc-only"]);
+    command.env("TCH_EXTENSION_CHECK", "1").env_remove("TCH_EXTENSION_CUDA")
+}
+
+/// A `cargo test` of all packages but gpt, or of those that the arguments name with `-p`. Words before
+/// the options name test programs of the package `tests`: `lstm` is `--test lstm`.
+pub fn test(repo: &Repo, changes: &Changes, args: &[String]) -> Command {
+    let mut command = command(repo, changes, &["test"]);
+    let own = args.iter().take_while(|arg| *arg != "--");
+    if !own.into_iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package")) {
+        command.args(ALL_BUT_GPT);
+    }
+    let manifest = std::fs::read_to_string(repo.root.join("tests/Cargo.toml")).unwrap_or_default();
+    let programs: Vec<&str> = manifest.split("[[test]]").skip(1).collect();
+    let is_program = |word: &String| {
+        let line = format!("\nname = {word:?}\n");
+        programs.iter().any(|program| program.starts_with(&line))
+    };
+    let names = args.iter().take_while(|word| is_program(word)).count();
+    command.args(args[..names].iter().flat_map(|name| ["--test", name]));
+    command.args(&args[names..]);
+    command
+}
+
 /// Replaces this process by the command, so that signals and the exit status are the command's own.
 /// Returns only on failure.
 pub fn become_command(mut command: Command) -> anyhow::Error {
@@ -59,33 +93,6 @@ pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().context("cannot run cargo; is it in PATH?")?;
     if !status.success() {
         bail!("`{}` failed ({status})", describe(command));
-    }
-    Ok(())
-}
-
-/// Runs the commands at the same time and returns an error unless all succeed. The output of each
-/// is printed as a whole, below its title.
-pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<()> {
-    let outputs = std::thread::scope(|scope| {
-        let running = commands.map(|(title, mut command)| {
-            scope.spawn(move || {
-                let output = command.output().context("cannot run cargo; is it in PATH?")?;
-                anyhow::Ok((title, describe(&command), output))
-            })
-        });
-        running.map(|thread| thread.join().expect("nothing in it panics"))
-    });
-    let mut failed = Vec::new();
-    for output in outputs {
-        let (title, command, output) = output?;
-        let text = [&output.stderr[..], &output.stdout].map(String::from_utf8_lossy).concat();
-        say(format_args!("-- {title}\n{}", text.trim_end()));
-        if !output.status.success() {
-            failed.push(format!("`{command}` with {title} failed ({})", output.status));
-        }
-    }
-    if !failed.is_empty() {
-        bail!(failed.join("; "));
     }
     Ok(())
 }
@@ -126,18 +133,40 @@ fn describe(command: &Command) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
+    use std::path::Path;
 
-    fn shell(title: &str, script: &str) -> (String, Command) {
-        let mut command = Command::new("sh");
-        command.args(["-c", script]);
-        (title.to_string(), command)
+    fn repo() -> Repo {
+        Repo { root: Path::new(env!("CARGO_MANIFEST_DIR")).join("..") }
+    }
+
+    /// What a package depends on, with features, when cargo builds this selection.
+    fn dependencies(package: &str, selection: &[&str]) -> BTreeSet<String> {
+        let args = ["tree", "--offline", "--no-dedupe", "--edges", "normal,build"];
+        let mut command = command(&repo(), &Changes::new(), &args);
+        command.args(["--prefix", "depth", "--format", " {p} {f}"]).args(selection);
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let mut found = BTreeSet::new();
+        let mut top = None;
+        for line in String::from_utf8(output.stdout).unwrap().lines() {
+            let Some((depth, name)) = line.split_once(' ') else { continue };
+            let depth: usize = depth.parse().unwrap();
+            top = top.filter(|top| depth > *top);
+            if top.is_some() {
+                found.insert(name.to_string());
+            } else if name.split(' ').next() == Some(package) {
+                top = Some(depth);
+            }
+        }
+        assert!(!found.is_empty(), "{package} is not in {selection:?}");
+        found
     }
 
     #[test]
     fn kernels_are_compiled_for_all_cpus_unless_a_command_says_otherwise() {
-        let repo = Repo { root: "/repo".into() };
         let isas = |changes: Changes| {
-            let command = command(&repo, &changes, &[]);
+            let command = command(&repo(), &changes, &[]);
             let mut variables = command.get_envs().filter(|(name, _)| *name == ISAS);
             variables.next().map(|(_, value)| value.map(|value| value.to_owned()))
         };
@@ -146,24 +175,44 @@ mod tests {
     }
 
     #[test]
-    fn one_of_several_that_fails_is_named() {
-        run_together([shell("a", "echo fine"), shell("b", "true")]).unwrap();
-        let error =
-            run_together([shell("a", "exit 3"), shell("b", "true")]).unwrap_err().to_string();
-        assert!(error.contains("with a failed") && !error.contains("with b"), "{error}");
+    fn commands_share_what_they_build() {
+        let everything = ["tch", "tch-extension"].map(|it| (it, dependencies(it, &EVERYTHING)));
+        let check = |package: usize, selection: &[&str]| {
+            let (package, all) = &everything[package];
+            let found = dependencies(package, selection);
+            let differ: Vec<_> = found.symmetric_difference(all).collect();
+            assert!(
+                differ.is_empty(),
+                "tests/unify/Cargo.toml: {selection:?} differs in {differ:#?}"
+            );
+        };
+        let ours: [&[&str]; 5] =
+            [&[], &ALL_BUT_GPT, &["-p", GPT], &["-p", "tests"], &["-p", "benches"]];
+        for selection in ours {
+            check(1, selection);
+        }
+        // These have not all features of tch-extension.
+        for package in ["tch-extension-python", DEMO] {
+            check(0, &["-p", package]);
+        }
     }
 
     #[test]
-    fn they_run_at_the_same_time() {
-        let scratch = tempfile::tempdir().unwrap();
-        let folder = scratch.path().to_path_buf();
-        std::fs::create_dir_all(&folder).unwrap();
-        // Each of the two commands waits for the file that the other one makes.
-        let meets = |own: &str, other: &str| {
-            let wait = "for i in $(seq 500); do [ -e $1 ] && exit; sleep 0.02; done; exit 1";
-            let (own, other) = (folder.join(own), folder.join(other));
-            shell("", &format!("set -- '{}'; touch '{}'; {wait}", other.display(), own.display()))
+    fn names_of_test_programs_are_words_before_the_options() {
+        let arguments = |args: &[&str]| {
+            let args: Vec<String> = args.iter().map(|arg| arg.to_string()).collect();
+            let command = test(&repo(), &Changes::new(), &args);
+            let found = command.get_args().map(|arg| arg.to_str().unwrap().to_string());
+            found.collect::<Vec<_>>().join(" ")
         };
-        run_together([meets("a", "b"), meets("b", "a")]).unwrap();
+        let all = format!("test {}", ALL_BUT_GPT.join(" "));
+        assert_eq!(arguments(&[]), all);
+        assert_eq!(
+            arguments(&["lstm", "view", "--", "layout"]),
+            format!("{all} --test lstm --test view -- layout")
+        );
+        assert_eq!(arguments(&["build", "lstm"]), format!("{all} build lstm"));
+        assert_eq!(arguments(&["-p", "tch-run", "--", "-p"]), "test -p tch-run -- -p");
+        assert_eq!(arguments(&["--", "-p"]), format!("{all} -- -p"));
     }
 }

@@ -1,8 +1,10 @@
 //! The checks that a change must pass, in order of cost. The first failure stops the run.
 
+use crate::commands::Usage;
 use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
+use crate::runner::{self, Run};
 use crate::setup::{self, Changes};
 use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheel, wheels};
 use anyhow::{Context, Result, bail};
@@ -14,6 +16,7 @@ use std::time::{Duration, Instant};
 struct Ci {
     repo: Repo,
     changes: Changes,
+    is_full: bool,
     has_vision: bool,
     has_python: bool,
     has_cuda: bool,
@@ -23,24 +26,23 @@ struct Ci {
 /// A step's name and what it does.
 type Step = (&'static str, fn(&Ci) -> Result<()>);
 
-/// The architectures to compile for when the user names none: the oldest and the newest that
-/// kernels are written for. All others compile the same lines, and each one costs minutes.
-const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
+/// The architectures to compile for when the user names none: the newest that kernels are written
+/// for, and in a full run the oldest, too. All others compile the same lines, and each one costs
+/// minutes.
+const ARCHS: &str = "TORCH_CUDA_ARCH_LIST";
+const NEWEST: &str = "9.0a";
+const OLDEST_AND_NEWEST: &str = "7.5;9.0a";
+
+/// Tells tests that they run in full. What they leave out otherwise stands in CONTRIBUTING.md.
+const FULL_TESTS: &str = "TCH_EXTENSION_FULL";
 
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
-/// The variable that names a folder for compiled objects. Cargo builds the crate three times, for
-/// clippy, the tests and the example; with this folder, C++ and CUDA are compiled once.
-const OBJECTS: &str = "TCH_EXTENSION_OBJECTS";
-
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
 
-fn objects(repo: &Repo) -> PathBuf {
-    repo.root.join("target/objects")
-}
-
+const FULL: &str = "--full";
 const TESTS: &str = "tests";
 const OTHER_LIBTORCH: &str = "libtorch 2.13";
 
@@ -62,8 +64,15 @@ const STEPS: &[Step] = &[
     (OTHER_LIBTORCH, Ci::other_libtorch),
 ];
 
-/// Runs every step, or those whose name contains one of these words.
+/// Runs every step, or those whose name contains one of these words. A full run takes longer and is
+/// for releases: `--full` is one of the words.
 pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
+    let (options, words): (Vec<&String>, Vec<&String>) =
+        words.iter().partition(|word| word.starts_with("--"));
+    if let Some(other) = options.iter().find(|option| **option != FULL) {
+        return Err(Usage(format!("`ci` knows no `{other}`, only `{FULL}`")).into());
+    }
+    let is_full = !options.is_empty();
     let is_wanted =
         |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
     let steps: Vec<&Step> = STEPS.iter().filter(|(name, _)| is_wanted(name)).collect();
@@ -72,14 +81,17 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         bail!("no step's name contains {words:?}; there are: {}", names.join("; "));
     }
     let mut ready = setup::run(&repo)?;
-    if std::env::var_os(ARCHS.0).is_none() {
-        ready.changes.push((ARCHS.0.to_string(), Some(ARCHS.1.into())));
+    if std::env::var_os(ARCHS).is_none() {
+        let archs = if is_full { OLDEST_AND_NEWEST } else { NEWEST };
+        ready.changes.push((ARCHS.to_string(), Some(archs.into())));
+    }
+    if is_full {
+        ready.changes.push((FULL_TESTS.to_string(), Some("1".into())));
     }
     if std::env::var_os(NVCC_FLAGS.0).is_none() && !setup::has_gpu() {
         ready.changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
     }
     ready.changes.extend(setup::one_test_at_a_time());
-    ready.changes.push((OBJECTS.to_string(), Some(objects(&repo).into())));
     // Sources do not change during a run, so data for incremental builds would only fill the disk.
     ready.changes.push(("CARGO_INCREMENTAL".to_string(), Some("0".into())));
     wheels::TOOLS.ensure(&repo)?;
@@ -93,7 +105,7 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         steps.iter().any(|(name, _)| *name == TESTS) && setup::transformers(&repo, &ready)?;
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
     let changes = ready.changes;
-    let ci = Ci { repo, changes, has_vision, has_python, has_cuda, has_transformers };
+    let ci = Ci { repo, changes, is_full, has_vision, has_python, has_cuda, has_transformers };
     let mut times = Vec::new();
     for (name, step) in steps {
         say(format_args!("\n== {name} =="));
@@ -155,7 +167,8 @@ impl Ci {
     fn clippy(&self) -> Result<()> {
         self.need_component("clippy", "clippy")?;
         let mut command = self.cargo(&["clippy", "--all-targets"]);
-        cargo::run(command.args(cargo::EVERYTHING).args(["--", "-D", "warnings"]))?;
+        let everything = cargo::only_checks(command.args(cargo::EVERYTHING));
+        cargo::run(everything.args(["--", "-D", "warnings"]))?;
         // The library as it is without CUDA, as docs.rs builds it, and with fewer features: each
         // takes seconds.
         let library = |args: &[&str]| {
@@ -179,8 +192,7 @@ impl Ci {
     }
 
     fn weak_symbols(&self) -> Result<()> {
-        self.build()?;
-        say(weak_symbols::check(&objects(&self.repo).join("tch-extension/tch_extension"))?);
+        say(weak_symbols::check(&objects(&self.build()?)?)?);
         Ok(())
     }
 
@@ -188,69 +200,86 @@ impl Ci {
         misuse::check(&self.repo, &self.build()?)
     }
 
-    /// A `cargo test` whose OpenMP threads sleep while they wait. libtest starts one thread for
-    /// each core, and each of them starts as many threads of libtorch's, which would otherwise spin
-    /// while others work.
-    fn test(&self) -> Command {
-        let mut command = self.cargo(&["test"]);
-        command.args(cargo::EVERYTHING).env("OMP_WAIT_POLICY", "passive");
-        command
-    }
-
     fn tests(&self) -> Result<()> {
         // The tests of several processes start the launcher.
         cargo::run(self.cargo(&["build", "--bin", cargo::LAUNCHER]).args(cargo::EVERYTHING))?;
-        let mut command = self.test();
-        if self.has_vision {
-            // In this run, a torchvision that cannot be loaded is a failure and not a reason to
-            // skip a test.
-            command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
+        let programs = runner::programs(&self.build()?);
+        // The examples of the documentation begin first, because cargo has yet to compile them.
+        let mut command = self.cargo(&["test", "--doc"]);
+        command.args(cargo::EVERYTHING);
+        let again = format!("cargo test {} --doc", cargo::EVERYTHING.join(" "));
+        let mut runs = vec![Run { title: "documentation".to_string(), command, again }];
+        runs.extend(programs.iter().map(|program| program.run(&self.changes, &cargo::EVERYTHING)));
+        // In this run, what cannot be loaded or imported is a failure and not a reason to skip a
+        // test: torchvision, torch by Python, and transformers for a test of examples/gpt.
+        for (required, name) in [
+            (self.has_vision, "TCH_EXTENSION_REQUIRE_TORCHVISION"),
+            (self.has_python, "TCH_EXTENSION_REQUIRE_PYTHON"),
+            (self.has_transformers, "TCH_EXTENSION_REQUIRE_TRANSFORMERS"),
+        ] {
+            if required {
+                runs.iter_mut().for_each(|run| _ = run.command.env(name, "1"));
+            }
         }
-        if self.has_python {
-            // In this run, a Python that cannot import torch is a failure, too.
-            command.env("TCH_EXTENSION_REQUIRE_PYTHON", "1");
+        Self::run(runs)
+    }
+
+    /// Runs test programs whose OpenMP threads sleep while they wait. Each program starts as many
+    /// threads of libtorch's as there are cores, which would otherwise spin while others work.
+    fn run(mut runs: Vec<Run>) -> Result<()> {
+        let (at_once, changes) = runner::shares();
+        for run in &mut runs {
+            run.command.env("OMP_WAIT_POLICY", "passive");
+            run.command
+                .envs(changes.iter().filter_map(|(name, value)| Some((name, value.as_ref()?))));
         }
-        if self.has_transformers {
-            // The same for a test of examples/gpt.
-            command.env("TCH_EXTENSION_REQUIRE_TRANSFORMERS", "1");
-        }
-        cargo::run(&mut command)
+        runner::run(runs, at_once, runner::LIMIT)
     }
 
     /// Tests the CPU kernels for the other instruction sets. The kernels are compiled once for each
     /// of three instruction sets, and at run time one of the three is chosen: by the processor, or
     /// by libtorch's variable `ATEN_CPU_CAPABILITY`. The previous step ran the one that the
-    /// processor chose.
+    /// processor chose. Nobody can run those that it lacks.
     fn operators_per_isa(&self) -> Result<()> {
         let tests = operator_tests(&self.repo.root);
-        if tests.is_empty() {
-            bail!("no operator in src/ops has its test in tests, so nothing was checked");
+        let mut programs = runner::programs(&self.build()?);
+        programs.retain(|program| tests.contains(&program.name));
+        let mut runs = Vec::new();
+        for program in &programs {
+            for capability in others() {
+                let mut run = program.run(&self.changes, &cargo::EVERYTHING);
+                if !self.is_full {
+                    // Second derivatives, sizes and strides have no per-instruction-set code of their
+                    // own.
+                    const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
+                    run.command.args(["--skip", "second_derivatives", "--skip", ALIKE]);
+                }
+                run.command.env("ATEN_CPU_CAPABILITY", capability);
+                run.title += &format!(", {capability}");
+                run.again.insert_str(0, &format!("ATEN_CPU_CAPABILITY={capability} "));
+                runs.push(run);
+            }
         }
-        say(format_args!("-- {}", tests.join(", ")));
-        let command = |capability: &str| {
-            let mut command = self.test();
-            command.args(tests.iter().flat_map(|test| ["--test", test]));
-            // Second derivatives, sizes and strides have no per-instruction-set code of their own.
-            const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
-            command.args(["--", "--skip", "second_derivatives", "--skip", ALIKE]);
-            command.env("ATEN_CPU_CAPABILITY", capability);
-            command
-        };
-        // Both run at the same time, because at the end of each run its longest test leaves the
-        // other cores idle.
-        cargo::run_together(
-            ["default", "avx2"].map(|name| (format!("ATEN_CPU_CAPABILITY={name}"), command(name))),
-        )
+        Self::run(runs)
     }
 
     /// Tests the parts that depend on libtorch's version most, and one family of operators, with
-    /// the other libtorch that is supported. CUDA and the other families would take twice as long;
-    /// `cargo xtask test --tch 0.26` runs everything.
+    /// the other libtorch that is supported. CUDA and the other families would take twice as long; a
+    /// full run tests them, too, as `cargo xtask test --tch 0.26` does.
     fn other_libtorch(&self) -> Result<()> {
-        let features = ["-p", "tch-extension", "--no-default-features", "--features", "jit,norm"];
-        let tests = ["autograd", "library", "jit", "layer_norm"];
-        let tests = tests.iter().flat_map(|test| ["--test", test]);
-        let args: Vec<String> = features.into_iter().chain(tests).map(String::from).collect();
+        if self.is_full {
+            let mut command = versions::command(&self.repo, &[])?;
+            command.env("CARGO_INCREMENTAL", "0").env("OMP_WAIT_POLICY", "passive");
+            command.envs(self.changes.iter().filter_map(|(name, value)| {
+                let is_set_here = [ARCHS, NVCC_FLAGS.0, FULL_TESTS].contains(&name.as_str());
+                Some((name, value.as_ref()?)).filter(|_| is_set_here)
+            }));
+            return cargo::run(&mut command);
+        }
+        let tests = ["autograd", "library", "jit", "layer_norm"].map(String::from);
+        let features = "tch-extension/jit,tch-extension/norm";
+        let rest = ["-p", "tests", "--no-default-features", "--features", features];
+        let args: Vec<String> = tests.into_iter().chain(rest.map(String::from)).collect();
         let mut command = versions::command(&self.repo, &args)?;
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
         command.env("CARGO_INCREMENTAL", "0");
@@ -313,7 +342,7 @@ impl Ci {
             command.args(args).env("RUSTDOCFLAGS", "-D warnings");
             command
         };
-        cargo::run(&mut build(&cargo::EVERYTHING))?;
+        cargo::run(cargo::only_checks(&mut build(&cargo::EVERYTHING)))?;
         // As docs.rs builds it, where there is no libtorch. The features are those of
         // `[package.metadata.docs.rs]` in the packages' manifests.
         let features = ["--features", "doc-only,distributed"];
@@ -324,7 +353,7 @@ impl Ci {
     }
 
     /// Makes the packages that a release publishes, without compiling them. Cargo warns of each
-    /// test that is not packed, which `--quiet` silences.
+    /// example that is not packed, which `--quiet` silences.
     fn package(&self) -> Result<()> {
         let crates = ["-p", BUILD_CRATE, "-p", "tch-extension", "-p", cargo::LAUNCHER];
         let args = ["package", "--quiet", "--no-verify", "--allow-dirty"];
@@ -341,6 +370,17 @@ impl Ci {
             format_args!("rustup component add {component}"),
         ))
     }
+}
+
+/// The folder in which the library's build script has its objects.
+fn objects(messages: &[Value]) -> Result<PathBuf> {
+    let is_library = |message: &&Value| {
+        let package = message["package_id"].as_str().unwrap_or_default();
+        message["reason"] == "build-script-executed" && package.contains("#tch-extension@")
+    };
+    let message = messages.iter().find(is_library);
+    let folder = message.and_then(|message| message["out_dir"].as_str());
+    Ok(folder.context("cargo did not say where the library's objects are")?.into())
 }
 
 /// The C++ and CUDA files that clang-format checks, relative to the root.
@@ -361,6 +401,14 @@ fn operator_tests(root: &Path) -> Vec<String> {
     tests.sort();
     tests.dedup();
     tests
+}
+
+/// The instruction sets that this processor has and libtorch does not choose on it.
+fn others() -> &'static [&'static str] {
+    let has_avx512 = std::arch::is_x86_feature_detected!("avx512vl")
+        && std::arch::is_x86_feature_detected!("avx512bw")
+        && std::arch::is_x86_feature_detected!("avx512dq");
+    if has_avx512 { &["default", "avx2"] } else { &["default"] }
 }
 
 fn table(times: &[(&str, Duration)], passed: bool) -> String {
@@ -388,6 +436,19 @@ mod tests {
                 && failed.contains("2.0 s  FAILED")
         );
         assert!(!table(&times, true).contains("FAILED"));
+    }
+
+    #[test]
+    fn the_folder_of_objects_is_the_librarys() {
+        let script = |package: &str| {
+            let id = format!("path+file:///a/tch-extension-build#{package}@0.1.0");
+            serde_json::json!({
+                "reason": "build-script-executed", "package_id": id, "out_dir": package
+            })
+        };
+        let messages = ["torch-sys", "tch-extension", "tch-extension-python"].map(script);
+        assert_eq!(objects(&messages).unwrap(), Path::new("tch-extension"));
+        assert!(objects(&messages[..1]).is_err());
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::ahead::Ahead;
 use crate::cuda::Cuda;
 use crate::repo::Repo;
 use crate::setup::Changes;
-use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions, wheel};
+use crate::{bundle, cache, cargo, ci, doctor, headers, plot, report, setup, versions, wheel};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -27,17 +27,21 @@ const HELP: &str = "\
 cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares; --op lstm, gru
-  test [--tch 0.26] [ARGUMENTS]
-                     the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`. Those of
-                     examples/gpt, which has dependencies of its own, are `cargo test -p gpt`.
+  test [--tch 0.26] [NAME...] [ARGUMENTS]
+                     the workspace's tests, or those of operators (`test lstm gru`), one at a time where there is a GPU;
+                     arguments go to `cargo test`. Those of examples/gpt, which has dependencies of its own, are
+                     `cargo test -p gpt`.
                      With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
   plot FILE...       bench.json, and the rivals.json next to it, as pictures in docs/plots
-  ci [STEP...]       what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
-                     crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word
+  ci [--full] [STEP...]
+                     what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
+                     crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word.
+                     With --full also what a release must pass
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
+  cache [--clear]    the C++ and CUDA objects that this user's builds share: how many, how large; or an end to them
   bundle [--no-bench]
                      dist/: test, bench and example programs with a run.sh, for a machine without Rust
   wheel [--tch 0.26] the Python package in tch-extension-python as a wheel in target/wheels, installed and tested in an empty
@@ -63,7 +67,8 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
             args => test(args),
         },
         Some("bench") => {
-            let bench = ["bench", "--profile", "dev", "--bench", "ops", "--", "table"];
+            let ops = ["--profile", "dev", "--bench", "ops", "--", "table"];
+            let bench = [&["bench"], &cargo::ALL_BUT_GPT[..], &ops].concat();
             start(&bench, own_args(args))
         }
         Some("plot") => plots(args),
@@ -71,6 +76,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         Some("headers") => no_args("headers", args).and_then(|()| {
             headers::write(&Repo::find()?, &Changes::new()).map(|()| ExitCode::SUCCESS)
         }),
+        Some("cache") => cache::run(args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
         Some("wheel") => match args {
@@ -155,10 +161,7 @@ fn test(args: &[String]) -> Result<ExitCode> {
     ready.changes.extend(setup::one_test_at_a_time());
     setup::vision(&repo, &ready)?;
     setup::python(&repo, &ready)?;
-    let mut command = cargo::command(&repo, &ready.changes, &["test"]);
-    command.args(cargo::ALL_BUT_GPT);
-    command.args(args);
-    Err(cargo::become_command(command))
+    Err(cargo::become_command(cargo::test(&repo, &ready.changes, args)))
 }
 
 fn only_setup(repo: &Repo) -> Result<ExitCode> {
@@ -237,7 +240,9 @@ mod tests {
 
     #[test]
     fn help_names_every_command() {
-        for name in ["demo", "test", "bench", "ci", "doctor", "bundle", "wheel", "setup", "help"] {
+        for name in
+            ["demo", "test", "bench", "ci", "doctor", "cache", "bundle", "wheel", "setup", "help"]
+        {
             assert!(HELP.contains(&format!("\n  {name} ")), "{name}");
         }
     }

@@ -1,5 +1,6 @@
 //! Reports what was found, what does not fit together, and the exact fix. Installs nothing.
 
+use crate::cache;
 use crate::compiler;
 use crate::cuda::{self, Cuda, Search};
 use crate::libtorch::{self, Libtorch, Rule};
@@ -51,6 +52,7 @@ pub fn run(repo: &Repo) -> Result<ExitCode> {
     let mut findings = Findings::default();
     check_machine(&mut findings, repo);
     check_tools(&mut findings);
+    findings.check("compile cache", cache::describe());
     check_libtorch(&mut findings, repo);
     report::print(&findings.text());
     Ok(if findings.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })

@@ -8,6 +8,7 @@ compile_error!("tch-extension supports Linux on x86-64 only; on Windows, use WSL
 
 mod ahead;
 mod bundle;
+mod cache;
 mod cargo;
 mod ci;
 mod commands;
@@ -22,6 +23,11 @@ mod old_systems;
 mod outside;
 mod page;
 mod pip;
+// Where builds keep what they have compiled, and the checks of such folders, as a file for the same
+// reason as `probe`.
+#[allow(dead_code)]
+#[path = "../../tch-extension-build/src/place.rs"]
+mod place;
 mod plot;
 // The code with which build scripts look for libtorch and nvcc: both must find the same ones. It is
 // included as a file because a dependency would bring a C++ build library into every `cargo xtask`.
@@ -33,7 +39,11 @@ mod programs;
 mod readme;
 mod repo;
 mod report;
+mod runner;
 mod setup;
+#[allow(dead_code)]
+#[path = "../../tch-extension-build/src/trusted.rs"]
+mod trusted;
 mod versions;
 mod weak_symbols;
 mod wheel;

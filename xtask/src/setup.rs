@@ -143,7 +143,7 @@ const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 pub const ISAS: &str = "TCH_EXTENSION_ISAS";
 
 /// The variable from which libtest takes its number of threads.
-const TEST_THREADS: &str = "RUST_TEST_THREADS";
+pub const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
 pub fn has_gpu() -> bool {
     // The driver's device is there also where nvidia-smi is not in PATH.

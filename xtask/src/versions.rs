@@ -46,13 +46,7 @@ pub fn workspace(repo: &Repo, version: &str) -> Result<(Repo, setup::Changes)> {
 pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
     let (other, mut changes) = prepare(repo)?;
     changes.extend(setup::one_test_at_a_time());
-    let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
-    let mut command = cargo::command(&other, &changes, &["test"]);
-    if !has_packages {
-        command.args(cargo::ALL_BUT_GPT);
-    }
-    command.args(args);
-    Ok(command)
+    Ok(cargo::test(&other, &changes, args))
 }
 
 fn prepare(repo: &Repo) -> Result<(Repo, setup::Changes)> {
@@ -64,13 +58,10 @@ fn prepare(repo: &Repo) -> Result<(Repo, setup::Changes)> {
     lay_out(repo, &root)?;
     let other = Repo { root };
     // Remove the variables that name this workspace's libtorch; in the other workspace
-    // `.cargo/config.toml` names the other libtorch. A folder of objects serves one libtorch at a
-    // time: if builds for two of them used it in turn, each would compile everything again, and two
-    // at once would mix their objects.
-    let mut changes: setup::Changes =
-        ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH", "TCH_EXTENSION_OBJECTS"]
-            .map(|variable| (variable.to_string(), None))
-            .into();
+    // `.cargo/config.toml` names the other libtorch.
+    let mut changes: setup::Changes = ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH"]
+        .map(|variable| (variable.to_string(), None))
+        .into();
     changes.extend(named);
     lock(repo, &other, &changes)?;
     Ok((other, changes))

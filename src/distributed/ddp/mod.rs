@@ -24,7 +24,7 @@ use crate::{Error, Result};
 use model::{Model, Source};
 use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
@@ -101,9 +101,9 @@ const STEP: &str = "Ddp::step";
 /// [`no_sync`](Ddp::no_sync) without a synchronised pass after it.
 ///
 /// It also fails, on every rank, if the optimizers of the ranks differ: in a learning rate or another
-/// number, in how often a state was loaded, in what was loaded, and before the first step in the
-/// weights. For that, each step costs one all-reduce of 16 bytes on the CPU. The optimizers of tch do
-/// not tell their numbers: only the weights before the first step are compared then. With
+/// number, in how often a state was loaded, in what was loaded, and before the first step and after each
+/// load in the weights. For that, each step costs one all-reduce of 16 bytes on the CPU. The optimizers
+/// of tch do not tell their numbers: only the weights before the first step are compared then. With
 /// [`DdpOptions::with_python`], nothing is.
 ///
 /// A group of one rank computes as if there were no `Ddp`: nothing is copied, rounded or checked, and
@@ -143,10 +143,8 @@ struct Inner {
     replays: Replays,
     /// Whether other ranks take part in comparisons of optimizers.
     compares: bool,
-    /// Whether the weights of all ranks were compared.
-    has_compared_weights: AtomicBool,
-    /// Of the optimizers that [`Ddp::step`] got, by their revisions.
-    agreements: Mutex<HashMap<u64, Agreement>>,
+    /// Of the optimizers that [`Ddp::step`] got, by their first parameters, which tell them apart.
+    agreements: Mutex<HashMap<Option<usize>, Agreement>>,
 }
 
 /// Passes are not synchronised as long as it lives.
@@ -223,7 +221,6 @@ impl Ddp {
                 unsynchronised: AtomicUsize::new(0),
                 replays: Replays::default(),
                 compares,
-                has_compared_weights: AtomicBool::new(false),
                 agreements: Mutex::default(),
             }),
         })
@@ -337,9 +334,10 @@ impl Ddp {
     pub fn step(&self, optimizer: &mut impl Optimizer) -> Result<()> {
         self.check_for_step()?;
         {
+            let first = optimizer.parameters().first().map(identity);
             let agreements = &self.inner.agreements;
             let mut agreements = agreements.lock().unwrap_or_else(PoisonError::into_inner);
-            self.agree(&*optimizer, agreements.entry(optimizer.revision()).or_default())?;
+            self.agree(&*optimizer, agreements.entry(first).or_default())?;
         }
         self.stepped(self.inner.group.run(|| optimizer.step()))
     }
@@ -408,12 +406,9 @@ impl Ddp {
         if !inner.compares {
             return Ok(());
         }
-        let state = |was_loaded: bool| -> Result<Vec<String>> {
-            let mut lines = Vec::new();
-            if !inner.has_compared_weights.load(Ordering::Relaxed) {
-                let parameters = inner.parameters.lock().unwrap_or_else(PoisonError::into_inner);
-                lines = checksums(self.names().zip(parameters.iter()))?;
-            }
+        let tensors = |was_loaded: bool| -> Result<Vec<String>> {
+            let parameters = inner.parameters.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut lines = checksums(self.names().zip(parameters.iter()))?;
             let mut state = optimizer.state()?;
             // Moments that were not loaded may differ by rounding: where the ranks' machines do.
             state.retain(|(_, tensor)| was_loaded || tensor.kind() == Kind::Int64);
@@ -422,10 +417,8 @@ impl Ddp {
         };
         inner.group.run(|| {
             let numbers = (optimizer.settings(), optimizer.loads());
-            agreement.check(STEP, &inner.group, numbers, state)
-        })?;
-        inner.has_compared_weights.store(true, Ordering::Relaxed);
-        Ok(())
+            agreement.check(STEP, &inner.group, numbers, tensors)
+        })
     }
 
     /// After a step of the optimizer.

@@ -1,7 +1,7 @@
 //! The tensors of a model, and whether they are the same on all ranks.
 
 use super::super::ProcessGroup;
-use super::super::agree::exchange;
+use super::super::agree::{exchange, lines_that_differ};
 use crate::ffi::amp::identity;
 use crate::ffi::tensor::is_strided;
 use crate::{Error, Result};
@@ -198,14 +198,8 @@ fn difference(texts: &[String]) -> Option<String> {
         let word = if ranks.len() == 1 { "rank" } else { "ranks" };
         format!("{word} {}", numbers.join(", "))
     };
-    let (mut left, mut right) = (first.lines(), texts[one].lines());
-    let (left, right) = loop {
-        match (left.next(), right.next()) {
-            (None, None) => break ("", ""),
-            (left, right) if left == right => {}
-            (left, right) => break (left.unwrap_or("nothing"), right.unwrap_or("nothing")),
-        }
-    };
+    let (left, right) = lines_that_differ(first, &texts[one]);
+    let [left, right] = [left, right].map(|line| line.unwrap_or("nothing"));
     // Ranks that differ in this line in the same way.
     let alike: Vec<usize> =
         differ.iter().copied().filter(|&rank| texts[rank] == texts[one]).collect();

@@ -13,8 +13,6 @@ pub struct DdpOptimizer<O> {
     ddp: Ddp,
     optimizer: O,
     agreement: Agreement,
-    /// Whether all ranks have agreed on the step of the batch that runs.
-    has_agreed: bool,
     /// While a batch runs that only adds to the gradients.
     accumulating: Option<Unsynchronised>,
 }
@@ -35,7 +33,7 @@ impl<O: Optimizer> DdpOptimizer<O> {
             ));
         }
         let agreement = Agreement::default();
-        Ok(DdpOptimizer { ddp, optimizer, agreement, has_agreed: false, accumulating: None })
+        Ok(DdpOptimizer { ddp, optimizer, agreement, accumulating: None })
     }
 
     /// Applies the gradients.
@@ -53,7 +51,7 @@ impl<O: Optimizer> DdpOptimizer<O> {
 
     fn check_for_step(&mut self) -> Result<()> {
         self.ddp.check_for_step()?;
-        if self.has_agreed { Ok(()) } else { self.agree() }
+        self.agree()
     }
 
     fn agree(&mut self) -> Result<()> {
@@ -110,9 +108,9 @@ impl<O: Optimizer> Optimizer for DdpOptimizer<O> {
     /// With several batches for a step, only the last is synchronised.
     fn begin_batch(&mut self, is_first: bool, is_last: bool) -> Result<()> {
         self.accumulating = (!is_last).then(|| self.ddp.unsynchronise());
+        self.agreement.begin_batch();
         if is_last {
             self.agree()?;
-            self.has_agreed = true;
         }
         self.optimizer.begin_batch(is_first, is_last)
     }
@@ -120,7 +118,7 @@ impl<O: Optimizer> Optimizer for DdpOptimizer<O> {
     fn end_batch(&mut self) {
         self.optimizer.end_batch();
         self.accumulating = None;
-        self.has_agreed = false;
+        self.agreement.end_batch();
     }
 
     fn batch_failed(&mut self, error: Error) -> Error {

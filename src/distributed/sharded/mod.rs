@@ -87,8 +87,8 @@ const NEW: &str = "ShardedOptimizer::new";
 /// # Results
 ///
 /// All ranks have the same weights, bit by bit. Before each step they compare their learning rates and
-/// other numbers, by one small all-reduce on the CPU, and before the first step also the weights: a
-/// difference is an error on every rank. In a group of one, they are those of the
+/// other numbers, by one small all-reduce on the CPU, and before the first step and after each load also
+/// the weights: a difference is an error on every rank. In a group of one, they are those of the
 /// [`Optimizer`], bit by bit. In larger groups, gradients are divided by N before they are added up,
 /// and the squares of the norm are added in another order, so that results differ by rounding.
 ///
@@ -132,10 +132,6 @@ pub struct ShardedOptimizer {
     /// The parameters that were exempted from weight decay since.
     exempt: BTreeSet<String>,
     agreement: Agreement,
-    /// Whether the weights of all ranks were compared.
-    has_compared_weights: bool,
-    /// Whether all ranks have agreed on the step of the batch that runs.
-    has_agreed: bool,
 }
 
 impl ShardedOptimizer {

@@ -149,8 +149,6 @@ impl Model {
             replays: Replays::default(),
             exempt: BTreeSet::new(),
             agreement: Agreement::default(),
-            has_compared_weights: false,
-            has_agreed: false,
         })
     }
 }

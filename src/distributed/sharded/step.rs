@@ -55,9 +55,9 @@ impl ShardedOptimizer {
     /// # Errors
     /// When a parameter got no gradient (see
     /// [`allow_unused`](super::ShardedOptions::allow_unused)), has other memory than before, or was
-    /// added to the store; when the learning rate, another number or, in the first step, a weight is
-    /// not that of the other ranks, which the error names; when another rank ended, failed or did not
-    /// take part until the timeout. The group is then given up on all ranks.
+    /// added to the store; when the learning rate, another number or, in the first step and after a load,
+    /// a weight is not that of the other ranks, which the error names; when another rank ended, failed
+    /// or did not take part until the timeout. The group is then given up on all ranks.
     pub fn step(&mut self) -> Result<()> {
         self.run(None).map(drop)
     }
@@ -130,14 +130,11 @@ impl ShardedOptimizer {
         let exempt = &self.exempt;
         let settings = format!("{}\nexempt later: {exempt:?}", self.inner.settings(true));
         let numbers = (settings, self.inner.loads());
-        let (weights, has_compared) = (&self.weights.parameters, self.has_compared_weights);
+        let weights = &self.weights.parameters;
         // States were compared when they were loaded.
-        self.agreement.check(STEP, &self.group, numbers, |_| match has_compared {
-            true => Ok(Vec::new()),
-            false => checksums(weights.iter().map(|weight| (weight.name.as_str(), &weight.tensor))),
-        })?;
-        self.has_compared_weights = true;
-        Ok(())
+        self.agreement.check(STEP, &self.group, numbers, |_| {
+            checksums(weights.iter().map(|weight| (weight.name.as_str(), &weight.tensor)))
+        })
     }
 
     fn try_run(&mut self, scale: Option<&Tensor>) -> Result<Option<Tensor>> {
@@ -145,9 +142,7 @@ impl ShardedOptimizer {
         self.check_variables(STEP)?;
         // A rank that waits for a step must have seen whether its reductions have failed.
         lock(&self.gradients).finish(STEP)?;
-        if !self.has_agreed {
-            self.agree()?;
-        }
+        self.agree()?;
         let mut gradients = lock(&self.gradients);
         let _no_grad = tch::no_grad_guard();
         let parts: Vec<Option<&Tensor>> = self.part_gradients.iter().map(Some).collect();
@@ -213,16 +208,16 @@ impl crate::amp::Optimizer for ShardedOptimizer {
         }
         gradients.set_last(is_last);
         drop(gradients);
+        self.agreement.begin_batch();
         if is_last {
             self.agree()?;
-            self.has_agreed = true;
         }
         Ok(())
     }
 
     fn end_batch(&mut self) {
         lock(&self.gradients).set_last(true);
-        self.has_agreed = false;
+        self.agreement.end_batch();
     }
 
     /// Other ranks must not wait for this one, and nobody may use what is left of the step. A group

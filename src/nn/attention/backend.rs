@@ -243,6 +243,8 @@ mod tests {
     /// On CUDA libtorch sets its order when it first chooses a back end, perhaps within a region.
     #[test]
     fn an_order_that_libtorch_sets_within_a_region_stays() {
+        // On a GPU, the region by priority would do it, after `before` was read.
+        settle_the_initial_order();
         let now = || SdpBackends::get().expect("settings");
         let before = now();
         let mut other = before.order;

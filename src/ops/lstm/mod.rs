@@ -46,12 +46,13 @@ use tch::Tensor;
 ///
 /// Unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it, `Float` is multiplied in
 /// tf32 where libtorch's own layer surely does so, too, and is as exact as that layer elsewhere. With
-/// F and H that are multiples of 4, these are all products if both are at least 64; that with h, if H
-/// is over 128 and there are 8 rows or more; and those for the gradients of the weights, from T·B = 64
-/// on. The kernels for all steps then multiply fp16 values that are scaled by powers of two and are as
-/// exact as tf32 (in few steps, `Float` itself). In other products over all steps, and in a product
-/// for each step, [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides, which is off
-/// by default.
+/// T·B of at least 64, and F and H that are multiples of 4, these are the products for the gradients of
+/// the weights; from F = 128 and H = 64 on those with the input and for its gradient; and with B over 1
+/// those for each step: in the backward pass above H = 128, and in the forward pass above H = 192 if H is
+/// over 320 or B over 16. The kernels for all steps then multiply fp16 values that are scaled by powers
+/// of two and are as exact as tf32 (in few steps, `Float` itself). In other products over all steps, and
+/// in a product for each step, [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides,
+/// which is off by default.
 /// In the half kinds, our kernels for all steps keep c in `Float` from step to step.
 ///
 /// With a graph other kernels may compute the output than without one, because the plan counts both

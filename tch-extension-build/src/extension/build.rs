@@ -3,16 +3,17 @@
 
 use super::{Built, Extension};
 use crate::environment::{BuildScript, Environment, Process};
-use crate::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain, is_cuda, text_of};
-use crate::{isa, isolate, paths, probe};
+use crate::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda, text_of};
+use crate::{isa, isolate, paths, place, probe};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 impl Extension {
-    /// Compiles the sources, makes an archive, and tells cargo what to link. It does nothing on
-    /// docs.rs or with a feature `doc-only`.
+    /// Compiles the sources, makes an archive, and tells cargo what to link. It compiles nothing on
+    /// docs.rs, with a feature `doc-only` and with `TCH_EXTENSION_CHECK=1`. With the latter, cargo is
+    /// told that CUDA is there unless `TCH_EXTENSION_CUDA=0` leaves it out.
     ///
     /// # Errors
     /// For a source that is missing, whose path is not UTF-8 or that does not compile, for an
@@ -20,10 +21,15 @@ impl Extension {
     /// error is one message that also names the solution.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
-        if is_doc_build() {
-            return Ok(Built { cuda: false });
-        }
         let script = BuildScript::default();
+        let purpose = Purpose::of(&script)?;
+        if let Some(built) = purpose.without_compiling() {
+            script.print();
+            if built.cuda {
+                println!("cargo::{CUDA_CFG}");
+            }
+            return Ok(built);
+        }
         let (built, lines) = self.build_in(&script)?;
         script.print();
         // rustc accepts a library with modifiers only once. When several extensions of a crate need
@@ -96,14 +102,14 @@ impl Extension {
         let out_dir = Path::new(&out_dir);
         // The number of jobs that cargo was started with (`--jobs`).
         let workers = env.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
-        let shared = env.var("TCH_EXTENSION_OBJECTS").map(|folder| {
-            let package = env.var("CARGO_PKG_NAME").unwrap_or_default();
-            Path::new(&folder).join(package).join(&self.name)
-        });
-        let folder = shared.as_deref().unwrap_or(out_dir);
+        options.reuse = reuse(env)?;
         #[cfg(feature = "headers")]
-        self.write_params(folder, &mut options, env)?;
-        let objects = toolchain.compile(&self.sources, &options, folder, workers, env)?;
+        self.write_params(out_dir, &mut options, env)?;
+        let objects = toolchain.compile(&self.sources, &options, out_dir, workers, env)?;
+        if let Some(cuda) = &toolchain.cuda {
+            // Not CUDA's headers, which are hundreds.
+            env.reads(&cuda.nvcc.path);
+        }
 
         let mut lines = Vec::new();
         // Without CUDA, a crate that has only CUDA sources has nothing to archive.
@@ -252,7 +258,7 @@ impl Extension {
                 lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
             }
             lines.push("rustc-link-lib=dylib=c10_cuda".to_string());
-            lines.push("rustc-cfg=tch_extension_cuda".to_string());
+            lines.push(CUDA_CFG.to_string());
         }
         Ok(lines)
     }
@@ -306,10 +312,12 @@ fn has_rust(place: &Path) -> bool {
 
 /// Prints where libtorch and CUDA are, once for each key of cargo's.
 fn print_search_paths(keys: &[impl std::fmt::Display]) {
-    if is_doc_build() {
+    let script = BuildScript::default();
+    let purpose = Purpose::of(&script).unwrap_or_else(|error| exit(&error));
+    if purpose != Purpose::Link {
+        script.print();
         return;
     }
-    let script = BuildScript::default();
     let libtorch = find_libtorch(&script).unwrap_or_else(|error| exit(&error));
     script.print();
     let runtime = libtorch.cuda_runtime().ok();
@@ -319,6 +327,28 @@ fn print_search_paths(keys: &[impl std::fmt::Display]) {
             println!("cargo::{key}=-Wl,-rpath,{}", folder.display());
         }
     }
+}
+
+/// The user's cache, unless it is switched off.
+fn reuse(env: &dyn Environment) -> Result<Reuse> {
+    match env.var(place::SWITCH).as_deref() {
+        None | Some("1") => {}
+        Some("0") => return Ok(Reuse::Folder),
+        Some(other) => {
+            bail!(
+                "{}={other}: write 0 (compile without the cache) or unset it; TCH_EXTENSION_CACHE names the cache's folder",
+                place::SWITCH
+            )
+        }
+    }
+    let chosen = env.var("TCH_EXTENSION_CACHE").map(PathBuf::from);
+    Ok(match place::folder(chosen.as_deref()) {
+        Ok(folder) => Reuse::Cache(folder),
+        Err(error) => {
+            env.warns(&format!("there is no compile cache, so more is compiled: {error}"));
+            Reuse::Folder
+        }
+    })
 }
 
 fn exit(error: &anyhow::Error) -> ! {
@@ -342,6 +372,43 @@ fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     Libtorch::at(lib, env)
 }
 
-fn is_doc_build() -> bool {
-    Process.var("DOCS_RS").is_some() || Process.var("CARGO_FEATURE_DOC_ONLY").is_some()
+/// The line that tells cargo that CUDA is compiled in.
+const CUDA_CFG: &str = "rustc-cfg=tch_extension_cuda";
+
+/// What cargo runs the build script for. Cargo does not tell, so variables do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Programs that are linked.
+    Link,
+    /// Lints or an editor: Rust is only checked, with CUDA's items or without.
+    Check { cuda: bool },
+    /// Documentation, as docs.rs builds it.
+    Document,
+}
+
+impl Purpose {
+    pub(super) fn of(env: &dyn Environment) -> Result<Self> {
+        let is_document = || {
+            let asks = |name| env.var(name).is_some();
+            asks("DOCS_RS") || asks("CARGO_FEATURE_DOC_ONLY")
+        };
+        match env.var("TCH_EXTENSION_CHECK").as_deref() {
+            Some("1") => {
+                Ok(Self::Check { cuda: env.var("TCH_EXTENSION_CUDA").as_deref() != Some("0") })
+            }
+            None | Some("0") if is_document() => Ok(Self::Document),
+            None | Some("0") => Ok(Self::Link),
+            Some(other) => bail!(
+                "TCH_EXTENSION_CHECK={other}: write 1 (Rust is only checked and nothing is compiled) or unset it"
+            ),
+        }
+    }
+
+    fn without_compiling(self) -> Option<Built> {
+        match self {
+            Self::Link => None,
+            Self::Check { cuda } => Some(Built { cuda }),
+            Self::Document => Some(Built { cuda: false }),
+        }
+    }
 }

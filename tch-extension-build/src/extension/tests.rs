@@ -1,7 +1,9 @@
 //! Tests what `Extension` tells the compiler and the linker, with programs that stand in for them.
 
+use super::build::Purpose;
 use super::*;
 use crate::environment::Environment;
+use crate::place;
 use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
 use std::collections::HashMap;
 use std::ffi::OsStr;
@@ -28,6 +30,7 @@ impl Script {
             ("CARGO_CFG_TARGET_ARCH", "x86_64".to_string()),
             ("DEP_TCH_EXTENSION_LIBTORCH_LIB", lib.display().to_string()),
             ("OUT_DIR", folder.join("out").display().to_string()),
+            ("TCH_EXTENSION_CACHE", folder.join("cache").display().to_string()),
         ]);
         Script { folder, vars }
     }
@@ -77,32 +80,34 @@ fn a_crate_of_cpp_is_linked_with_libtorch() {
 }
 
 #[test]
-fn builds_that_share_objects_compile_once() {
-    let mut script = Script::new("objects", false);
-    let objects = script.folder.join("objects");
-    script = script
-        .with("TCH_EXTENSION_OBJECTS", &objects.display().to_string())
-        .with("CARGO_PKG_NAME", "b");
+fn builds_in_several_folders_compile_once() {
+    let mut script = Script::new("objects", false).with("CARGO_PKG_NAME", "b");
     let extension = Extension::new("a").source(script.source("a.cpp", "int a() { return 1; }\n"));
-    let mut made = Vec::new();
     for build in ["one", "another"] {
         let out_dir = script.folder.join(build);
         std::fs::create_dir(&out_dir).unwrap();
         script = script.with("OUT_DIR", &out_dir.display().to_string());
         extension.build_in(&script).expect("a library");
         assert!(out_dir.join("liba.a").exists());
-        let mut files =
-            std::fs::read_dir(objects.join("b/a/cpp")).unwrap().flatten().map(|file| file.path());
-        let object = files.find(|path| path.extension().is_some_and(|ending| ending == "o"));
-        made.push(
-            object
-                .expect("an object")
-                .metadata()
-                .and_then(|data| data.modified())
-                .expect("its time"),
-        );
     }
-    assert_eq!(made[0], made[1]);
+    let log = script.folder.join("cache/objects/log");
+    let counts = || {
+        let log = std::fs::read_to_string(&log).unwrap();
+        let of = |line: &str| line.split_once(" b: ").unwrap().1.to_string();
+        log.lines().map(of).collect::<Vec<_>>()
+    };
+    let both = ["current=0 found=0 compiled=1", "current=0 found=1 compiled=0"];
+    assert_eq!(counts(), both);
+    extension.build_in(&script).expect("a library");
+    assert_eq!(counts()[2], "current=1 found=0 compiled=0");
+
+    let script = script.with(place::SWITCH, "0");
+    let elsewhere = script.folder.join("elsewhere").display().to_string();
+    let script = script.with("OUT_DIR", &elsewhere);
+    extension.build_in(&script).expect("a library");
+    assert_eq!(counts().len(), 3, "no cache");
+    let script = script.with(place::SWITCH, "off");
+    assert_says(&script.refusal(&extension), &["TCH_EXTENSION_COMPILE_CACHE=off", "write 0"]);
 }
 
 #[test]
@@ -161,8 +166,8 @@ fn a_source_that_is_named_twice_is_compiled_once() {
     extension.build_in(&script).expect("a library");
     assert_eq!(
         std::fs::read_dir(script.folder.join("out/cpp")).unwrap().count(),
-        3,
-        "a .o, .d and .command"
+        2,
+        "an object and what it was made from"
     );
 }
 
@@ -511,4 +516,28 @@ fn a_header_of_a_cuda_library_is_there_with_cuda_only() {
     elsewhere.build_in(&script).expect("a library");
     let script = script.with("TCH_EXTENSION_CUDA", "0");
     assert!(!without.build_in(&script).expect("a library").0.cuda);
+}
+
+#[test]
+fn a_build_that_only_checks_needs_neither_libtorch_nor_a_compiler() {
+    let purpose = |vars: &[(&'static str, &str)]| {
+        let script = Script { folder: PathBuf::new(), vars: HashMap::new() };
+        let script = vars.iter().fold(script, |script, (name, value)| script.with(name, value));
+        Purpose::of(&script)
+    };
+    let check = ("TCH_EXTENSION_CHECK", "1");
+    assert_eq!(purpose(&[]).unwrap(), Purpose::Link);
+    assert_eq!(purpose(&[("TCH_EXTENSION_CHECK", "0")]).unwrap(), Purpose::Link);
+    assert_eq!(purpose(&[check]).unwrap(), Purpose::Check { cuda: true });
+    assert_eq!(
+        purpose(&[check, ("TCH_EXTENSION_CUDA", "0")]).unwrap(),
+        Purpose::Check { cuda: false }
+    );
+    // Lints select the feature `doc-only`, because torch-sys compiles C++ without it.
+    for document in [("DOCS_RS", "1"), ("CARGO_FEATURE_DOC_ONLY", "1")] {
+        assert_eq!(purpose(&[document]).unwrap(), Purpose::Document);
+        assert_eq!(purpose(&[document, check]).unwrap(), Purpose::Check { cuda: true });
+    }
+    let error = purpose(&[("TCH_EXTENSION_CHECK", "yes")]).unwrap_err();
+    assert_says(&format!("{error:#}"), &["TCH_EXTENSION_CHECK=yes", "write 1"]);
 }

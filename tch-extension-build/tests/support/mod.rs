@@ -22,16 +22,20 @@ pub fn write(path: &Path, text: &str) -> PathBuf {
     path.to_path_buf()
 }
 
-/// Makes a libtorch with a version and empty libraries, and returns the folder of its libraries.
-pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
-    let parts: Vec<_> = LIBTORCH_VERSIONS[0].0.split('.').collect();
+/// Makes the headers of a libtorch of this version, and returns the folder of its libraries.
+pub fn fake_headers(root: &Path, version: &str) -> PathBuf {
     let version: String = ["MAJOR", "MINOR", "PATCH"]
         .iter()
-        .zip(parts)
+        .zip(version.split('.'))
         .map(|(name, part)| format!("#define TORCH_VERSION_{name} {part}\n"))
         .collect();
     write(&root.join("include/torch/headeronly/version.h"), &version);
-    let lib = root.join("lib");
+    root.join("lib")
+}
+
+/// Makes a libtorch with a version and empty libraries, and returns the folder of its libraries.
+pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
+    let lib = fake_headers(root, LIBTORCH_VERSIONS[0].0);
     std::fs::create_dir_all(&lib).unwrap();
     for name in ["c10", "torch_cpu", "torch"] {
         let output = lib.join(format!("lib{name}.so"));
@@ -60,7 +64,8 @@ pub fn fake_nvcc(home: &Path, release: &str) -> PathBuf {
          for word; do\n\
            case \"$word\" in\n\
              -Xcompiler) skip=1; continue;;\n\
-             -lineinfo|--*|-gencode=*|-ccbin=*) continue;;\n\
+             -v) skip=;;\n\
+             -lineinfo|--*|-gencode=*|-ccbin=*|-x|cu) continue;;\n\
            esac\n\
            [ $skip ] || words=\"$words $word\"\n\
            skip=\n\

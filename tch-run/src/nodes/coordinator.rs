@@ -148,11 +148,17 @@ impl Coordinator {
     /// The connection to a node is gone.
     pub fn lose(&mut self, node: usize, why: &str) -> Result<Orders> {
         let before = std::mem::replace(&mut self.nodes[node], Node::Absent);
-        match before {
+        let text = format!("node {node} is lost: {why}");
+        match (before, &mut self.failure) {
             // Its ranks had been told to end.
-            Node::Running(_) | Node::Done(_) if self.failure.is_some() => self.next(),
-            Node::Running(_) | Node::Done(_) if !self.ended => {
-                let text = format!("node {node} is lost: {why}");
+            (Node::Running(_) | Node::Done(_), Some(failure)) => {
+                // What a rank says follows from something, which may be this.
+                if failure.follows {
+                    failure.text += &format!("; {text}");
+                }
+                self.next()
+            }
+            (Node::Running(_) | Node::Done(_), None) if !self.ended => {
                 // Nothing of it can say more, and what others say follows from it.
                 self.fail(Failure { at: 0, ..Failure::now(1, false, text) })
             }
@@ -369,6 +375,11 @@ mod tests {
         all.report(0, failed(9, false)).unwrap();
         let ended = short(all.lose(1, "gone").unwrap());
         assert_eq!(ended, orders(&[(0, "end 9 node 0: rank 1 failed")]));
+        // Unless what failed followed from something.
+        let mut all = running(0);
+        all.report(0, follows(5, 9)).unwrap();
+        let ended = short(all.lose(1, "gone").unwrap());
+        assert_eq!(ended, orders(&[(0, "end 9 node 0: rank 1 failed; node 1 is lost: gone")]));
     }
 
     #[test]

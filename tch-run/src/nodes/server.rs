@@ -69,7 +69,8 @@ impl Server {
 }
 
 /// Listens on the address that `own` names, or else on that of the master. If this machine has
-/// another name or address for itself than the other nodes know, it listens on all of its addresses.
+/// another name or address for itself than the other nodes know, or cannot resolve that of the master,
+/// it listens on all of its addresses.
 fn listen(master: &Master, own: Option<&str>) -> Result<TcpListener> {
     let Master { host, port } = master;
     let at = own.unwrap_or(host);
@@ -87,10 +88,12 @@ fn listen(master: &Master, own: Option<&str>) -> Result<TcpListener> {
         {
             drop(listener);
         }
-        Err(error) if own.is_none() && error.kind() == ErrorKind::AddrNotAvailable => {}
+        Err(error)
+            if own.is_none()
+                && !matches!(error.kind(), ErrorKind::AddrInUse | ErrorKind::PermissionDenied) => {}
         outcome => return outcome.with_context(cannot),
     }
-    note(&format!("{host} is no address of this machine, so it listens on all: see --listen"));
+    note(&format!("this machine has no address {host}, so it listens on all: see --listen"));
     // `::` takes IPv4 as well, where there is IPv6.
     TcpListener::bind(("::", *port))
         .or_else(|_| TcpListener::bind(("0.0.0.0", *port)))
@@ -226,5 +229,25 @@ impl Members {
                 let _ = writer.line(&order.to_line());
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn node_0_need_not_know_the_name_that_the_others_have_for_it() {
+        // Longer than a name may be, so that no server is asked.
+        let (stranger, local) = ("x".repeat(64), "127.0.0.1".to_string());
+        let everywhere = listen(&Master { host: stranger.clone(), port: 0 }, None).unwrap();
+        assert!(everywhere.local_addr().unwrap().ip().is_unspecified());
+        // What the user names is meant, and a port that is taken is no matter of names.
+        let own = listen(&Master { host: local.clone(), port: 0 }, Some(&stranger)).unwrap_err();
+        assert!(own.to_string().contains("another address in --listen"), "{own}");
+        let taken = TcpListener::bind((local.as_str(), 0)).unwrap();
+        let port = taken.local_addr().unwrap().port();
+        let error = listen(&Master { host: local, port }, None).unwrap_err();
+        assert!(error.to_string().contains("give another port"), "{error}");
     }
 }

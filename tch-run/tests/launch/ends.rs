@@ -55,12 +55,25 @@ fn a_rank_that_has_said_so_has_the_time_to_end() {
 #[test]
 fn a_rank_that_says_nothing_precedes_one_that_follows() {
     let place = Place::new();
-    let script = "if [ $RANK = 0 ]; then echo 1 follows closed by peer > $TCH_RUN_ERROR_FILE; \
+    let script = "if [ $RANK = 0 ]; then echo $(date +%s%N) follows closed by peer > $TCH_RUN_ERROR_FILE; \
                   echo > said; exit 1; fi; until [ -e said ]; do sleep 0.02; done; sleep 0.3; exit 5";
     let done = place.run(&["-n", "2"], script);
     assert_eq!(done.code, 5, "{}", done.err);
     assert!(done.err.starts_with("tch-run: rank 1 exited with 5 after "), "{}", done.err);
     assert!(done.err.contains("tch-run: also rank 0 exited with 1 after "), "{}", done.err);
+}
+
+/// What a rank said long ago, of a panic that it caught for example, is no cause of its end.
+#[test]
+fn a_failure_that_a_rank_survived_is_not_named() {
+    let place = Place::new();
+    let script = "[ $RANK = 0 ] && echo $(date -d '-2 minutes' +%s%N) first probe > $TCH_RUN_ERROR_FILE; \
+                  echo > said.$RANK; until [ -e said.0 -a -e said.1 ]; do sleep 0.02; done; \
+                  [ $RANK = 1 ] && exit 3; sleep 0.4; exit 1";
+    let done = place.run(&["-n", "2"], script);
+    assert_eq!(done.code, 3, "{}", done.err);
+    assert!(done.err.starts_with("tch-run: rank 1 exited with 3 after "), "{}", done.err);
+    assert!(!done.err.contains("probe"), "{}", done.err);
 }
 
 #[test]
@@ -79,7 +92,7 @@ fn a_rank_that_ended_well_before_a_failure_is_named() {
 fn what_a_rank_says_is_one_line_and_its_file_is_removed() {
     let place = Place::new();
     let script = "echo $TCH_RUN_ERROR_FILE > name.$RANK; \
-                  printf '1 first a\\033[2Jb\\nc' > $TCH_RUN_ERROR_FILE; \
+                  printf '%s first a\\033[2Jb\\nc' $(date +%s%N) > $TCH_RUN_ERROR_FILE; \
                   [ $RANK = 0 ] || exit 3";
     let done = place.run(&["-n", "2"], script);
     assert_eq!(done.code, 3);

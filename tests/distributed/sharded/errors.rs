@@ -348,6 +348,18 @@ fn a_number_or_weights_of_one_rank_are_an_error_of_all_ranks() {
         }
         train(&leaves, &mut optimizer, 0..1)
     });
+    assert_all_fail("expected \"w1\" checksum ", |group, leaves, mut optimizer| {
+        train(&leaves, &mut optimizer, 0..2)?;
+        // They are compared again after each load.
+        let mut other = adamw(&model(&SIZES, Kind::Float, CPU))?;
+        let gradients: Vec<Tensor> = leaves.iter().map(|leaf| leaf.detach().ones_like()).collect();
+        other.f_step_with(&gradients.iter().map(Some).collect::<Vec<_>>())?;
+        optimizer.load_state_dict(&other.f_state_dict()?)?;
+        if group.rank() == 1 {
+            let _ = tch::no_grad(|| leaves[1].get(3).f_fill_(7.0))?;
+        }
+        train(&leaves, &mut optimizer, 2..3)
+    });
     assert_all_fail("norms up to Some(0.5)", |group, leaves, optimizer| {
         let rank = group.rank();
         let mut step = Step::new(StepOptions::default(), optimizer, |batch: &[Tensor]| {

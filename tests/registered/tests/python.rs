@@ -1,10 +1,7 @@
 //! Python loads the operators and checks them.
 
 use std::path::PathBuf;
-
-#[allow(dead_code)]
-#[path = "../../support/python.rs"]
-mod python;
+use support::python;
 
 /// The library that cargo built for this test.
 fn library() -> PathBuf {

@@ -1,0 +1,5 @@
+//! Lets the benchmarks find libtorch.
+
+fn main() {
+    tch_extension_build::link_args();
+}

@@ -1,0 +1,9 @@
+// The sources of this folder as one translation unit. libtorch's headers, which most of them
+// include, take the compiler longer than the sources themselves (docs/lab/methods.md, "Build
+// times").
+
+#include "facts.cpp"
+#include "gradients.cpp"
+#include "pin.cpp"
+#include "tensor.cpp"
+#include "touched.cpp"
