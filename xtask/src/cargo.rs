@@ -165,9 +165,8 @@ mod tests {
 
     #[test]
     fn kernels_are_compiled_for_all_cpus_unless_a_command_says_otherwise() {
-        let repo = repo();
         let isas = |changes: Changes| {
-            let command = command(&repo, &changes, &[]);
+            let command = command(&repo(), &changes, &[]);
             let mut variables = command.get_envs().filter(|(name, _)| *name == ISAS);
             variables.next().map(|(_, value)| value.map(|value| value.to_owned()))
         };
@@ -192,8 +191,10 @@ mod tests {
         for selection in ours {
             check(1, selection);
         }
-        // It has not all features of tch-extension.
-        check(0, &["-p", "tch-extension-python"]);
+        // These have not all features of tch-extension.
+        for package in ["tch-extension-python", DEMO] {
+            check(0, &["-p", package]);
+        }
     }
 
     #[test]
