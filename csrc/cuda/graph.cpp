@@ -20,6 +20,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../ffi.h"
 #include "../libtorch_versions.h"
 #include "../tensor/touched.h"
 #include "capture_watch.h"
