@@ -50,7 +50,10 @@ fn main() {
     // was most of the time of a C++ source (docs/lab/methods.md, "Build times").
     let mut extension = tch_extension_build::Extension::new("tch_extension")
         .source_dir("csrc")
-        .define("AT_PER_OPERATOR_HEADERS", None);
+        .define("AT_PER_OPERATOR_HEADERS", None)
+        // What C++ defines for others is declared in a header. Rust's declarations are in those that
+        // `cargo xtask headers` writes, which a source must include for the compiler to compare them.
+        .flag("-Werror=missing-declarations");
     for part in parts("csrc") {
         extension = extension.without(part);
     }

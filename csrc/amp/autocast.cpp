@@ -5,11 +5,12 @@
 
 #include <utility>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
 
-struct AutocastSetting {
+struct tch_extension::AutocastSetting {
   int32_t kind;  // a c10::ScalarType
   bool enabled;
 };

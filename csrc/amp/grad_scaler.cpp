@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -13,7 +14,7 @@ using namespace tch_extension;
 // Multiplies the gradients by `inverse_scale`, and sets `found_inf` if one of them was not finite.
 // All gradients have the same device and kind; `inverse_scale` and `found_inf` are scalars of kind
 // Float on that device.
-TCH_EXTENSION_API Message tch_extension_amp_unscale(at::Tensor* const* gradients, size_t len,
+TCH_EXTENSION_API Message tch_extension_amp_unscale(const at::Tensor* const* gradients, size_t len,
                                                     at::Tensor* found_inf,
                                                     const at::Tensor* inverse_scale) {
   return guard([&] {

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "../ffi.h"
 #include "../libtorch_versions.h"
 #include "bridge.h"
 
@@ -67,7 +68,7 @@ using namespace tch_extension;
 
 // Records the current state: the random state of the CPU and of the tensors' CUDA devices, and the
 // autocast settings.
-TCH_EXTENSION_API Message tch_extension_surroundings(at::Tensor* const* tensors, size_t len,
+TCH_EXTENSION_API Message tch_extension_surroundings(const at::Tensor* const* tensors, size_t len,
                                                      Surroundings** result) {
   return guard([&] {
     auto made = std::make_unique<Surroundings>();
@@ -123,9 +124,9 @@ TCH_EXTENSION_API int64_t tch_extension_version(const at::Tensor* tensor) {
 }
 
 // Whether `outputs` depend on a leaf by a path that does not go through `inputs`.
-TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* outputs,
+TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(const at::Tensor* const* outputs,
                                                            size_t outputs_len,
-                                                           at::Tensor* const* inputs,
+                                                           const at::Tensor* const* inputs,
                                                            size_t inputs_len, bool* found) {
   return guard([&] {
     using torch::autograd::impl::gradient_edge;

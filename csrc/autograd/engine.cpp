@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "../ffi.h"
 #include "bridge.h"
 #include "exceptions.h"
 #include "lists.h"
@@ -91,9 +92,9 @@ using namespace tch_extension;
 // torch.autograd.grad. `grad_outputs` has outputs_len entries, or grad_outputs_len is 0 and ones
 // are used (for scalar outputs only). `retain_graph` is -1 for the value of create_graph. `results`
 // has room for inputs_len pointers; an unused input gets null.
-TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t outputs_len,
-                                             at::Tensor* const* inputs, size_t inputs_len,
-                                             at::Tensor* const* grad_outputs,
+TCH_EXTENSION_API Message tch_extension_grad(const at::Tensor* const* outputs, size_t outputs_len,
+                                             const at::Tensor* const* inputs, size_t inputs_len,
+                                             const at::Tensor* const* grad_outputs,
                                              size_t grad_outputs_len, int retain_graph,
                                              bool create_graph, bool allow_unused,
                                              at::Tensor** results) {
@@ -108,11 +109,12 @@ TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t 
 }
 
 // torch.autograd.backward: adds to the `grad` of `inputs`, or of all leaves if inputs_len is 0.
-TCH_EXTENSION_API Message tch_extension_backward(at::Tensor* const* outputs, size_t outputs_len,
-                                                 at::Tensor* const* grad_outputs,
-                                                 size_t grad_outputs_len, at::Tensor* const* inputs,
-                                                 size_t inputs_len, int retain_graph,
-                                                 bool create_graph) {
+TCH_EXTENSION_API Message tch_extension_backward(const at::Tensor* const* outputs,
+                                                 size_t outputs_len,
+                                                 const at::Tensor* const* grad_outputs,
+                                                 size_t grad_outputs_len,
+                                                 const at::Tensor* const* inputs, size_t inputs_len,
+                                                 int retain_graph, bool create_graph) {
   return guard([&] {
     with_traces([&] {
       torch::autograd::backward(
@@ -136,7 +138,7 @@ TCH_EXTENSION_API Message tch_extension_grad_fn(const at::Tensor* tensor, char**
   });
 }
 
-struct AnomalySetting {
+struct tch_extension::AnomalySetting {
   bool enabled;
   bool check_nan;
 };

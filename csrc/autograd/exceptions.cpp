@@ -9,6 +9,7 @@
 #include <typeinfo>
 #include <utility>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {

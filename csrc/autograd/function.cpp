@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "../ffi.h"
 #include "bridge.h"
 #include "function_node.h"
 #include "levels.h"
@@ -29,7 +30,7 @@ TCH_EXTENSION_API bool tch_extension_requires_grad(const at::Tensor* tensor) {
 
 TCH_EXTENSION_API bool tch_extension_defined(const at::Tensor* tensor) { return tensor->defined(); }
 
-struct ForwardMode {
+struct tch_extension::ForwardMode {
   at::RecordFunction* record;    // null when no profiler runs
   c10::AutogradState* autograd;  // the state of this thread
   bool grad_mode_before;
@@ -43,21 +44,21 @@ namespace {
 
 // These are plain loops because std::any_of is unrolled for long lists, which costs more than it
 // saves for so few tensors.
-bool any_requires_grad(at::Tensor* const* tensors, size_t len) {
+bool any_requires_grad(const at::Tensor* const* tensors, size_t len) {
   for (size_t i = 0; i < len; ++i) {
     if (is_present(tensors[i]) && tensors[i]->requires_grad()) return true;
   }
   return false;
 }
 
-bool any_has_forward_gradient(at::Tensor* const* tensors, size_t len) {
+bool any_has_forward_gradient(const at::Tensor* const* tensors, size_t len) {
   for (size_t i = 0; i < len; ++i) {
     if (is_present(tensors[i]) && has_forward_gradient(*tensors[i])) return true;
   }
   return false;
 }
 
-bool is_among(const at::Tensor& tensor, at::Tensor* const* tensors, size_t len) {
+bool is_among(const at::Tensor& tensor, const at::Tensor* const* tensors, size_t len) {
   for (size_t i = 0; i < len; ++i) {
     if (tensors[i] != nullptr && tensors[i]->is_same(tensor)) return true;
   }
@@ -67,7 +68,8 @@ bool is_among(const at::Tensor& tensor, at::Tensor* const* tensors, size_t len) 
 // Records the forward pass for torch's profiler and NVTX. The engine records the backward pass
 // itself, under the node's name and sequence number.
 at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view name,
-                                 at::Tensor* const* inputs, size_t len, bool needs_graph) noexcept {
+                                 const at::Tensor* const* inputs, size_t len,
+                                 bool needs_graph) noexcept {
   try {
     auto record = std::make_unique<at::RecordFunction>(std::move(callbacks));
     // The node will get this sequence number. A profiler uses it to match the backward pass with
@@ -96,8 +98,8 @@ at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view
 // recorded before and an input requires grad. That is decided here, once, whatever the forward pass
 // does to its inputs. With `without_autocast`, autocast casts nothing until the pass ends.
 TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size_t name_len,
-                                                          at::Tensor* const* inputs, size_t len,
-                                                          bool without_autocast) {
+                                                          const at::Tensor* const* inputs,
+                                                          size_t len, bool without_autocast) {
   // The state is looked up once, because each call of at::GradMode would look it up again.
   auto& autograd = c10::AutogradState::get_tls_state();
   const bool before = autograd.get_grad_mode();
@@ -133,7 +135,7 @@ TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size
 
 // Called before input `index` is changed in place. It is an error if the graph cannot represent
 // that change.
-TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs, size_t len,
+TCH_EXTENSION_API Message tch_extension_check_in_place(const at::Tensor* const* inputs, size_t len,
                                                        size_t index) {
   return guard([&] {
     if (!is_present(inputs[index])) return;
@@ -167,8 +169,10 @@ TCH_EXTENSION_API bool tch_extension_set_grad_mode(bool enabled) {
 
 // Whether the outputs of a forward pass without a graph can be returned unchanged: none is an
 // input, none has a graph of its own, and none is undefined.
-TCH_EXTENSION_API bool tch_extension_are_constants(at::Tensor* const* inputs, size_t inputs_len,
-                                                   at::Tensor* const* outputs, size_t outputs_len) {
+TCH_EXTENSION_API bool tch_extension_are_constants(const at::Tensor* const* inputs,
+                                                   size_t inputs_len,
+                                                   const at::Tensor* const* outputs,
+                                                   size_t outputs_len) {
   for (size_t i = 0; i < outputs_len; ++i) {
     const at::Tensor* output = outputs[i];
     if (output == nullptr) continue;

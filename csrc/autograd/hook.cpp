@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "../ffi.h"
 #include "bridge.h"
 #include "state.h"
 

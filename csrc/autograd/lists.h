@@ -10,7 +10,7 @@
 namespace tch_extension {
 
 // Makes a list from an array of pointers. A null pointer becomes an undefined tensor.
-inline torch::autograd::variable_list tensors(at::Tensor* const* pointers, size_t len) {
+inline torch::autograd::variable_list tensors(const at::Tensor* const* pointers, size_t len) {
   torch::autograd::variable_list list(len);
   for (size_t i = 0; i < len; ++i) {
     if (pointers[i] != nullptr) list[i] = *pointers[i];

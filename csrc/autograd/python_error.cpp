@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {

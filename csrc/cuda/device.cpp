@@ -5,12 +5,13 @@
 
 #include <cstring>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
 
 // src/ffi/cuda.rs mirrors it.
-struct DeviceFacts {
+struct tch_extension::DeviceFacts {
   char name[256];
   int32_t major;
   int32_t minor;

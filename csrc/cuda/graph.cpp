@@ -21,6 +21,7 @@
 #include <string>
 #include <vector>
 
+#include "../ffi.h"
 #include "../libtorch_versions.h"
 #include "../tensor/touched.h"
 #include "capture_watch.h"

@@ -13,12 +13,13 @@
 #include <string>
 #include <vector>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
 
 // What a kernel takes on a device. src/ffi/kernel.rs mirrors it.
-struct KernelFacts {
+struct tch_extension::KernelFacts {
   int32_t capability;   // 10 * major + minor
   int32_t max_threads;  // in a block
   int64_t static_shared;
@@ -28,7 +29,7 @@ struct KernelFacts {
 };
 
 // How a kernel is launched. src/ffi/kernel.rs mirrors it.
-struct KernelGrid {
+struct tch_extension::KernelGrid {
   uint32_t blocks[3];
   uint32_t threads[3];
   uint32_t cluster[3];  // 0: no cluster is asked for

@@ -4,12 +4,13 @@
 #include <ATen/Context.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
 namespace allocator = c10::cuda::CUDACachingAllocator;
 
-struct MemoryStats {
+struct tch_extension::MemoryStats {
   int64_t allocated;
   int64_t peak_allocated;
   int64_t reserved;

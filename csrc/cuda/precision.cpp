@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;

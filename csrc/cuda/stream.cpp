@@ -6,6 +6,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -13,7 +14,7 @@ using c10::cuda::CUDAStream;
 
 // `raw` alone is not enough: libtorch's allocator would treat it as an external stream, and would
 // keep memory for it apart from the memory of the same stream in the pool.
-struct StreamParts {
+struct tch_extension::StreamParts {
   void* raw;   // the cudaStream_t
   int64_t id;  // libtorch's own identifier of the stream
   int32_t device;
@@ -34,7 +35,7 @@ StreamParts pack(const CUDAStream& stream) {
 }  // namespace
 
 // The stream on which a kernel is to be launched; src/ffi/cuda.rs mirrors it.
-struct LaunchPlace {
+struct tch_extension::LaunchPlace {
   void* stream;
   int32_t device_before;
   bool exists;

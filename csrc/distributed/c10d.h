@@ -2,6 +2,9 @@
 // headers are empty.
 #pragma once
 
+// csrc/ffi.h does not declare the functions of this folder, whose handles are smart pointers.
+#pragma GCC diagnostic ignored "-Wmissing-declarations"
+
 #ifndef USE_DISTRIBUTED
 #define USE_DISTRIBUTED
 #endif

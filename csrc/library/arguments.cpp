@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "../ffi.h"
 #include "call.h"
 #include "tch_extension/c_abi.h"
 

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "../autograd/exceptions.h"
+#include "../ffi.h"
 #include "call.h"
 #include "graph.h"
 #include "loader.h"
@@ -260,9 +261,9 @@ TCH_EXTENSION_API Message tch_extension_count_changes(RegistrationsOfBlock* regi
 }
 
 TCH_EXTENSION_API void tch_extension_kernel_error(KernelFrame* frame, const char* text, size_t len,
-                                                  Exception exception) {
+                                                  int32_t exception) {
   frame->error.assign(text, len);
-  frame->exception = exception;
+  frame->exception = static_cast<Exception>(exception);
 }
 
 TCH_EXTENSION_API void* tch_extension_enter_below_autograd() {

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../autograd/levels.h"
+#include "../ffi.h"
 #include "loader.h"
 #include "tch_extension/c_abi.h"
 #include "value.h"

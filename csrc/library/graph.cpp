@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "../ffi.h"
 #include "call.h"
 #include "tch_extension/c_abi.h"
 

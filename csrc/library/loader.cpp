@@ -30,6 +30,7 @@
 #include <string>
 #include <system_error>
 
+#include "../ffi.h"
 #include "registrations.h"
 #include "tch_extension/c_abi.h"
 

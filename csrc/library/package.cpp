@@ -31,6 +31,7 @@
 #include <utility>
 #include <vector>
 
+#include "../ffi.h"
 #include "../tensor/touched.h"
 #include "tch_extension/c_abi.h"
 
@@ -159,8 +160,8 @@ class Alone {
 
 // What the compiled code relies on: no graph is recorded, no kind is changed by autocast, and the
 // model's device is the current one, whose current stream the kernels are launched on.
-struct Surroundings {
-  explicit Surroundings(c10::Device device) {
+struct ModelSurroundings {
+  explicit ModelSurroundings(c10::Device device) {
     if (!device.is_cpu()) device_guard.emplace(device);
   }
   at::NoGradGuard no_grad;
@@ -188,7 +189,7 @@ class Package : public std::enable_shared_from_this<Package> {
   Package(const char* library, const char* folder, const char* weights, const char* type,
           int32_t index, size_t runners, bool single_threaded)
       : device_(place(type, index)), turnstile_(runners) {
-    const Surroundings surroundings(device_);
+    const ModelSurroundings surroundings(device_);
     runner_ = runner_of(type)(library, runners, device_.str(), folder, single_threaded);
     note_errors_of_operators(library);
     if (weights != nullptr) runner_->update_constant_buffer_from_blob(weights);
@@ -203,7 +204,7 @@ class Package : public std::enable_shared_from_this<Package> {
   ~Package() {
     try {
       // Kernels that still run read the constants and the modules that are freed now.
-      const Surroundings surroundings(device_);
+      const ModelSurroundings surroundings(device_);
       wait_for_device();
       runner_.reset();
     } catch (...) {
@@ -226,7 +227,7 @@ class Package : public std::enable_shared_from_this<Package> {
 
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) {
     const Inside inside(turnstile_);
-    const Surroundings surroundings(device_);
+    const ModelSurroundings surroundings(device_);
     // Compiled code launches kernels without operations.
     touch(device_, shared_from_this());
     for (const auto& input : inputs) touch(input);
@@ -250,7 +251,7 @@ class Package : public std::enable_shared_from_this<Package> {
   // A copy, because the constant's memory belongs to the model.
   at::Tensor constant(const std::string& name) {
     const Alone alone(turnstile_);
-    const Surroundings surroundings(device_);
+    const ModelSurroundings surroundings(device_);
     const auto all = constants();
     const auto found = all.find(name);
     if (found == all.end()) throw std::runtime_error("there is no such constant");
@@ -262,7 +263,7 @@ class Package : public std::enable_shared_from_this<Package> {
   // The values have the sizes and kinds of the constants, whose names are known.
   void update(const Tensors& values) {
     const Alone alone(turnstile_);
-    const Surroundings surroundings(device_);
+    const ModelSurroundings surroundings(device_);
     if (has_folded_ && handle_.use_count() > 1) {
       throw std::runtime_error(
           "a CUDA graph reads constants that are computed from others, which would get other "

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <vector>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {

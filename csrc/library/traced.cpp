@@ -5,13 +5,14 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "../autograd/stand_ins.h"
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using c10::DispatchKey;
 using namespace tch_extension;
 
 // Each tensor is null or alive.
-TCH_EXTENSION_API bool tch_extension_is_traced(at::Tensor* const* tensors, size_t len) {
+TCH_EXTENSION_API bool tch_extension_is_traced(const at::Tensor* const* tensors, size_t len) {
   const auto local = c10::impl::tls_local_dispatch_key_set();
   if ((local.included_ - local.excluded_).has_any(kStandIns)) return true;
   if (!local.excluded_.has(DispatchKey::Python) && c10::impl::TorchDispatchModeTLS::any_modes_set())

@@ -7,6 +7,7 @@
 
 #include <vector>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -15,7 +16,7 @@ using namespace tch_extension;
 constexpr int kBackends = 5;
 static_assert(at::num_sdp_backends == kBackends);
 
-struct SdpBackends {
+struct tch_extension::SdpBackends {
   int64_t order[kBackends];  // at::SDPBackend, first the one that is tried first
   bool enabled[kBackends];   // indexed by at::SDPBackend
 };

@@ -16,6 +16,7 @@
 #include <sstream>
 
 #include "../autograd/stand_ins.h"
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 #include "touched.h"
 
@@ -24,7 +25,7 @@ using namespace tch_extension;
 constexpr int kMostDims = 4;
 
 // src/ffi/facts.rs mirrors these, and a test compares sizes and offsets.
-struct TensorFacts {
+struct tch_extension::TensorFacts {
   const void* data;  // the first element's address; null if there is none or it is not in memory
   int64_t sizes[kMostDims];    // of the first kMostDims dimensions
   int64_t strides[kMostDims];  // in elements
@@ -35,7 +36,7 @@ struct TensorFacts {
   bool requires_grad;
 };
 
-struct TensorSize {
+struct tch_extension::TensorSize {
   int64_t sizes[kMostDims];
   int32_t dim;  // -1: no tensor is wanted
 };

@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;

@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {

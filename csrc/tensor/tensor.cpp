@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/zeros.h>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 #include "touched.h"
 

@@ -11,6 +11,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;

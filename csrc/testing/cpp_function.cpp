@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;

@@ -2,6 +2,7 @@
 
 #include "../tensor/touched.h"
 
+#include "../ffi.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {

@@ -7,10 +7,16 @@ use super::take_message;
 use crate::cuda::{DeviceProperties, MemoryStats, StreamParts};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
-use std::ptr::{null, null_mut};
+use std::ptr::null_mut;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tch::Tensor;
 use torch_sys::C_tensor;
+
+#[doc(alias = "tch_extension::Graph")]
+type CGraph = c_void;
+
+#[doc(alias = "c10::cuda::CUDAStreamGuard")]
+type CStreamGuard = c_void;
 
 unsafe extern "C" {
     // libtorch's stable C shim (torch/csrc/inductor/aoti_torch/c/shim.h); it returns 0 on success.
@@ -35,9 +41,9 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_cuda_stream_guard_new(
         stream: *const StreamParts,
-        result: *mut *mut c_void,
+        result: *mut *mut CStreamGuard,
     ) -> *mut c_char;
-    fn tch_extension_cuda_stream_guard_delete(guard: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_stream_guard_delete(guard: *mut CStreamGuard) -> *mut c_char;
     fn tch_extension_cuda_record_stream(
         tensor: *const C_tensor,
         stream: *const StreamParts,
@@ -54,20 +60,20 @@ unsafe extern "C" {
 
     // csrc/cuda/graph.cpp
     fn tch_extension_cuda_graph_begin(
-        sharing: *const c_void,
-        result: *mut *mut c_void,
+        sharing: *mut CGraph,
+        result: *mut *mut CGraph,
     ) -> *mut c_char;
     fn tch_extension_cuda_is_capturing(result: *mut bool) -> *mut c_char;
-    fn tch_extension_cuda_graph_end(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_end(graph: *mut CGraph) -> *mut c_char;
     fn tch_extension_cuda_capture_report(culprit: *mut *mut c_char, last: *mut *mut c_char);
     fn tch_extension_cuda_graph_count(
-        graph: *const c_void,
+        graph: *const CGraph,
         kernels: *mut usize,
         others: *mut usize,
     );
-    fn tch_extension_cuda_graph_replay(graph: *mut c_void) -> *mut c_char;
-    fn tch_extension_cuda_graph_is_left(graph: *mut c_void) -> bool;
-    fn tch_extension_cuda_graph_delete(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_replay(graph: *mut CGraph) -> *mut c_char;
+    fn tch_extension_cuda_graph_is_left(graph: *mut CGraph) -> bool;
+    fn tch_extension_cuda_graph_delete(graph: *mut CGraph) -> *mut c_char;
 
     // The CUDA runtime, which libtorch loads.
     fn cudaEventCreateWithFlags(event: *mut *mut c_void, flags: u32) -> i32;
@@ -410,7 +416,7 @@ pub(crate) struct GraphHandle(*mut c_void);
 impl GraphHandle {
     /// Begins to capture this thread's current stream.
     pub(crate) fn begin(op: &str, sharing: Option<&GraphHandle>) -> Result<Self> {
-        let sharing = sharing.map_or(null(), |graph| graph.0.cast_const());
+        let sharing = sharing.map_or(null_mut(), |graph| graph.0);
         let mut raw = null_mut();
         // SAFETY: `sharing` is null or a live graph, of which only the pool's identifier is read.
         // C++ writes `raw` on success.

@@ -16,18 +16,22 @@ use torch_sys::C_tensor;
 
 /// A call of an operator, while its kernel runs.
 #[repr(C)]
+#[doc(alias = "tch_extension::KernelFrame")]
 pub(super) struct Frame {
     _opaque: [u8; 0],
 }
+
+#[doc(alias = "tch_extension::RegistrationsOfBlock")]
+type CRegistrations = c_void;
 
 type Entry = unsafe extern "C" fn(kernel: *const c_void, frame: *mut Frame) -> c_int;
 
 unsafe extern "C" {
     safe fn tch_extension_check_version() -> *mut c_char;
-    safe fn tch_extension_begin_registrations() -> *mut c_void;
-    fn tch_extension_end_registrations(registrations: *mut c_void, keep: bool);
+    safe fn tch_extension_begin_registrations() -> *mut CRegistrations;
+    fn tch_extension_end_registrations(registrations: *mut CRegistrations, keep: bool);
     fn tch_extension_define(
-        registrations: *mut c_void,
+        registrations: *mut CRegistrations,
         namespace: *const c_char,
         schema: *const c_char,
         is_seeded: bool,
@@ -35,7 +39,7 @@ unsafe extern "C" {
         line: u32,
     ) -> *mut c_char;
     fn tch_extension_implement(
-        registrations: *mut c_void,
+        registrations: *mut CRegistrations,
         namespace: *const c_char,
         qualified: *const c_char,
         name: *const c_char,
@@ -48,7 +52,7 @@ unsafe extern "C" {
         kernel: *const c_void,
     ) -> *mut c_char;
     fn tch_extension_count_changes(
-        registrations: *mut c_void,
+        registrations: *mut CRegistrations,
         namespace: *const c_char,
         qualified: *const c_char,
         name: *const c_char,
@@ -60,7 +64,7 @@ unsafe extern "C" {
         frame: *mut Frame,
         text: *const c_char,
         len: usize,
-        exception: Exception,
+        exception: i32,
     );
     safe fn tch_extension_python_runs() -> bool;
     safe fn tch_extension_enter_below_autograd() -> *mut c_void;
@@ -77,7 +81,7 @@ unsafe extern "C" {
     fn tch_extension_drop_arguments(frame: *mut Frame);
     fn tch_extension_give_tensor(frame: *mut Frame, tensor: *mut C_tensor);
     fn tch_extension_give_tensors(frame: *mut Frame, tensors: *const *mut C_tensor, len: usize);
-    fn tch_extension_give(frame: *mut Frame, index: usize, value: *const Value<'_>) -> *mut c_char;
+    fn tch_extension_give(frame: *mut Frame, index: usize, value: *const RawValue) -> *mut c_char;
     fn tch_extension_results_len(frame: *const Frame) -> usize;
 }
 
@@ -285,7 +289,9 @@ unsafe fn run(frame: *mut Frame, body: impl FnOnce(&mut Call<'_>) -> Result<()>)
     });
     let Some(error) = error else { return 0 };
     // SAFETY: the frame belongs to the caller (see `# Safety`). C++ copies the text.
-    unsafe { tch_extension_kernel_error(frame, error.as_ptr().cast(), error.len(), exception) };
+    unsafe {
+        tch_extension_kernel_error(frame, error.as_ptr().cast(), error.len(), exception as i32)
+    };
     1
 }
 
@@ -438,7 +444,7 @@ impl Call<'_> {
 
     pub(crate) fn give(&mut self, index: usize, value: &Value<'_>) -> Result<()> {
         // SAFETY: the frame is alive, and C++ copies the value.
-        checked(unsafe { tch_extension_give(self.frame, index, value) })
+        checked(unsafe { tch_extension_give(self.frame, index, std::ptr::from_ref(value).cast()) })
     }
 }
 

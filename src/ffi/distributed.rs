@@ -12,17 +12,20 @@ use torch_sys::C_tensor;
 pub(crate) type Outcome<T> = std::result::Result<T, String>;
 
 #[repr(C)]
+#[doc(alias = "c10d::Store")]
 struct CStore {
     _opaque: [u8; 0],
 }
 
 /// The C++ side of a group: `tch_extension::ProcessGroup` of `csrc/distributed/group.h`.
 #[repr(C)]
+#[doc(alias = "tch_extension::ProcessGroup")]
 pub(crate) struct CGroup {
     _opaque: [u8; 0],
 }
 
 #[repr(C)]
+#[doc(alias = "tch_extension::Work")]
 struct CWork {
     _opaque: [u8; 0],
 }

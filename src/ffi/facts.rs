@@ -15,6 +15,7 @@ const MOST_DIMS: usize = 4;
 /// tensor is borrowed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
+#[doc(alias = "tch_extension::TensorFacts")]
 pub(crate) struct Facts {
     data: *const c_void,
     sizes: [i64; MOST_DIMS],
@@ -28,6 +29,7 @@ pub(crate) struct Facts {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+#[doc(alias = "tch_extension::TensorSize")]
 struct Size {
     sizes: [i64; MOST_DIMS],
     dim: i32,
@@ -199,14 +201,15 @@ pub(crate) fn empty<const N: usize>(
 }
 
 #[cfg(test)]
+unsafe extern "C" {
+    /// Sizes and offsets according to the C++ compiler.
+    static tch_extension_facts_layout: [usize; 12];
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use std::mem::{offset_of, size_of};
-
-    unsafe extern "C" {
-        /// Sizes and offsets according to the C++ compiler.
-        static tch_extension_facts_layout: [usize; 12];
-    }
 
     #[test]
     fn the_structs_agree_with_the_c_side() {

@@ -12,6 +12,7 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 #[repr(C)]
+#[doc(alias = "tch_extension::GraphResults")]
 struct CGraphResults {
     _opaque: [u8; 0],
 }

@@ -23,28 +23,37 @@ struct KernelFacts {
     sizes: [i64; SIZES],
 }
 
+#[doc(alias = "::CUlib_st")]
+type CLibrary = c_void;
+
+#[doc(alias = "::CUkern_st")]
+type CKernel = c_void;
+
+#[doc(alias = "::CUstream_st")]
+type CStream = c_void;
+
 unsafe extern "C" {
     fn tch_extension_cuda_library_load(
         image: *const c_void,
-        library: *mut *mut c_void,
+        library: *mut *mut CLibrary,
     ) -> *mut c_char;
     fn tch_extension_cuda_library_kernel(
-        library: *mut c_void,
+        library: *mut CLibrary,
         name: *const c_char,
-        kernel: *mut *mut c_void,
+        kernel: *mut *mut CKernel,
     ) -> *mut c_char;
-    fn tch_extension_cuda_library_names(library: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_library_names(library: *mut CLibrary) -> *mut c_char;
     fn tch_extension_cuda_kernel_prepare(
-        kernel: *mut c_void,
+        kernel: *mut CKernel,
         device: i32,
         facts: *mut KernelFacts,
     ) -> *mut c_char;
     fn tch_extension_cuda_kernel_launch(
-        kernel: *mut c_void,
+        kernel: *mut CKernel,
         device: i32,
         grid: *const LaunchGrid,
-        params: *mut *const c_void,
-        stream: *mut c_void,
+        params: *mut *mut c_void,
+        stream: *mut CStream,
     ) -> *mut c_char;
 }
 
@@ -138,7 +147,13 @@ impl KernelHandle {
         // SAFETY: as the caller guarantees. The kernel is loaded, and CUDA copies the parameters
         // before it returns.
         let message = unsafe {
-            tch_extension_cuda_kernel_launch(self.0, device, grid, params.as_mut_ptr(), stream)
+            tch_extension_cuda_kernel_launch(
+                self.0,
+                device,
+                grid,
+                params.as_mut_ptr().cast(),
+                stream,
+            )
         };
         match take_message(message) {
             None => Ok(()),

@@ -12,11 +12,13 @@ pub(crate) use super::value::Value;
 pub use super::value::{Layout, MemoryFormat, Output};
 
 #[repr(C)]
+#[doc(alias = "tch_extension::Operator")]
 struct COperator {
     _opaque: [u8; 0],
 }
 
 #[repr(C)]
+#[doc(alias = "tch_extension::Results")]
 pub(super) struct CResults {
     _opaque: [u8; 0],
 }

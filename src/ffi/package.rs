@@ -8,6 +8,7 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 #[repr(C)]
+#[doc(alias = "tch_extension::Package")]
 struct CPackage {
     _opaque: [u8; 0],
 }

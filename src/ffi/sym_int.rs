@@ -8,6 +8,7 @@ use torch_sys::C_tensor;
 
 /// The C++ side of an int that is not known.
 #[repr(C)]
+#[doc(alias = "c10::SymNodeImpl")]
 pub(super) struct Node {
     _opaque: [u8; 0],
 }
@@ -19,6 +20,7 @@ pub(super) struct Node {
 /// comparison, and [`guard`](SymInt::guard), look at the size that is traced, and what is made then
 /// works only where the answer is the same.
 #[repr(C)]
+#[doc(alias = "tch_extension::RawSymInt")]
 pub struct SymInt {
     number: i64,
     /// Null if the number is known. Otherwise we own a reference.

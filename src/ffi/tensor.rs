@@ -13,6 +13,7 @@ use torch_sys::C_tensor;
 
 /// The C++ side of a view.
 #[repr(C)]
+#[doc(alias = "tch_extension::Pin")]
 struct CPin {
     _opaque: [u8; 0],
 }
@@ -48,7 +49,7 @@ unsafe extern "C" {
     fn tch_extension_unpin(pin: *mut CPin);
     fn tch_extension_touch(tensor: *const C_tensor);
     fn tch_extension_is_at(
-        tensor: *const c_void,
+        tensor: *const C_tensor,
         data: *const c_void,
         sizes: *const i64,
         strides: *const i64,
@@ -166,7 +167,7 @@ impl<'a> Handle<'a> {
         strides: &[i64; N],
     ) -> bool {
         // SAFETY: the tensor is borrowed, and both arrays have N entries.
-        unsafe { tch_extension_is_at(self.0, data, sizes.as_ptr(), strides.as_ptr(), N) }
+        unsafe { tch_extension_is_at(self.0.cast(), data, sizes.as_ptr(), strides.as_ptr(), N) }
     }
 }
 

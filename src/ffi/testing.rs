@@ -121,27 +121,30 @@ unsafe extern "C" fn take_event(
 }
 
 #[cfg(test)]
+#[repr(C)]
+#[doc(alias = "tch_extension::TouchedOnCpu")]
+struct CTouched {
+    _opaque: [u8; 0],
+}
+
+#[cfg(test)]
+unsafe extern "C" {
+    safe fn tch_extension_touched_here(is_captured: bool);
+    fn tch_extension_touched_begin(result: *mut *mut CTouched) -> *mut c_char;
+    fn tch_extension_touched_end(touched: *mut CTouched) -> *mut c_char;
+    fn tch_extension_touched_free(touched: *mut CTouched);
+    fn tch_extension_touched_has(touched: *const CTouched, tensor: *const C_tensor) -> bool;
+    fn tch_extension_touched_is_intact(touched: *const CTouched) -> bool;
+    fn tch_extension_touched_is_left(touched: *mut CTouched) -> bool;
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, grad};
     use crate::strided::Strided;
     use std::sync::Mutex;
     use tch::{Device, Kind, Tensor};
-
-    #[repr(C)]
-    struct CTouched {
-        _opaque: [u8; 0],
-    }
-
-    unsafe extern "C" {
-        safe fn tch_extension_touched_here(is_captured: bool);
-        fn tch_extension_touched_begin(result: *mut *mut CTouched) -> *mut c_char;
-        fn tch_extension_touched_end(touched: *mut CTouched) -> *mut c_char;
-        fn tch_extension_touched_free(touched: *mut CTouched);
-        fn tch_extension_touched_has(touched: *const CTouched, tensor: *const C_tensor) -> bool;
-        fn tch_extension_touched_is_intact(touched: *const CTouched) -> bool;
-        fn tch_extension_touched_is_left(touched: *mut CTouched) -> bool;
-    }
 
     /// What a graph would keep if it had been captured on the CPU.
     struct Touched(*mut CTouched);

@@ -37,6 +37,7 @@ pub(super) union Payload {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+#[doc(alias = "tch_extension::Value")]
 pub(super) struct RawValue {
     pub tag: Tag,
     pub payload: Payload,
@@ -366,14 +367,15 @@ pub(super) unsafe fn slice<'a, T>(data: *const c_void, len: usize) -> &'a [T] {
 }
 
 #[cfg(test)]
+unsafe extern "C" {
+    safe fn tch_extension_value_layout() -> *const usize;
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::ffi::library::{Grad, Operator};
     use std::mem::{offset_of, size_of};
-
-    unsafe extern "C" {
-        safe fn tch_extension_value_layout() -> *const usize;
-    }
 
     #[test]
     fn both_sides_agree_on_the_layout_of_a_value() {

@@ -117,7 +117,7 @@ fn wrapped(comment: &str) -> String {
 }
 
 /// `csrc/<op>/params.h` for each folder of `src/ops` and for `src/optim`, from its plan and its
-/// kernels, and the public struct of column sums.
+/// kernels, the public struct of column sums, and `csrc/ffi.h` with the functions of `src/ffi`.
 fn headers(root: &Path) -> Result<Vec<Header>> {
     let mut all = vec![Header {
         path: "csrc/include/tch_extension/column_sums.h".into(),
@@ -145,6 +145,12 @@ fn headers(root: &Path) -> Result<Vec<Header>> {
             sources,
         });
     }
+    let outside = ["kernel/grid.rs", "memory.rs", "stream.rs"];
+    let mut sources = outside.map(|file| Path::new("src/cuda").join(file)).to_vec();
+    collect(root, Path::new("src/ffi"), &mut sources);
+    // The handles of csrc/distributed are smart pointers, which cannot be declared.
+    sources.retain(|file| !file.ends_with("distributed.rs") && root.join(file).is_file());
+    all.push(Header { path: "csrc/ffi.h".into(), prefix: "tch_extension::".into(), sources });
     all.retain(|header| !header.sources.is_empty());
     Ok(all)
 }
@@ -195,6 +201,9 @@ mod tests {
             "src/ops/cell/kernels/a.rs",
             "src/ops/plain/mod.rs",
             "src/optim/kernels.rs",
+            "src/cuda/stream.rs",
+            "src/ffi/amp.rs",
+            "src/ffi/distributed.rs",
         ] {
             let path = root.join(file);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -220,6 +229,7 @@ mod tests {
                     &["src/ops/row_norm/plan.rs", "src/ops/row_norm/kernels.rs"]
                 ),
                 of("csrc/optim/params.h", "Optim", &["src/optim/kernels.rs"]),
+                of("csrc/ffi.h", "tch_extension::", &["src/cuda/stream.rs", "src/ffi/amp.rs"]),
             ]
         );
     }

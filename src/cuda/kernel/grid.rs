@@ -19,6 +19,7 @@ pub struct Grid {
 }
 
 /// `KernelGrid` of `csrc/cuda/kernel.cpp`.
+#[doc(alias = "tch_extension::KernelGrid")]
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct LaunchGrid {

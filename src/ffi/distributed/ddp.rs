@@ -9,11 +9,13 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 #[repr(C)]
+#[doc(alias = "tch_extension::Ddp")]
 struct CDdp {
     _opaque: [u8; 0],
 }
 
 #[repr(C)]
+#[doc(alias = "tch_extension::Bucket")]
 struct CBucket {
     _opaque: [u8; 0],
 }
@@ -26,6 +28,7 @@ struct HookCall {
 /// C++ has the same struct, with comments.
 #[repr(C)]
 #[derive(Clone, Copy)]
+#[doc(alias = "tch_extension::DdpOptions")]
 pub(crate) struct Options {
     pub bucket_bytes: i64,
     pub first_bucket_bytes: i64,
@@ -57,6 +60,7 @@ struct DdpTensors {
 /// C++ has the same struct. The times are in nanoseconds.
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
+#[doc(alias = "tch_extension::DdpStatistics")]
 pub(crate) struct Statistics {
     pub iteration: i64,
     pub forward: i64,
