@@ -41,6 +41,7 @@ const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1")
 
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
+const LIBRARY: &str = "tch-extension";
 
 const FULL: &str = "--full";
 const TESTS: &str = "tests";
@@ -172,7 +173,7 @@ impl Ci {
         // The library as it is without CUDA, as docs.rs builds it, and with fewer features: each
         // takes seconds.
         let library = |args: &[&str]| {
-            let mut command = self.cargo(&["clippy", "--lib"]);
+            let mut command = self.cargo(&["clippy", "--lib", "-p", LIBRARY]);
             cargo::run(command.args(args).args(["--", "-D", "warnings"]))
         };
         library(&["--features", "doc-only"])?;
@@ -349,8 +350,8 @@ impl Ci {
         cargo::run(cargo::only_checks(&mut build(&cargo::EVERYTHING)))?;
         // As docs.rs builds it, where there is no libtorch. The features are those of
         // `[package.metadata.docs.rs]` in the packages' manifests.
-        let features = ["--features", "doc-only,distributed"];
-        for args in [&features[..], &["-p", BUILD_CRATE, "--all-features"]] {
+        let library = ["-p", LIBRARY, "--features", "doc-only,distributed"];
+        for args in [&library[..], &["-p", BUILD_CRATE, "--all-features"]] {
             cargo::run(build(args).env("DOCS_RS", "1"))?;
         }
         Ok(())
@@ -359,7 +360,7 @@ impl Ci {
     /// Makes the packages that a release publishes, without compiling them. Cargo warns of each
     /// example that is not packed, which `--quiet` silences.
     fn package(&self) -> Result<()> {
-        let crates = ["-p", BUILD_CRATE, "-p", "tch-extension", "-p", cargo::LAUNCHER];
+        let crates = ["-p", BUILD_CRATE, "-p", LIBRARY, "-p", cargo::LAUNCHER];
         let args = ["package", "--quiet", "--no-verify", "--allow-dirty"];
         cargo::run(self.cargo(&args).args(crates))
     }
