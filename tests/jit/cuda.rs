@@ -11,8 +11,26 @@ fn cuda_jit_inline() {
         assert!(cuda_or_skip(name).is_none());
         return;
     }
+    let module = inline();
+    let twice = module.operator("twice_").unwrap();
+    let on_cpu = Tensor::from_slice(&[1.0]);
+    assert_says(&message(twice.call::<()>(args![&on_cpu])), &["wants a contiguous CUDA tensor"]);
+    let Some(device) = cuda_or_skip(name) else { return };
+    let tensor = Tensor::arange(1000, (Kind::Double, device));
+    let expected = &tensor * 2;
+    twice.call::<()>(args![&tensor]).unwrap();
+    assert_eq!(tensor, expected);
+}
+
+/// The texts of two tests, which are slow to compile and compiled once.
+fn inline() -> &'static Module {
+    static MODULE: OnceLock<Result<Module>> = OnceLock::new();
+    MODULE.get_or_init(|| with_reductions(twice()).flag("-O0").load()).as_ref().expect("a module")
+}
+
+fn twice() -> Extension {
     // The kernel includes no header of libtorch's, which makes nvcc fast.
-    let module = extension("cuda_inline")
+    extension("cuda_inline")
         .cuda(
             "#include <tch_extension/launch.h>\n\
              __global__ void kernel(double* values, int size) {\n\
@@ -32,29 +50,10 @@ fn cuda_jit_inline() {
              }",
         )
         .functions(["twice_"])
-        .flag("-O0")
-        .load()
-        .unwrap();
-    let twice = module.operator("twice_").unwrap();
-    let on_cpu = Tensor::from_slice(&[1.0]);
-    assert_says(&message(twice.call::<()>(args![&on_cpu])), &["wants a contiguous CUDA tensor"]);
-    let Some(device) = cuda_or_skip(name) else { return };
-    let tensor = Tensor::arange(1000, (Kind::Double, device));
-    let expected = &tensor * 2;
-    twice.call::<()>(args![&tensor]).unwrap();
-    assert_eq!(tensor, expected);
 }
 
-/// Sums and largest values of rows, by parts of warps, warps and blocks. Each thread writes what it
-/// got, so that a thread with other bits is seen.
-#[test]
-fn cuda_jit_reductions() {
-    let name = "cuda_jit_reductions";
-    if !cuda::is_compiled() {
-        assert!(cuda_or_skip(name).is_none());
-        return;
-    }
-    let module = extension("cuda_reductions")
+fn with_reductions(extension: Extension) -> Extension {
+    extension
         .cuda(
             "#include <tch_extension/cuda_reduce.h>\n\
              using namespace tch_extension;\n\
@@ -94,9 +93,18 @@ fn cuda_jit_reductions() {
              }",
         )
         .functions(["reduce"])
-        .flag("-O0")
-        .load()
-        .unwrap();
+}
+
+/// Sums and largest values of rows, by parts of warps, warps and blocks. Each thread writes what it
+/// got, so that a thread with other bits is seen.
+#[test]
+fn cuda_jit_reductions() {
+    let name = "cuda_jit_reductions";
+    if !cuda::is_compiled() {
+        assert!(cuda_or_skip(name).is_none());
+        return;
+    }
+    let module = inline();
     let reduce = module.operator("reduce").unwrap();
     let on_cpu = Tensor::zeros([1, 32], (Kind::Float, Device::Cpu));
     assert_says(&message(reduce.call::<Tensor>(args![&on_cpu])), &["wants a CUDA matrix"]);

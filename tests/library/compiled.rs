@@ -66,6 +66,18 @@ pub fn library() -> &'static Library {
     library.as_ref().expect("a library")
 }
 
+/// Loads the library made of exceptions.cpp and levels.cpp, which is slow to compile and compiled
+/// once.
+pub fn callers() {
+    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+    let library = LIBRARY.get_or_init(|| {
+        let parts = ["exceptions.cpp", "levels.cpp"].map(source);
+        let text = parts.map(|part| format!("#include {part:?}\n")).concat();
+        Library::load(compile_text(&text, "callers.so"))
+    });
+    library.as_ref().expect("a library");
+}
+
 pub fn operator(name: &str) -> Operator {
     library();
     Operator::find(&format!("tch_test::{name}")).expect(name)

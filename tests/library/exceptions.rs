@@ -2,17 +2,14 @@
 //! Python sees of an operator that is written in Rust.
 
 use super::*;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch_extension::autograd::{
     Context, GradOptions, Tensors, apply_with, grad, register_hook, saved_tensors_hooks,
 };
 use tch_extension::{Error, library};
 
 fn thrown(name: &str) -> Operator {
-    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
-    let library = LIBRARY
-        .get_or_init(|| Library::load(compiled::compile_file("exceptions.cpp", "exceptions.so")));
-    library.as_ref().expect("a library");
+    compiled::callers();
     Operator::find(&format!("tch_thrown::{name}")).expect(name)
 }
 

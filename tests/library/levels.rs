@@ -1,7 +1,6 @@
 //! Tests of derivatives by torch.func, which has levels, of operators that are defined in Rust.
 
 use super::*;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tch_extension::autograd::{
     Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad,
@@ -10,10 +9,7 @@ use tch_extension::view::view_flat;
 use tch_extension::{Error, library};
 
 fn by_levels(name: &str) -> Operator {
-    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
-    let library =
-        LIBRARY.get_or_init(|| Library::load(compiled::compile_file("levels.cpp", "levels.so")));
-    library.as_ref().expect("a library");
+    compiled::callers();
     Operator::find(&format!("tch_levels::{name}")).expect(name)
 }
 

@@ -11,7 +11,7 @@ fn registers() -> &'static Path {
 }
 
 /// Makes a library that registers `namespace::f`.
-fn library_of(namespace: &str, before: &str, flags: &[&str]) -> PathBuf {
+pub fn library_of(namespace: &str, before: &str, flags: &[&str]) -> PathBuf {
     linked(namespace, before, flags, registers())
 }
 

@@ -4,6 +4,7 @@ use crate::root;
 use std::ffi::OsStr;
 use std::path::Path;
 use std::process::{Command, Output};
+use std::sync::OnceLock;
 use tch_extension::library::libtorch_version;
 
 /// python3, which also finds the packages that set-up fetched.
@@ -16,7 +17,28 @@ fn python3(root: &Path) -> Command {
     {
         command.env("PYTHONPATH", path);
     }
+    let venv = root.join(".venv");
+    if venv.exists() {
+        // Set-up installs no compiled modules. Without them, each start of torch takes twice as long.
+        command.env("PYTHONPYCACHEPREFIX", venv.join("pycache"));
+        command.env_remove("PYTHONDONTWRITEBYTECODE");
+    }
+    // Otherwise torch.compile starts processes that import torch, to compile one or two kernels.
+    command.env("TORCHINDUCTOR_COMPILE_THREADS", "1");
     command
+}
+
+/// The version of python3's torch. It is asked for once, because torch takes seconds to start.
+fn version(root: &Path) -> &'static str {
+    static VERSION: OnceLock<String> = OnceLock::new();
+    VERSION.get_or_init(|| {
+        let script = "import torch; print(torch.__version__)";
+        let output = python3(root).args(["-c", script]).output();
+        output.map_or_else(
+            |error| error.to_string(),
+            |output| String::from_utf8_lossy(&output.stdout).into_owned(),
+        )
+    })
 }
 
 /// The command of a script of this repository with these arguments, or why it cannot run: there is
@@ -32,8 +54,7 @@ fn find(script: &str, arguments: &[impl AsRef<OsStr>]) -> Result<Command, String
     let root = root();
     let script = root.join(script);
     let wanted = libtorch_version();
-    let version = python3(&root).args(["-c", "import torch; print(torch.__version__)"]).output();
-    if !version.is_ok_and(|output| output.stdout.starts_with(wanted.as_bytes())) {
+    if !version(&root).starts_with(&wanted) {
         return Err(format!("no python3 with torch {wanted}"));
     }
     let mut command = python3(&root);

@@ -4,6 +4,7 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::OnceLock;
 use tch_extension::library::libtorch_version;
 
 /// What the Python package says of the torch that it is for: the one of Cargo.lock's tch.
@@ -56,18 +57,32 @@ fn python3(packages: &[PathBuf], scratch: &Path) -> Command {
     command
         .args(["-W", "ignore"])
         .env("PYTHONPATH", path.expect("no colon in a path"))
-        .env("PYTHONDONTWRITEBYTECODE", "1")
+        // Otherwise torch.compile starts processes that import torch, for one or two kernels.
+        .env("TORCHINDUCTOR_COMPILE_THREADS", "1")
         .env("TORCHINDUCTOR_CACHE_DIR", scratch.join("inductor"))
         // Here libtorch is the one that torch brings.
         .env_remove("LD_LIBRARY_PATH");
+    if venv.exists() {
+        // Set-up installs no compiled modules. Without them, each start of torch takes twice as long.
+        let cache = venv.join("pycache");
+        command.env("PYTHONPYCACHEPREFIX", cache).env_remove("PYTHONDONTWRITEBYTECODE");
+    } else {
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+    }
     command
 }
 
-/// Why this machine cannot run the checks.
-fn unable(scratch: &Path) -> Option<String> {
+/// Why this machine cannot run the checks. It is found out once, because torch takes seconds to start.
+fn unable() -> &'static Option<String> {
+    static UNABLE: OnceLock<Option<String>> = OnceLock::new();
+    UNABLE.get_or_init(find_unable)
+}
+
+fn find_unable() -> Option<String> {
     // What torch.compile needs is asked for, too.
     let script = "import torch, sympy, numpy; print(torch.__version__)";
-    let output = match python3(&[], scratch).args(["-c", script]).output() {
+    let scratch = std::env::temp_dir();
+    let output = match python3(&[], &scratch).args(["-c", script]).output() {
         Ok(output) => output,
         Err(error) => return Some(format!("no python3: {error}")),
     };
@@ -86,30 +101,53 @@ fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
 }
 
-/// Runs one part of the checks in a Python of its own.
+/// The parts that one Python runs, because torch takes seconds to start. Each of the others has a
+/// Python of its own: `process` forks, and `on_cuda` uses the GPU.
+const TOGETHER: [&str; 4] = ["operators", "autograd", "compiled", "exported"];
+
+/// Runs one part of the checks.
 fn run(part: &str) {
+    static SHARED: OnceLock<Result<String, String>> = OnceLock::new();
+    let own;
+    let outcome = if TOGETHER.contains(&part) {
+        SHARED.get_or_init(|| check(&TOGETHER))
+    } else {
+        own = check(&[part]);
+        &own
+    };
+    let lines = match outcome {
+        Ok(lines) => lines,
+        Err(why) => return say(&format!("SKIPPED {part}: {why}")),
+    };
+    println!("{lines}");
+    lines.lines().filter(|line| line.contains("SKIPPED")).for_each(say);
+    let passed = format!("part {part}: passed");
+    assert!(lines.lines().any(|line| line == passed), "check.py {part} failed");
+}
+
+/// What a Python prints that checks these parts, or why this machine cannot check them.
+fn check(parts: &[&str]) -> Result<String, String> {
     let scratch = tempfile::tempdir().expect("a folder");
     let libraries = ["libpython_ops.so", "libpython_faults.so"].map(library);
     let [Some(operators), Some(faults)] = libraries else {
         panic!("the libraries are not next to this program: build it with cargo")
     };
-    if let Some(why) = unable(scratch.path()) {
+    if let Some(why) = unable() {
         let required = std::env::var_os("TCH_EXTENSION_REQUIRE_PYTHON").is_some();
         assert!(!required, "{why}");
-        return say(&format!("SKIPPED {part}: {why}"));
+        return Err(why.clone());
     }
     install(&operators, scratch.path()).expect("the package is written");
     let output = python3(&[scratch.path().to_path_buf()], scratch.path())
         .arg(folder().join("check.py"))
-        .arg(part)
+        .args(parts)
         .env("PYTHON_FAULTS", faults)
         .current_dir(scratch.path())
         .output()
         .expect("python3 was there a moment ago");
-    let lines = String::from_utf8_lossy(&output.stdout);
-    println!("{lines}{}", String::from_utf8_lossy(&output.stderr));
-    lines.lines().filter(|line| line.contains("SKIPPED")).for_each(say);
-    assert!(output.status.success(), "check.py {part}: {}", output.status);
+    let [lines, errors] =
+        [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text));
+    Ok(format!("{lines}\n{errors}\ncheck.py: {}", output.status))
 }
 
 #[test]

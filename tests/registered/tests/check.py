@@ -5,11 +5,12 @@ import os
 import shutil
 import sys
 import tempfile
+import traceback
 
 import torch
 import torch.testing._internal.optests
 
-library, check = sys.argv[1:]
+library, *checks = sys.argv[1:]
 torch.ops.load_library(library)
 ops = torch.ops.registered
 
@@ -154,5 +155,9 @@ def twice():
     assert torch.equal(ops.square(torch.ones(2)), torch.ones(2))
 
 
-globals()[check]()
-print("done")
+for check in checks:
+    try:
+        globals()[check]()
+        print("done", check)
+    except Exception:
+        traceback.print_exc()

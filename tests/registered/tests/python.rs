@@ -1,6 +1,7 @@
 //! Python loads the operators and checks them.
 
 use std::path::PathBuf;
+use std::sync::OnceLock;
 use support::python;
 
 /// The library that cargo built for this test.
@@ -11,17 +12,31 @@ fn library() -> PathBuf {
     places.into_iter().find(|place| place.exists()).expect("the library next to its test")
 }
 
-/// Runs the script, which prints a line for each check, or returns nothing without Python.
-fn run(check: &str) -> Option<String> {
-    let script = "tests/registered/tests/check.py";
-    match python::command(script, &[library().as_os_str(), check.as_ref()]) {
-        Ok(mut command) => {
-            let output = command.output().expect("python3 was there a moment ago");
-            let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-            let (out, errors) = (text(&output.stdout), text(&output.stderr));
-            assert!(output.status.success(), "{}: {out}{errors}", output.status);
-            assert!(out.ends_with("done\n"), "{out}{errors}");
-            Some(out + &errors)
+/// The checks, in order. The last one loads a library that is refused.
+const CHECKS: [&str; 5] = ["eager", "opcheck", "compile", "transforms", "twice"];
+
+/// What one Python prints that runs all checks, because torch takes seconds to start.
+fn all() -> &'static Result<String, String> {
+    static OUTPUT: OnceLock<Result<String, String>> = OnceLock::new();
+    OUTPUT.get_or_init(|| {
+        let library = library();
+        let checks = CHECKS.map(AsRef::as_ref);
+        let arguments = [&[library.as_os_str()][..], &checks].concat();
+        let output = python::command("tests/registered/tests/check.py", &arguments)?.output();
+        let output = output.expect("python3 was there a moment ago");
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        Ok(format!("{}\n{}\n{}", text(&output.stdout), text(&output.stderr), output.status))
+    })
+}
+
+/// Returns what Python printed, in which this check succeeded, or nothing without Python.
+fn run(check: &str) -> Option<&'static str> {
+    match all() {
+        Ok(output) => {
+            let done = format!("done {check}");
+            assert!(output.lines().any(|line| line == done), "{check}: {output}");
+            assert!(output.ends_with("exit status: 0"), "{output}");
+            Some(output)
         }
         Err(why) => {
             eprintln!("SKIPPED {check}: {why}");
