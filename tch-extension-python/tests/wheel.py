@@ -451,7 +451,14 @@ def autocast_gives_torchs_kinds():
     for name, arguments in (("LSTM", (4, 6)), ("GRU", (4, 6)), ("LayerNorm", (4,)), ("RMSNorm", (4,))):
         ours, theirs = [module(*arguments, dtype=torch.float32) for module in ours_and_torchs(name)]
         with torch.autocast("cpu", torch.bfloat16):
-            found, expected = [[tensor.dtype for tensor in leaves(module(x))] for module in (ours, theirs)]
+            found = [tensor.dtype for tensor in leaves(ours(x))]
+            try:
+                expected = [tensor.dtype for tensor in leaves(theirs(x))]
+            except RuntimeError as error:
+                # oneDNN has an LSTM in bfloat16 for CPUs with AVX-512 only. There it is all in bfloat16.
+                if name != "LSTM" or "primitive descriptor" not in str(error):
+                    raise
+                expected = [torch.bfloat16] * len(found)
         assert found == expected, f"{name}: {found}, {expected}"
 
 
