@@ -249,7 +249,7 @@ impl<'a> Objects<'a> {
     /// The first key.
     pub fn key(&self, job: &Job, compiler: &Compiler) -> String {
         let search = &compiler.search;
-        let mut parts = vec!["1".to_string(), format!("{:?}", job.language)];
+        let mut parts = vec!["2".to_string(), format!("{:?}", job.language)];
         parts.extend(kept_arguments(job));
         parts.push(format!("{:?}", job.first));
         parts.push(compiler.identity.clone().unwrap_or_else(|| job.built_for.clone()));
@@ -564,8 +564,8 @@ impl Search {
     /// macros and the same text. As long as all was the same, the next directive is the same, too.
     /// The file that it includes then was found in a certain folder of the search, or next to the
     /// file with the directive if its name is in quotes. It is found there again, because the key
-    /// covers whether any of the folders before has a file of that name, and whether there is one
-    /// next to the file. And its text is the same. What `__has_include` finds is covered, too.
+    /// covers the name that it has in the folders of the search, whether any of the folders before
+    /// has a file of that name, and whether there is one next to the file. And its text is the same. What `__has_include` finds is covered, too.
     pub fn key(&self, files: &[String], objects: &Objects) -> Option<String> {
         let mut keys = Vec::with_capacity(files.len());
         let (mut cuda, mut places) = (false, HashSet::new());
@@ -603,6 +603,9 @@ impl Search {
         let precompiled = PathBuf::from(format!("{}.gch", path.display()));
         others.extend(Some(precompiled).filter(|path| path.exists()));
         for (place, name) in self.places(&path) {
+            // Without this, a file that the search does not reach at all would count as found: one of
+            // another libtorch, if the list has its whole path.
+            parts.push(format!("found as {}", name.display()));
             let before = self.folders[..place].iter().map(|(folder, _)| folder.join(&name));
             others.extend(before.filter(|path| path.is_file()));
         }

@@ -367,6 +367,24 @@ fn cpp_does_not_depend_on_cuda() {
     scene.assert_compiled("b.cpp", 0, "as at first");
 }
 
+/// g++ lists the shorter one of a system header's two paths, so the list may have the whole path of
+/// another libtorch's header, which is still there.
+#[test]
+fn a_libtorch_whose_folder_is_a_link_is_not_taken_for_another() {
+    let mut scene = Scene::new("links");
+    scene.write("a.cpp", "#include <ATen/b.h>\nint a() { return B; }\n");
+    for (number, name) in ["a", "b"].into_iter().enumerate() {
+        let version = LIBTORCH_VERSIONS[number].0;
+        fake_headers(&scene.folder.join(name), version);
+        scene.write(&format!("{name}/include/ATen/b.h"), &format!("#define B {number}\n"));
+        let link = scene.folder.join(format!("a/long/way/to/{name}"));
+        std::fs::create_dir_all(link.parent().unwrap()).unwrap();
+        std::os::unix::fs::symlink(scene.folder.join(name), &link).unwrap();
+        scene.toolchain.libtorch = Libtorch::at(link.join("lib"), &Process).unwrap();
+        scene.assert_compiled("a.cpp", 1, name);
+    }
+}
+
 #[test]
 fn cuda_does_not_depend_on_a_libtorch_that_it_does_not_include() {
     let mut scene = Scene::new("cu");
