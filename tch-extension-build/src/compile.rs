@@ -331,7 +331,7 @@ impl Record {
         let (keys, rest) = text.split_once("\n\n")?;
         let (key, content) = keys.split_once('\n')?;
         let (own, files) = rest.split_once("\n\n")?;
-        let inputs = Inputs { files: objects::unfolded(files)?, key: content.to_string() };
+        let inputs = Inputs { files: objects::lines(files), key: content.to_string() };
         let own = own.lines().map(str::to_string).collect();
         Some(Record { key: key.to_string(), inputs, own })
     }
@@ -359,7 +359,7 @@ impl Record {
 
     fn keep(&self, object: &Object) -> Result<()> {
         let Record { key, inputs, own } = self;
-        let files = objects::folded(&inputs.files);
+        let files = inputs.files.join("\n");
         let text = format!("{key}\n{}\n\n{}\n\n{files}", inputs.key, own.join("\n"));
         let path = Record::path(object);
         std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))

@@ -403,7 +403,7 @@ pub(crate) struct Entry<'o, 'a> {
     folder: PathBuf,
 }
 
-const HEAD: &str = "object 1";
+const HEAD: &str = "object 2";
 
 impl Entry<'_, '_> {
     /// Locks the entry until the value is dropped. Where the file system has no locks, two builds may
@@ -488,7 +488,7 @@ fn is_key(name: &str) -> bool {
 
 /// The text of a file in an entry.
 fn pack(inputs: &Inputs, warnings: &str, object: &[u8]) -> Vec<u8> {
-    let files = folded(&inputs.files);
+    let files = inputs.files.join("\n");
     let parts = [inputs.key.as_bytes(), files.as_bytes(), warnings.as_bytes(), object];
     let head = format!("{HEAD} {} {} {}\n", digest(parts), files.len(), warnings.len());
     [head.as_bytes(), files.as_bytes(), warnings.as_bytes(), object].concat()
@@ -506,31 +506,12 @@ fn unpack<'b>(key: &str, bytes: &'b [u8]) -> Option<(Vec<String>, String, &'b [u
         return None;
     }
     let text = |bytes: &[u8]| std::str::from_utf8(bytes).ok().map(str::to_string);
-    Some((unfolded(&text(files)?)?, text(warnings)?, object))
+    Some((lines(&text(files)?), text(warnings)?, object))
 }
 
-/// Sorted names, one a line, each without what it shares with the last one: a third of the size.
-pub(crate) fn folded(names: &[String]) -> String {
-    let mut text = String::new();
-    let mut last = "";
-    for name in names {
-        let same = name.bytes().zip(last.bytes()).take_while(|(a, b)| a == b).count();
-        let same = (0..=same).rev().find(|end| name.is_char_boundary(*end)).unwrap_or(0);
-        text += &format!("{same} {}\n", &name[same..]);
-        last = name;
-    }
-    text
-}
-
-/// The names that were folded.
-pub(crate) fn unfolded(text: &str) -> Option<Vec<String>> {
-    let mut names: Vec<String> = Vec::new();
-    for line in text.lines() {
-        let (same, rest) = line.split_once(' ')?;
-        let last = names.last().map_or("", String::as_str);
-        names.push(format!("{}{rest}", last.get(..same.parse().ok()?)?));
-    }
-    Some(names)
+/// The names in a list that has one a line.
+pub(crate) fn lines(list: &str) -> Vec<String> {
+    list.lines().map(str::to_string).collect()
 }
 
 impl Search {
@@ -562,10 +543,11 @@ impl Search {
     ///
     /// It is the same only if the preprocessor's result is. The preprocessor begins with the same
     /// macros and the same text. As long as all was the same, the next directive is the same, too.
-    /// The file that it includes then was found in a certain folder of the search, or next to the
-    /// file with the directive if its name is in quotes. It is found there again, because the key
-    /// covers the name that it has in the folders of the search, whether any of the folders before
-    /// has a file of that name, and whether there is one next to the file. And its text is the same. What `__has_include` finds is covered, too.
+    /// The file that it includes was found in a certain folder of the search, or next to the file
+    /// with the directive if its name is in quotes. It is found there again, because the key covers
+    /// the name by which the search reaches it, whether a folder before has a file of that name, and
+    /// whether there is one next to the file. And its text is the same. What `__has_include` finds is
+    /// covered, too.
     pub fn key(&self, files: &[String], objects: &Objects) -> Option<String> {
         let mut keys = Vec::with_capacity(files.len());
         let (mut cuda, mut places) = (false, HashSet::new());
@@ -603,8 +585,8 @@ impl Search {
         let precompiled = PathBuf::from(format!("{}.gch", path.display()));
         others.extend(Some(precompiled).filter(|path| path.exists()));
         for (place, name) in self.places(&path) {
-            // Without this, a file that the search does not reach at all would count as found: one of
-            // another libtorch, if the list has its whole path.
+            // A list may name another libtorch's header by its whole path. This build's search does
+            // not reach that file, so its key must differ.
             parts.push(format!("found as {}", name.display()));
             let before = self.folders[..place].iter().map(|(folder, _)| folder.join(&name));
             others.extend(before.filter(|path| path.is_file()));
@@ -878,17 +860,6 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
     use crate::support::{scratch, write};
-
-    #[test]
-    fn names_are_folded_and_unfolded() {
-        let names =
-            ["/usr/include/a.h", "/usr/include/\u{e4}.h", "/usr/include/\u{f6}.h", "{0}/a b.h"];
-        let names = names.map(String::from);
-        let text = folded(&names);
-        assert!(text.contains("13 \u{e4}.h\n13 \u{f6}.h\n"), "{text}");
-        assert_eq!(unfolded(&text).unwrap(), names);
-        assert_eq!(unfolded("1 a\n"), None, "nothing to share");
-    }
 
     #[test]
     fn flags_that_read_other_files_are_known() {
