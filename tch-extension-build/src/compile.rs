@@ -3,7 +3,8 @@
 use crate::arch::flags_of;
 use crate::environment::Environment;
 use crate::fewer;
-use crate::objects::{self, Entry, Found, Inputs, Objects, Search};
+use crate::objects::{self, Entry, Found, Inputs, Objects};
+use crate::search::Search;
 use crate::toolchain::{Cuda, Options, Toolchain, text_of};
 use anyhow::{Context, Result, bail};
 use std::hash::{Hash, Hasher};

@@ -141,6 +141,7 @@ mod paths;
 #[doc(hidden)]
 pub mod place;
 pub mod probe;
+mod search;
 pub mod toolchain;
 #[doc(hidden)]
 pub mod trusted;
