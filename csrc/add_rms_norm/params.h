@@ -9,6 +9,7 @@ namespace tch_extension { struct LaunchStatus; }
 struct NormAddBackward;
 struct NormAddForward;
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_add_rms_norm_forward_cpu(const NormAddForward* params) noexcept;
 tch_extension::LaunchStatus tch_extension_add_rms_norm_forward_cuda(const NormAddForward* params,
@@ -17,4 +18,5 @@ void tch_extension_add_rms_norm_backward_cpu(const NormAddBackward* params) noex
 tch_extension::LaunchStatus tch_extension_add_rms_norm_backward_cuda(const NormAddBackward* params,
                                                                      cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

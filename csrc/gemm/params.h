@@ -134,6 +134,7 @@ struct GemmFinishProduct {
 namespace at { class Tensor; }
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 char* tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
                                          const at::Tensor* rhs,
@@ -184,4 +185,5 @@ tch_extension::LaunchStatus tch_extension_gemm_pad_factors_cuda(const GemmPadFac
 tch_extension::LaunchStatus tch_extension_gemm_finish_product_cuda(const GemmFinishProduct* finish,
                                                                    cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

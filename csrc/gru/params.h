@@ -15,6 +15,7 @@ struct RecurrentGridForward;
 struct RecurrentStepBackward;
 struct RecurrentStepForward;
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_gru_step_forward_cpu(const RecurrentStepForward* params) noexcept;
 void tch_extension_gru_step_backward_cpu(const RecurrentStepBackward* params) noexcept;
@@ -41,4 +42,5 @@ tch_extension::LaunchStatus tch_extension_gru_wide_grid_backward_cuda(const Recu
                                                                       bool* fits,
                                                                       cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

@@ -10,6 +10,7 @@ struct NormBackward;
 struct NormForward;
 struct NormPlan;
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 int64_t tch_extension_layer_norm_clusters_cuda(const NormPlan* plan, int32_t kind);
 void tch_extension_layer_norm_forward_cpu(const NormForward* params) noexcept;
@@ -22,4 +23,5 @@ void tch_extension_layer_norm_finish_cpu(const NormBackward* params) noexcept;
 tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(const NormBackward* params,
                                                                  cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

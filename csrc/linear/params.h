@@ -23,10 +23,12 @@ struct LinearBiasGrad {
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_linear_bias_grad_finish_cpu(const LinearBiasGrad* params) noexcept;
 void tch_extension_linear_bias_grad_cpu(const LinearBiasGrad* params) noexcept;
 tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(const LinearBiasGrad* params,
                                                                 cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

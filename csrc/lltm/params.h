@@ -115,6 +115,7 @@ struct RecurrentGridForward;
 struct RecurrentStepBackward;
 struct RecurrentStepForward;
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_lltm_step_forward_cpu(const RecurrentStepForward* params) noexcept;
 void tch_extension_lltm_step_backward_cpu(const RecurrentStepBackward* params) noexcept;
@@ -149,4 +150,5 @@ tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(const Rec
 char* tch_extension_lltm_forward(const LltmForward* call);
 char* tch_extension_lltm_backward(const LltmBackward* call);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

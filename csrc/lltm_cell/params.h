@@ -144,6 +144,7 @@ struct LltmCellBackward {
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 int32_t tch_extension_lltm_cell_hopper_processors_cuda();
 void tch_extension_lltm_cell_fused_forward_cpu(const LltmCellFusedForward* params) noexcept;
@@ -164,4 +165,5 @@ tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(const LltmCellF
 tch_extension::LaunchStatus tch_extension_lltm_cell_backward_cuda(const LltmCellBackward* params,
                                                                   cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

@@ -95,6 +95,7 @@ struct LossScale {
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_loss_rows_cpu(const LossRows* params) noexcept;
 tch_extension::LaunchStatus tch_extension_loss_rows_cuda(const LossRows* params,
@@ -109,4 +110,5 @@ void tch_extension_loss_scale_cpu(const LossScale* params) noexcept;
 tch_extension::LaunchStatus tch_extension_loss_scale_cuda(const LossScale* params,
                                                           cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

@@ -15,6 +15,7 @@ struct RecurrentGridForward;
 struct RecurrentStepBackward;
 struct RecurrentStepForward;
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_lstm_step_forward_cpu(const RecurrentStepForward* params) noexcept;
 void tch_extension_lstm_step_backward_cpu(const RecurrentStepBackward* params) noexcept;
@@ -38,4 +39,5 @@ tch_extension::LaunchStatus tch_extension_lstm_wide_grid_forward_cuda(const Recu
                                                                       bool* fits,
                                                                       cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

@@ -45,6 +45,7 @@ struct MatmulAddReluForward {
 namespace at { class Tensor; }
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 bool tch_extension_is_intel();
 char* tch_extension_small_product(const at::Tensor* lhs,
@@ -58,4 +59,5 @@ void tch_extension_matmul_add_relu_backward_cpu(const MatmulAddReluBackward* par
 tch_extension::LaunchStatus tch_extension_matmul_add_relu_backward_cuda(const MatmulAddReluBackward* params,
                                                                         cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

@@ -89,6 +89,7 @@ struct MlpGateBackward {
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_mlp_differentiate_finish_cpu(const MlpDifferentiate* params) noexcept;
 void tch_extension_mlp_activate_cpu(const MlpActivate* params) noexcept;
@@ -104,4 +105,5 @@ void tch_extension_mlp_gate_backward_cpu(const MlpGateBackward* params) noexcept
 tch_extension::LaunchStatus tch_extension_mlp_gate_backward_cuda(const MlpGateBackward* params,
                                                                  cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

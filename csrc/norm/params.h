@@ -235,8 +235,10 @@ struct NormBackward {
 };
 
 // clang-format off
+#pragma GCC visibility push(default)
 extern "C" {
 char* tch_extension_norm_random(int32_t device, NormRandom* result);
 const char* tch_extension_norm_device_cuda(int32_t device, NormGpu* result);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

@@ -168,6 +168,7 @@ struct OptimStore {
 namespace at { class Tensor; }
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 char* tch_extension_optim_facts(const at::Tensor* const* parameters,
                                 const at::Tensor* const* gradients,
@@ -192,4 +193,5 @@ void tch_extension_optim_store_cpu(const OptimStore* params) noexcept;
 tch_extension::LaunchStatus tch_extension_optim_store_cuda(const OptimStore* params,
                                                            cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

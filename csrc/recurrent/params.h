@@ -385,6 +385,7 @@ struct RecurrentStepBackward {
 namespace at { class Tensor; }
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 tch_extension::LaunchStatus tch_extension_recurrent_biases_cuda(const RecurrentBiases* params,
                                                                 cudaStream_t stream);
@@ -440,4 +441,5 @@ char* tch_extension_onednn_lstm_backward(const at::Tensor* input,
 tch_extension::LaunchStatus tch_extension_recurrent_scale_rows_cuda(const RecurrentScaleRows* params,
                                                                     cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

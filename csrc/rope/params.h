@@ -50,9 +50,11 @@ struct RopeRotation {
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_rope_rotate_cpu(const RopeRotation* params) noexcept;
 tch_extension::LaunchStatus tch_extension_rope_rotate_cuda(const RopeRotation* params,
                                                            cudaStream_t stream);
 }  // extern "C"
+#pragma GCC visibility pop
 // clang-format on

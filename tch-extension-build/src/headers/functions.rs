@@ -47,8 +47,7 @@ pub(super) fn declarations(
     }
     let text = super::written(builder, sources)?;
     let declarations = tidied(&super::pointers_to_the_left(&text));
-    let names = units.iter().flat_map(|unit| &unit.names);
-    if let Some(name) = names.into_iter().find(|name| !mentions(&declarations, name)) {
+    if let Some(name) = names_of(&units).find(|name| !mentions(&declarations, name)) {
         bail!("cbindgen cannot declare {name} of {}", super::display(sources));
     }
     let known = EXTERNALS.iter().map(|known| (known.cpp, known.brought.to_string()));
@@ -67,12 +66,29 @@ pub(super) fn declarations(
     announced.sort();
     announced.dedup();
     let announced = announced.concat();
+    let declarations = exported(&declarations, names_of(&units));
     Ok(Some(format!("// clang-format off\n{announced}{declarations}// clang-format on\n")))
+}
+
+/// How the name of a function in a CUDA object ends.
+const IN_CUDA: &str = "_cuda";
+
+/// The declarations, so that a shared library can export those that CUDA objects define. They may have
+/// been compiled with hidden names.
+fn exported<'u>(declarations: &str, mut names: impl Iterator<Item = &'u String>) -> String {
+    if !names.any(|name| name.ends_with(IN_CUDA)) {
+        return declarations.to_string();
+    }
+    format!("#pragma GCC visibility push(default)\n{declarations}#pragma GCC visibility pop\n")
 }
 
 /// The names of the functions, in their order.
 pub(super) fn names(sources: &[PathBuf]) -> Result<Vec<String>> {
     Ok(read(sources)?.into_iter().flat_map(|unit| unit.names).collect())
+}
+
+fn names_of(units: &[Unit]) -> impl Iterator<Item = &String> {
+    units.iter().flat_map(|unit| &unit.names)
 }
 
 fn read(sources: &[PathBuf]) -> Result<Vec<Unit>> {
