@@ -77,6 +77,7 @@ fn main() {
     } else {
         extension = extension.without("csrc/distributed");
     }
+    extension = extension.kernel_library("csrc/kernels.map");
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
         extension = extension.cuda_library("cublasLt");
     }

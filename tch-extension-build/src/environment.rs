@@ -109,6 +109,7 @@ const CARGOS_OWN: &[&str] = &[
     "NUM_JOBS",
     "PROFILE",
     "CARGO_PKG_NAME",
+    "CARGO_PKG_VERSION",
     "CARGO_CFG_TARGET_OS",
     "CARGO_CFG_TARGET_ARCH",
 ];

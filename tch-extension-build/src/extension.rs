@@ -33,6 +33,8 @@ pub struct Extension {
     #[cfg(feature = "headers")]
     params: Vec<PathBuf>,
     cuda_libraries: Vec<String>,
+    /// The functions that the CUDA sources define for others, if they can be a library of their own.
+    kernels: Option<PathBuf>,
     /// Headers of CUDA libraries, and the sources that include them.
     cuda_headers: Vec<(PathBuf, String)>,
     options: Options,
@@ -64,6 +66,7 @@ impl Extension {
             #[cfg(feature = "headers")]
             params: Vec::new(),
             cuda_libraries: Vec::new(),
+            kernels: None,
             cuda_headers: Vec::new(),
             options: Options::default(),
             archs: None,
@@ -228,6 +231,14 @@ impl Extension {
     /// (`cublas`, `cublasLt` and `nvrtc`, but not `curand`). The CUDA runtime is always linked.
     pub fn cuda_library(mut self, name: &str) -> Self {
         self.cuda_libraries.push(name.to_string());
+        self
+    }
+
+    /// Lets the CUDA sources become a shared library if `TCH_EXTENSION_KERNELS` asks for one. `exports`
+    /// is the linker script with their functions. For tch-extension itself.
+    #[doc(hidden)]
+    pub fn kernel_library(mut self, exports: impl Into<PathBuf>) -> Self {
+        self.kernels = Some(exports.into());
         self
     }
 

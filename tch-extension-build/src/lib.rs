@@ -59,6 +59,7 @@
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
 //! | `TORCH_CUDA_ARCH_LIST` | the architectures to compile for, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: those of this machine's GPUs, or [`arch::DEFAULT_ARCHS`] if it has none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes it an error if CUDA cannot be compiled |
+//! | `TCH_EXTENSION_KERNELS` | how programs get the CUDA kernels of tch-extension itself: `static` (the default), `shared` or a path (see below) |
 //! | `TCH_EXTENSION_CHECK` | `1` compiles no C++ and no CUDA and needs no libtorch: for `cargo clippy`, `cargo check` and editors, which link nothing (see below) |
 //! | `TCH_EXTENSION_ISAS` | `native` compiles CPU kernels only for the best instruction set of this machine's CPU, instead of three. The program then refuses to start on a CPU without it |
 //! | `TCH_EXTENSION_CACHE` | the folder of the cache (below). Default: `tch_extension` in `XDG_CACHE_HOME` or `~/.cache` |
@@ -78,6 +79,19 @@
 //! you or to root, and nobody else may be able to write to it. If it cannot be used, everything is
 //! compiled, with one warning. Its file `log` has a line for each build, which says how many objects
 //! were up to date (`current`), were in the cache (`found`) and were `compiled`.
+//!
+//! # The kernels of tch-extension
+//! By default, they are in a static library, and each program contains them. A program that is shipped
+//! wants this. `TCH_EXTENSION_KERNELS` has other ways:
+//!
+//! - `shared`: one shared library for all programs. It is in the target folder and in the folder
+//!   `kernels` of the cache, where programs find it while one of the two exists.
+//! - The path of such a library, which the wheel has: `python3 -m tch_extension kernels` prints it.
+//!   Then no kernel is compiled, and no nvcc is needed. Programs find it where it is now.
+//!
+//! A library must have the version, the parameters, the families and the architectures that are wanted
+//! (`TORCH_CUDA_ARCH_LIST`, or this machine's GPUs), and be for libtorch's CUDA. Otherwise the build
+//! says what is different. A program that finds another library in its place does not start.
 //!
 //! # Lints and editors
 //! Cargo does not tell a build script that nothing will be linked, so say it:
@@ -135,6 +149,8 @@ mod fewer;
 pub mod headers;
 mod isa;
 mod isolate;
+#[doc(hidden)]
+pub mod kernels;
 mod libtorch;
 mod objects;
 mod paths;

@@ -416,27 +416,13 @@ impl Entry<'_, '_> {
         let written = std::fs::read(object).and_then(|object| {
             let bytes = pack(inputs, warnings, &object);
             // Somebody may have emptied the cache.
-            self.write(&inputs.key, &bytes).or_else(|_| self.write(&inputs.key, &bytes))
+            let publish = || place::publish(&self.folder, &inputs.key, &bytes);
+            publish().or_else(|_| publish())
         });
         if self.objects.usable(written).is_some() {
             self.objects.is_new.store(true, Ordering::Relaxed);
             self.forget();
         }
-    }
-
-    fn write(&self, key: &str, bytes: &[u8]) -> Result<()> {
-        place::create(&self.folder)?;
-        trusted::check(&self.folder)?;
-        let partial = place::unique(&self.folder, "part");
-        let mut options = OpenOptions::new();
-        let opened = options.write(true).create_new(true).mode(0o600).open(&partial);
-        let written = opened
-            .and_then(|mut file| file.write_all(bytes))
-            .and_then(|()| std::fs::rename(&partial, self.folder.join(key)));
-        if written.is_err() {
-            let _ = std::fs::remove_file(partial);
-        }
-        written
     }
 
     /// Removes the objects that were used longest ago, and what killed builds have left.

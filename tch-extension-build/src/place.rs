@@ -3,7 +3,7 @@
 
 use super::trusted;
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::io::{Error, ErrorKind, Result};
+use std::io::{Error, ErrorKind, Result, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -124,6 +124,25 @@ pub fn lock_alone(entry: &Path, mut lock: File) -> Result<File> {
 }
 
 const LOCK: &str = "lock";
+
+/// Writes a file of the cache, which appears as a whole. Its folder is created and checked.
+///
+/// # Errors
+/// When the folder is not the user's own, and when the file cannot be written.
+pub fn publish(folder: &Path, name: &str, bytes: &[u8]) -> Result<()> {
+    create(folder)?;
+    trusted::check(folder)?;
+    let partial = unique(folder, "part");
+    let mut options = OpenOptions::new();
+    let opened = options.write(true).create_new(true).mode(0o600).open(&partial);
+    let written = opened
+        .and_then(|mut file| file.write_all(bytes))
+        .and_then(|()| std::fs::rename(&partial, folder.join(name)));
+    if written.is_err() {
+        let _ = std::fs::remove_file(partial);
+    }
+    written
+}
 
 /// A file of the compile cache that holds an object.
 pub struct Stored {

@@ -86,8 +86,10 @@ pub struct Toolchain {
     pub libtorch: Libtorch,
     /// The C++ compiler.
     pub cxx: Cxx,
-    /// nvcc; `None` if CUDA is left out.
+    /// nvcc; `None` if CUDA is left out or its kernels are there already.
     pub cuda: Option<Cuda>,
+    /// The folder of CUDA's headers, if C++ is compiled with CUDA.
+    pub(crate) cuda_headers: Option<PathBuf>,
     /// The only CPU instruction set that kernels are compiled for; all if `None`.
     pub(crate) only_isa: Option<&'static str>,
 }
@@ -175,7 +177,8 @@ impl Toolchain {
         if cxx.is_clang {
             env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
         }
-        Ok(Toolchain { libtorch, cxx, cuda, only_isa: None })
+        let cuda_headers = cuda.as_ref().map(|cuda| cuda.nvcc.home().join("include"));
+        Ok(Toolchain { libtorch, cxx, cuda, cuda_headers, only_isa: None })
     }
 
     /// Everything on which a library depends apart from the sources, their headers and the
@@ -325,7 +328,7 @@ impl Toolchain {
         command.args(["-Wl,--no-undefined", "-Wl,--as-needed"]).args(flags);
         link_folder(&mut command, &self.libtorch.lib);
         command.args(["-lc10", "-ltorch_cpu", "-ltorch"]);
-        if self.cuda.is_some() {
+        if self.cuda_headers.is_some() {
             let runtime = self.libtorch.cuda_runtime()?;
             command.args(["-lc10_cuda", "-ltorch_cuda"]);
             link_folder(&mut command, runtime.parent().unwrap_or(&self.libtorch.lib));

@@ -4,7 +4,7 @@
 use crate::repo::{Repo, files_below};
 use crate::report::{self, say};
 use crate::setup::{self, Changes};
-use crate::{cargo, outside, programs};
+use crate::{cargo, crossing, outside, programs};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
@@ -15,6 +15,8 @@ use std::process::ExitCode;
 pub struct Options {
     /// Whether the benchmarks are included.
     pub benches: bool,
+    /// Whether all of it is also packed into one file.
+    pub archive: bool,
 }
 
 /// A program that cargo built.
@@ -26,8 +28,16 @@ struct Program {
     source: PathBuf,
 }
 
+/// What is built for a bundle.
+#[derive(Default)]
+struct Parts {
+    programs: Vec<Program>,
+    /// The libraries of kernels that the programs link.
+    kernels: Vec<PathBuf>,
+}
+
 /// A bundle larger than this draws a warning, because it is tedious to copy to another machine.
-const LARGE_MIB: f64 = 64.0;
+const LARGE_MIB: f64 = 200.0;
 /// Larger files are not source files and are not copied.
 const LARGEST_FILE: u64 = 1 << 20;
 
@@ -35,11 +45,15 @@ const LARGEST_FILE: u64 = 1 << 20;
 pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     let ready = setup::run(repo)?;
     let has_vision = setup::vision(repo, &ready)?;
-    let programs = build(repo, &ready.changes, &options)?;
+    let Parts { programs, kernels } = build(repo, &ready.changes, &options)?;
     let (fresh, place) = (repo.root.join("dist.tmp"), repo.root.join("dist"));
     remove(&fresh)?;
     for program in &programs {
         copy_program(program, &fresh)?;
+    }
+    for library in &kernels {
+        let name = library.file_name().context("a library without a name")?;
+        copy_stripped(library, &fresh.join("lib").join(name))?;
     }
     copy_files(repo, &fresh.join("files"))?;
     if has_vision {
@@ -51,10 +65,34 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     remove(&place)?;
     std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
     report::print(&summary(&place, &programs)?);
+    if options.archive {
+        pack(repo)?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
+/// Packs `dist` into `dist.tar.xz`, completely or not at all.
+fn pack(repo: &Repo) -> Result<()> {
+    let (partial, place) = (repo.root.join("dist.tar.tmp"), repo.root.join("dist.tar.xz"));
+    let mut command = programs::command("tar", &["--xz", "--create", "--file"]);
+    // The programs have much in common, in places that are further apart than the programs are large.
+    command
+        .arg(&partial)
+        .arg("dist")
+        .current_dir(&repo.root)
+        .env("XZ_OPT", "-6 --lzma2=dict=64MiB -T1");
+    let status = command.status().context("cannot start `tar`, which packs the bundle")?;
+    if !status.success() {
+        bail!("`tar --xz` could not pack dist; it needs `xz` (Debian: apt install xz-utils)");
+    }
+    std::fs::rename(&partial, &place)
+        .with_context(|| format!("cannot write {}", place.display()))?;
+    let size = mib(std::fs::metadata(&place)?.len());
+    report::print(&format!("{:<40}{size:>8.1} MiB\n", "dist.tar.xz"));
+    Ok(())
+}
+
+fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Parts> {
     let mut builds: Vec<&[&str]> = vec![&["test", "--no-run"], &["build", "--bins"]];
     if options.benches {
         builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
@@ -67,9 +105,13 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
         command
     });
     let there = outside.into_iter().map(|args| outside::cargo_in(repo, changes, &example, args));
-    let mut found = Vec::new();
+    let mut parts = Parts::default();
+    let found = &mut parts.programs;
     for mut command in here.chain(there) {
         let messages = cargo::messages(&mut command)?;
+        // Nothing, without CUDA and where the library was not built.
+        let kernels = cargo::out_dir(&messages).ok().and_then(|folder| crossing::library(&folder));
+        parts.kernels.extend(kernels);
         for program in messages.iter().filter_map(|message| program(message, &repo.root)) {
             if needs_rust(&program.source) {
                 say(format_args!(
@@ -83,7 +125,7 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
     }
     match found.is_empty() {
         true => bail!("cargo built no program"),
-        false => Ok(found),
+        false => Ok(parts),
     }
 }
 
@@ -130,22 +172,23 @@ fn needs_rust(source: &Path) -> bool {
     ["trybuild::", "\"cargo\"", "\"rustc\"", "\"CARGO\""].iter().any(|sign| text.contains(sign))
 }
 
-/// Copies a program without its debug information, which is most of its size.
 fn copy_program(program: &Program, dist: &Path) -> Result<()> {
-    let folder = dist.join(program.folder);
-    std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot make {}", folder.display()))?;
-    let copy = folder.join(&program.name);
-    let stripped = programs::command("strip", &["-o"]).arg(&copy).arg(&program.executable).output();
+    copy_stripped(&program.executable, &dist.join(program.folder).join(&program.name))
+}
+
+/// Copies a program or library without its debug information, which is most of its size.
+fn copy_stripped(from: &Path, to: &Path) -> Result<()> {
+    let folder = to.parent().context("a file without a folder")?;
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let stripped = programs::command("strip", &["-o"]).arg(to).arg(from).output();
     if stripped.is_ok_and(|output| output.status.success()) {
         return Ok(());
     }
     say(format_args!(
         "warning: {} is copied with its debug information: no `strip` (binutils)",
-        program.name
+        from.display()
     ));
-    std::fs::copy(&program.executable, &copy)
-        .with_context(|| format!("cannot write {}", copy.display()))?;
+    std::fs::copy(from, to).with_context(|| format!("cannot write {}", to.display()))?;
     Ok(())
 }
 

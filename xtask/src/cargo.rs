@@ -5,6 +5,7 @@ use crate::setup::{Changes, ISAS};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Selects all packages but the one whose dependencies are not everybody's. `ci` tests it, too, and
@@ -115,6 +116,17 @@ pub fn output_messages(command: &mut Command) -> Result<Vec<Value>> {
         bail!("`{}` failed ({})", describe(command), output.status);
     }
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
+}
+
+/// The folder in which the library's build script wrote its objects.
+pub fn out_dir(messages: &[Value]) -> Result<PathBuf> {
+    let is_library = |message: &&Value| {
+        let package = message["package_id"].as_str().unwrap_or_default();
+        message["reason"] == "build-script-executed" && package.contains("#tch-extension@")
+    };
+    let message = messages.iter().find(is_library);
+    let folder = message.and_then(|message| message["out_dir"].as_str());
+    Ok(folder.context("cargo did not say where the library's objects are")?.into())
 }
 
 /// Picks cargo's messages out of the output; other programs may print between them.

@@ -194,9 +194,11 @@ impl Ci {
 
     fn weak_symbols(&self) -> Result<()> {
         let messages = self.build()?;
-        say(weak_symbols::check(&objects(&messages)?)?);
+        let out_dir = cargo::out_dir(&messages)?;
+        say(weak_symbols::check(&out_dir)?);
         if self.has_cuda {
-            say(crossing::check(&messages, &headers::functions(&self.repo, &self.changes)?)?);
+            let library = crossing::library(&out_dir).context("there is no kernel library")?;
+            say(crossing::check(&self.repo.root, &library)?);
         }
         Ok(())
     }
@@ -377,17 +379,6 @@ impl Ci {
     }
 }
 
-/// The folder in which the library's build script has its objects.
-fn objects(messages: &[Value]) -> Result<PathBuf> {
-    let is_library = |message: &&Value| {
-        let package = message["package_id"].as_str().unwrap_or_default();
-        message["reason"] == "build-script-executed" && package.contains("#tch-extension@")
-    };
-    let message = messages.iter().find(is_library);
-    let folder = message.and_then(|message| message["out_dir"].as_str());
-    Ok(folder.context("cargo did not say where the library's objects are")?.into())
-}
-
 /// The C++ and CUDA files that clang-format checks, relative to the root.
 fn c_files(root: &Path) -> Vec<PathBuf> {
     let is_c = |file: &PathBuf| {
@@ -452,8 +443,8 @@ mod tests {
             })
         };
         let messages = ["torch-sys", "tch-extension", "tch-extension-python"].map(script);
-        assert_eq!(objects(&messages).unwrap(), Path::new("tch-extension"));
-        assert!(objects(&messages[..1]).is_err());
+        assert_eq!(cargo::out_dir(&messages).unwrap(), Path::new("tch-extension"));
+        assert!(cargo::out_dir(&messages[..1]).is_err());
     }
 
     #[test]

@@ -42,8 +42,9 @@ cargo xtask COMMAND [ARGUMENTS]
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   cache [--clear]    the C++ and CUDA objects that this user's builds share: how many, how large; or an end to them
-  bundle [--no-bench]
-                     dist/: test, bench and example programs with a run.sh, for a machine without Rust
+  bundle [--no-bench] [--archive]
+                     dist/: test, bench and example programs with a run.sh, for a machine without Rust; with --archive also
+                     dist.tar.xz, which has all of it
   wheel [--tch 0.26] the Python package in tch-extension-python as a wheel in target/wheels, installed and tested in an empty
                      environment. TCH_EXTENSION_CUDA=0 leaves CUDA out
   setup              only what the others do first: fetch libtorch and nvcc into .venv, unless they are there
@@ -187,12 +188,14 @@ fn no_args(name: &str, args: &[String]) -> Result<()> {
 }
 
 fn bundle_options(args: &[String]) -> Result<bundle::Options> {
-    let mut options = bundle::Options { benches: true };
+    let mut options = bundle::Options { benches: true, archive: false };
     for arg in args {
         match arg.as_str() {
             "--no-bench" => options.benches = false,
+            "--archive" => options.archive = true,
             other => {
-                return Err(Usage(format!("`bundle` knows no `{other}`, only `--no-bench`")).into());
+                let known = "only `--no-bench` and `--archive`";
+                return Err(Usage(format!("`bundle` knows no `{other}`, {known}")).into());
             }
         }
     }

@@ -13,6 +13,10 @@ mod cargo;
 mod ci;
 mod commands;
 mod compiler;
+// How contents are told apart, as a file for the same reason as `probe`.
+#[allow(dead_code)]
+#[path = "../../tch-extension-build/src/content.rs"]
+mod content;
 mod crossing;
 mod cuda;
 mod doctor;

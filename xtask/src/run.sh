@@ -81,7 +81,8 @@ set_library_path() {
   for folder in "$site"/nvidia/*/lib; do
     [[ -d $folder ]] && path+=:$folder
   done
-  export LD_LIBRARY_PATH=$path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  # The kernels, which all programs share.
+  export LD_LIBRARY_PATH=$here/lib:$path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 }
 
 # Reports missing libraries in one message, instead of letting each program fail.

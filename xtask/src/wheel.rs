@@ -9,7 +9,7 @@ use crate::libtorch::{Libtorch, Rule};
 use crate::repo::{Repo, files_below};
 use crate::report::{self, say};
 use crate::setup::{self, Changes};
-use crate::{cargo, compiler, glibc, old_systems, pip, programs, versions, wheels};
+use crate::{cargo, compiler, crossing, glibc, old_systems, pip, programs, versions, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -153,11 +153,14 @@ impl Build<'_> {
         wheels::WHEEL_TOOLS.ensure(self.repo)?;
         // What the library consists of, before it is linked once more as the wheel has it.
         let crates = cargo::messages(&mut self.cargo("build"))?;
-        let library = self.library(&crates)?;
-        check_library(&library)?;
+        let old = OldSystems::prepare(self.repo, &self.workspace)?;
         let scratch = tempfile::tempdir().context("cannot make a folder for the wheel")?;
+        let kernels = self.kernels(&crates, &old, scratch.path())?;
+        let library = self.library(&crates, &old)?;
+        check_needs(&library, kernels.as_deref())?;
+        check_exports(&library)?;
         let content = scratch.path().join("content");
-        self.stage(&library, &crates, &content)?;
+        self.stage(&library, kernels.as_deref(), &crates, &content)?;
         let packed = self.pack(&content, scratch.path())?;
         let folder = self.repo.root.join("target/wheels");
         let wheel = self.retag(&packed, &scratch.path().join("tagged"), &folder)?;
@@ -170,24 +173,11 @@ impl Build<'_> {
     }
 
     /// Builds the library. Its objects are those of all other builds; only the link differs.
-    fn library(&self, crates: &[Value]) -> Result<PathBuf> {
-        let cxx = compiler::find(std::env::var("CXX").ok().as_deref())?.command;
-        let folder = self.workspace.root.join("target/wheel");
-        std::fs::create_dir_all(&folder)
-            .with_context(|| format!("cannot make {}", folder.display()))?;
-        glibc::write_stubs(&cxx, &folder)?;
-        let object = folder.join("old_systems.o");
-        old_systems::compile(&cxx, &self.repo.root, &object)?;
-        let (folder, object) = (folder.display(), object.display());
-        let link = [
-            "strip=symbols".to_string(),
-            format!("link-arg=-L{folder}"),
-            format!("link-arg={object}"),
-            // What the stubs lack must be a message of the linker's, and not one when it is loaded.
-            "link-arg=-Wl,-z,defs".to_string(),
-            // Functions in C of other crates stay inside.
-            format!("link-arg=-Wl,--exclude-libs={}", other_crates(crates).join(":")),
-        ];
+    fn library(&self, crates: &[Value], old: &OldSystems) -> Result<PathBuf> {
+        let mut link = vec!["strip=symbols".to_string()];
+        link.extend(old.arguments().into_iter().map(|argument| format!("link-arg={argument}")));
+        // Functions in C of other crates stay inside.
+        link.push(format!("link-arg=-Wl,--exclude-libs={}", other_crates(crates).join(":")));
         let mut command = self.cargo("rustc");
         command.args(["--crate-type", "cdylib", cargo::AS_JSON, "--"]);
         command.args(link.iter().flat_map(|option| ["-C", option]));
@@ -195,12 +185,48 @@ impl Build<'_> {
         messages.iter().find_map(cdylib).context("cargo built no library")
     }
 
+    /// Links the kernel library once more, for the same systems. `None` without CUDA.
+    fn kernels(
+        &self,
+        crates: &[Value],
+        old: &OldSystems,
+        folder: &Path,
+    ) -> Result<Option<PathBuf>> {
+        let out_dir = cargo::out_dir(crates)?;
+        let Some(built) = crossing::library(&out_dir) else {
+            return match self.torch.cuda {
+                None => Ok(None),
+                Some(_) => bail!("there is no kernel library in {}", out_dir.display()),
+            };
+        };
+        let place = built.with_file_name("link");
+        let link = std::fs::read_to_string(&place)
+            .with_context(|| format!("cannot read {}", place.display()))?;
+        let library = folder.join(built.file_name().context("a library without a name")?);
+        let (program, words) = compiler::split(&old.cxx);
+        let mut command = Command::new(program);
+        command.args(words).args(link.lines()).args(old.arguments()).arg("-Wl,--strip-all");
+        let output = command.arg("-o").arg(&library).output().context("cannot run the compiler")?;
+        if !output.status.success() {
+            bail!("the kernels do not link:\n{}", String::from_utf8_lossy(&output.stderr).trim());
+        }
+        say(crossing::check(&self.repo.root, &library)?);
+        check_needs(&library, None)?;
+        Ok(Some(library))
+    }
+
     fn cargo(&self, subcommand: &str) -> Command {
         cargo::command(&self.workspace, &self.changes, &[subcommand, "-p", PACKAGE, "--lib"])
     }
 
     /// Lays out what the wheel contains.
-    fn stage(&self, library: &Path, crates: &[Value], content: &Path) -> Result<()> {
+    fn stage(
+        &self,
+        library: &Path,
+        kernels: Option<&Path>,
+        crates: &[Value],
+        content: &Path,
+    ) -> Result<()> {
         let python = self.repo.root.join(PYTHON);
         for file in files_below(&python, "") {
             if file.components().all(|part| part.as_os_str() != "__pycache__") {
@@ -209,7 +235,10 @@ impl Build<'_> {
         }
         let package = content.join("tch_extension");
         copy(library, &package.join(LIBRARY))?;
-        write(&package.join("_build.py"), &self.facts())?;
+        if let Some(kernels) = kernels {
+            copy(kernels, &package.join(name_of(kernels)))?;
+        }
+        write(&package.join("_build.py"), &self.facts(kernels))?;
         let info = content.join(format!("tch_extension-{}.dist-info", self.version()));
         write(&info.join("METADATA"), &self.metadata()?)?;
         write(
@@ -253,12 +282,13 @@ impl Build<'_> {
         format!("{}+{}", env!("CARGO_PKG_VERSION"), self.torch.label())
     }
 
-    fn facts(&self) -> String {
+    fn facts(&self, kernels: Option<&Path>) -> String {
         let cuda = self.torch.cuda.as_ref().map_or("None".to_string(), |cuda| format!("{cuda:?}"));
         format!(
-            "\"\"\"What this package was built for.\"\"\"\n\nVERSION = {:?}\nTORCH = {:?}\nCUDA = {cuda}\n",
+            "\"\"\"What this package was built for.\"\"\"\n\nVERSION = {:?}\nTORCH = {:?}\nCUDA = {cuda}\nKERNELS = {}\n",
             self.version(),
-            self.torch.version
+            self.torch.version,
+            kernels.map_or("None".to_string(), |kernels| format!("{:?}", name_of(kernels)))
         )
     }
 
@@ -302,7 +332,9 @@ impl Build<'_> {
         let (packed, out) = (packed.to_string_lossy(), scratch.to_string_lossy());
         // Nothing in the library has to be patched.
         let mut arguments = vec!["repair", "--patcher", "none", "--plat", "auto", "-w", &out];
-        arguments.extend(OF_TORCH.iter().flat_map(|library| ["--exclude", library]));
+        // The kernels are in the wheel.
+        let others = OF_TORCH.iter().chain(&["libtch_extension_kernels-*.so"]);
+        arguments.extend(others.flat_map(|library| ["--exclude", library]));
         arguments.push(&packed);
         self.tool("auditwheel", &arguments)?;
         let tagged = only_wheel(scratch)?;
@@ -426,35 +458,78 @@ fn cdylib(message: &Value) -> Option<PathBuf> {
     files.map(PathBuf::from).find(|file| file.extension().is_some_and(|end| end == "so"))
 }
 
-/// Refuses a library that needs what no torch has, says where libraries are, or exports more than
-/// its one function.
-fn check_library(library: &Path) -> Result<()> {
-    let path = library.to_string_lossy();
-    let read = |program: &str, arguments: &[&str]| {
-        let arguments: Vec<&str> = arguments.iter().copied().chain([&*path]).collect();
-        programs::stdout(program, &arguments)
-            .with_context(|| format!("{program}, which comes with binutils, cannot read {path}"))
-    };
-    let dynamic = read("readelf", &["--dynamic", "--wide"])?;
-    if let Some(problem) = problem_of_needs(&dynamic) {
-        bail!("{path}: {problem}");
+/// How libraries are linked for systems with an older glibc and an older libstdc++.
+struct OldSystems {
+    cxx: String,
+    folder: PathBuf,
+}
+
+impl OldSystems {
+    fn prepare(repo: &Repo, workspace: &Repo) -> Result<Self> {
+        let cxx = compiler::find(std::env::var("CXX").ok().as_deref())?.command;
+        let folder = workspace.root.join("target/wheel");
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("cannot make {}", folder.display()))?;
+        glibc::write_stubs(&cxx, &folder)?;
+        let old = OldSystems { cxx, folder };
+        old_systems::compile(&old.cxx, &repo.root, &old.object())?;
+        Ok(old)
     }
-    let exported = read("nm", &["--dynamic", "--defined-only", "--format=posix"])?;
+
+    fn object(&self) -> PathBuf {
+        self.folder.join("old_systems.o")
+    }
+
+    /// The arguments for a linker that the compiler calls.
+    fn arguments(&self) -> [String; 3] {
+        let object = self.object().display().to_string();
+        // What the stubs lack must be a message of the linker's, and not one when it is loaded.
+        [format!("-L{}", self.folder.display()), object, "-Wl,-z,defs".to_string()]
+    }
+}
+
+fn name_of(library: &Path) -> String {
+    library.file_name().unwrap_or_default().to_string_lossy().into_owned()
+}
+
+/// Refuses a library that needs what neither torch nor the wheel has, or says where libraries of this
+/// machine are.
+fn check_needs(library: &Path, kernels: Option<&Path>) -> Result<()> {
+    let dynamic = read_by("readelf", &["--dynamic", "--wide"], library)?;
+    match problem_of_needs(&dynamic, kernels.map(name_of).as_deref()) {
+        Some(problem) => bail!("{}: {problem}", library.display()),
+        None => Ok(()),
+    }
+}
+
+/// Refuses a library that exports more than its one function.
+fn check_exports(library: &Path) -> Result<()> {
+    let exported = read_by("nm", &["--dynamic", "--defined-only", "--format=posix"], library)?;
     let names: Vec<&str> =
         exported.lines().filter_map(|line| line.split_whitespace().next()).collect();
     if names != [EXPORTED] {
         bail!(
-            "{path} must export {EXPORTED} and nothing else, and it exports {}",
+            "{} must export {EXPORTED} and nothing else, and it exports {}",
+            library.display(),
             names.join(", ")
         );
     }
     Ok(())
 }
 
-/// What is wrong in readelf's listing of what a library needs.
-fn problem_of_needs(dynamic: &str) -> Option<String> {
+/// What one of binutils' programs prints about a library.
+fn read_by(program: &str, arguments: &[&str], library: &Path) -> Result<String> {
+    let path = library.to_string_lossy();
+    let arguments: Vec<&str> = arguments.iter().copied().chain([&*path]).collect();
+    programs::stdout(program, &arguments)
+        .with_context(|| format!("{program}, which comes with binutils, cannot read {path}"))
+}
+
+/// What is wrong in readelf's listing of what a library needs, which may be these kernels.
+fn problem_of_needs(dynamic: &str, kernels: Option<&str>) -> Option<String> {
     let is_known = |library: &str| {
         OF_THE_SYSTEM.contains(&library)
+            || kernels == Some(library)
             || OF_TORCH.iter().any(|known| match known.strip_suffix('*') {
                 Some(begin) => library.starts_with(begin),
                 None => library == *known,
@@ -463,7 +538,10 @@ fn problem_of_needs(dynamic: &str) -> Option<String> {
     let value = |line: &str| Some(line.split_once('[')?.1.split_once(']')?.0.to_string());
     dynamic.lines().find_map(|line| match line {
         line if line.contains("(RPATH)") || line.contains("(RUNPATH)") => {
-            Some(format!("it has the path {}", value(line)?))
+            let folders = value(line)?;
+            // Relative to the library.
+            let is_relative = folders.split(':').all(|folder| folder.starts_with("$ORIGIN"));
+            (!is_relative).then(|| format!("it has the path {folders}"))
         }
         line if line.contains("(NEEDED)") => {
             let library = value(line)?;
@@ -531,14 +609,25 @@ mod tests {
 
     #[test]
     fn what_torch_does_not_bring_is_refused() {
+        let kernels = "libtch_extension_kernels-01.so";
         let needs = |library: &str| {
-            problem_of_needs(&format!(" 0x0001 (NEEDED)  Shared library: [{library}]\n"))
+            problem_of_needs(
+                &format!(" 0x0001 (NEEDED)  Shared library: [{library}]\n"),
+                Some(kernels),
+            )
         };
-        for library in ["libtorch_cpu.so", "libcudart.so.13", "libm.so.6"] {
+        for library in ["libtorch_cpu.so", "libcudart.so.13", "libm.so.6", kernels] {
             assert_eq!(needs(library), None);
         }
         assert!(needs("libpython3.11.so.1.0").unwrap().contains("libpython3.11.so.1.0"));
-        let path = problem_of_needs(" 0x001d (RUNPATH)  Library runpath: [/home/me]\n");
-        assert!(path.unwrap().contains("/home/me"));
+        assert!(needs("libtch_extension_kernels-02.so").is_some());
+        let path = |path: &str| {
+            problem_of_needs(
+                &format!(" 0x001d (RUNPATH)  Library runpath: [{path}]\n"),
+                Some(kernels),
+            )
+        };
+        assert_eq!(path("$ORIGIN:$ORIGIN/../nvidia/cu13/lib"), None);
+        assert!(path("$ORIGIN:/home/me").unwrap().contains("/home/me"));
     }
 }

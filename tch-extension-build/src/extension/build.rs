@@ -3,6 +3,7 @@
 
 use super::{Built, Extension};
 use crate::environment::{BuildScript, Environment, Process};
+use crate::kernels::{self, Exports, Form, Wanted};
 use crate::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda, text_of};
 use crate::{isa, isolate, paths, place, probe};
 use anyhow::{Context, Result, bail};
@@ -46,6 +47,10 @@ impl Extension {
                     self.name
                 );
             }
+            if let Some(folders) = line.strip_prefix(KERNELS) {
+                *OWN_KERNELS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) =
+                    Some(folders.to_string());
+            }
             if !line.contains(":+verbatim=") || once.insert(line.clone()) {
                 println!("cargo::{line}");
             }
@@ -84,14 +89,22 @@ impl Extension {
         }
         let libtorch = find_libtorch(env)?;
         let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
-        let mut toolchain =
-            Toolchain::find(libtorch, CudaMode::IfPresent, self.archs.as_deref(), env)?;
+        let (form, wanted) = self.wanted_kernels(&libtorch, env)?;
+        let mut kernels = match (&form, &wanted) {
+            (Form::Prebuilt(path), Some(wanted)) => Some(wanted.prebuilt(path, env)?),
+            _ => None,
+        };
+        let mode = if kernels.is_some() { CudaMode::Off } else { CudaMode::IfPresent };
+        let mut toolchain = Toolchain::find(libtorch, mode, self.archs.as_deref(), env)?;
         toolchain.only_isa = isa::chosen(env)?;
-        if toolchain.cuda.is_none() && has_cuda_sources {
+        if kernels.is_some() {
+            toolchain.cuda_headers = Some(kernels::headers(&toolchain, env)?);
+        } else if toolchain.cuda.is_none() && has_cuda_sources {
             toolchain.warn_of_missing_nvcc(env);
         }
         let mut options = self.options_for(env);
-        if toolchain.cuda.is_some() {
+        let has_cuda = toolchain.cuda_headers.is_some();
+        if has_cuda {
             options.includes_for.extend(self.folders_of_headers(&toolchain.libtorch, env));
         }
         if env.var("PROFILE").as_deref() == Some("debug") {
@@ -105,10 +118,16 @@ impl Extension {
         options.reuse = reuse(env)?;
         #[cfg(feature = "headers")]
         self.write_params(out_dir, &mut options, env)?;
-        let objects = toolchain.compile(&self.sources, &options, out_dir, workers, env)?;
+        let mut objects = toolchain.compile(&self.sources, &options, out_dir, workers, env)?;
         if let Some(cuda) = &toolchain.cuda {
             // Not CUDA's headers, which are hundreds.
             env.reads(&cuda.nvcc.path);
+        }
+
+        if let (Form::Shared, Some(wanted), true) = (&form, &wanted, toolchain.cuda.is_some()) {
+            let of_cuda: Vec<Object> =
+                objects.extract_if(.., |object| is_cuda(&object.source)).collect();
+            kernels = Some(wanted.link(&of_cuda, &toolchain, out_dir, &options.reuse, env)?);
         }
 
         let mut lines = Vec::new();
@@ -137,9 +156,42 @@ impl Extension {
             lines.push(format!("rustc-link-lib=static{whole}={}", self.name));
             lines.push("rustc-link-lib=stdc++".to_string());
         }
-        let cuda = toolchain.cuda.is_some();
-        lines.extend(self.link_lines(&toolchain.libtorch, cuda)?);
-        Ok((Built { cuda }, lines))
+        if let Some(library) = &kernels {
+            lines.push(format!("rustc-link-search=native={}", library.folder().display()));
+            lines.push(format!("rustc-link-lib=dylib:+verbatim={}", library.name()));
+            let folders = std::env::join_paths(&library.folders)?.to_string_lossy().into_owned();
+            lines.push(format!("{KERNELS}{folders}"));
+        }
+        lines.extend(self.link_lines(&toolchain.libtorch, has_cuda)?);
+        Ok((Built { cuda: has_cuda }, lines))
+    }
+
+    /// How the kernels of this extension are linked, and which are wanted if they are linked for
+    /// themselves.
+    fn wanted_kernels(
+        &self,
+        libtorch: &Libtorch,
+        env: &dyn Environment,
+    ) -> Result<(Form, Option<Wanted<'_>>)> {
+        let Some(exports) = &self.kernels else { return Ok((Form::Static, None)) };
+        let form = Form::chosen(env)?;
+        if form == Form::Static || env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0") {
+            return Ok((Form::Static, None));
+        }
+        let Some(cuda) = probe::libtorch_cuda_major(&libtorch.lib) else {
+            if let Form::Prebuilt(path) = form {
+                bail!(
+                    "{}={}, but the libtorch in {} is a CPU build; unset it",
+                    kernels::VARIABLE,
+                    path.display(),
+                    libtorch.lib.display()
+                );
+            }
+            return Ok((Form::Static, None));
+        };
+        env.reads(exports);
+        let exports = Exports::read(exports)?;
+        Ok((form, Some(Wanted { exports, sources: &self.sources, cuda })))
     }
 
     /// Writes the headers of [`Extension::params`] and lets the sources find them. A header whose
@@ -296,9 +348,25 @@ pub fn python_link_args() {
     let mut keys: Vec<String> = present.map(|(kind, _)| format!("rustc-link-arg-{kind}")).collect();
     keys.dedup();
     print_search_paths(&keys);
-    for argument in ["-z,nodelete", "--strip-all"] {
+    let mut arguments = vec!["-z,nodelete".to_string(), "--strip-all".to_string()];
+    let kernels = kernel_folders(&Process);
+    if !kernels.is_empty() {
+        arguments.push("-rpath,$ORIGIN".to_string());
+    }
+    let out_dir = Process.var("OUT_DIR").unwrap_or_default();
+    arguments.extend(kernels.iter().filter_map(|folder| from_library(folder, Path::new(&out_dir))));
+    for argument in arguments {
         println!("cargo::rustc-link-arg-cdylib=-Wl,{argument}");
     }
+}
+
+/// The rpath by which a library in the target folder, such as `target/debug/libmy_ops.so`, finds a
+/// folder of a build script's, such as `target/debug/build/tch-extension-0123/out/kernels`. It names
+/// no folder of this machine.
+fn from_library(folder: &Path, out_dir: &Path) -> Option<String> {
+    let target = out_dir.ancestors().nth(3)?;
+    let relative = folder.strip_prefix(target).ok()?;
+    Some(format!("-rpath,$ORIGIN/{}", relative.display()))
 }
 
 /// Whether this is a file, or a folder with sources of Rust, in which cargo finds a target.
@@ -322,11 +390,25 @@ fn print_search_paths(keys: &[impl std::fmt::Display]) {
     script.print();
     let runtime = libtorch.cuda_runtime().ok();
     let folders = [Some(libtorch.lib.as_path()), runtime.as_deref().and_then(Path::parent)];
-    for folder in folders.into_iter().flatten() {
+    let folders = folders.into_iter().flatten().map(Path::to_path_buf);
+    for folder in folders.chain(kernel_folders(&script)) {
         for key in keys {
             println!("cargo::{key}=-Wl,-rpath,{}", folder.display());
         }
     }
+}
+
+/// The metadata with the folders of the kernel library, for dependents' build scripts.
+const KERNELS: &str = "metadata=kernels=";
+
+/// The folders of the kernel library that this build script has linked.
+static OWN_KERNELS: Mutex<Option<String>> = Mutex::new(None);
+
+/// The folders of the kernel library, if there is one.
+fn kernel_folders(env: &dyn Environment) -> Vec<PathBuf> {
+    let own = OWN_KERNELS.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).clone();
+    let folders = own.or_else(|| env.var("DEP_TCH_EXTENSION_KERNELS")).unwrap_or_default();
+    std::env::split_paths(&folders).filter(|folder| folder.is_absolute()).collect()
 }
 
 /// The user's cache, unless it is switched off.

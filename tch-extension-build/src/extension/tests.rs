@@ -1,5 +1,7 @@
 //! Tests what `Extension` tells the compiler and the linker, with programs that stand in for them.
 
+mod kernels;
+
 use super::build::Purpose;
 use super::*;
 use crate::environment::Environment;

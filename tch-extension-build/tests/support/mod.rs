@@ -37,8 +37,9 @@ pub fn fake_headers(root: &Path, version: &str) -> PathBuf {
 pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     let lib = fake_headers(root, LIBTORCH_VERSIONS[0].0);
     std::fs::create_dir_all(&lib).unwrap();
-    for name in ["c10", "torch_cpu", "torch"] {
-        let output = lib.join(format!("lib{name}.so"));
+    let of_cuda: &[&str] = if cuda { &["cudart.so.13"] } else { &[] };
+    for name in ["c10.so", "torch_cpu.so", "torch.so"].iter().chain(of_cuda) {
+        let output = lib.join(format!("lib{name}"));
         let status = Command::new("g++")
             .args(["-shared", "-x", "c++", "/dev/null", "-o"])
             .arg(output)
@@ -47,7 +48,6 @@ pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     }
     if cuda {
         write(&lib.join("libtorch_cuda.so"), "");
-        write(&lib.join("libcudart.so.13"), "");
         write(&lib.join("libcublasLt.so.13"), "");
         write(&lib.join("libc10_cuda.so"), "\0libcudart.so.13\0");
     }

@@ -1,0 +1,248 @@
+//! Tests the kernel library with g++ in the place of nvcc.
+
+use super::*;
+use std::process::{Command, Output};
+
+const NODE: &str = "TCH_EXTENSION_0123";
+
+/// A script with one kernel of `loss` and C++ that calls it.
+fn script(name: &str) -> Script {
+    script_with(name, NODE, "int tch_extension_loss_cuda() { return 1; }")
+}
+
+fn script_with(name: &str, node: &str, kernel: &str) -> Script {
+    let script = Script::new(name, true);
+    let nvcc = fake_nvcc(&script.folder.join("toolkit"), "13.0");
+    script.source(
+        "csrc/exports.map",
+        &format!(
+            "/* Generated. */\n{node} {{\n  global:\n    tch_extension_loss_cuda;\n    \
+             tch_extension_rope_cuda;\n  local:\n    *;\n}};\n"
+        ),
+    );
+    let declaration = "#pragma GCC visibility push(default)\nextern \"C\" int tch_extension_loss_cuda();\n\
+                       #pragma GCC visibility pop\n";
+    script.source("csrc/loss/cuda.cu", &format!("{declaration}void helper() {{}}\n{kernel}\n"));
+    script.source(
+        "csrc/loss/call.cpp",
+        &format!("{declaration}int call() {{ return tch_extension_loss_cuda(); }}\n"),
+    );
+    script
+        .with("NVCC", &nvcc.display().to_string())
+        .with("TORCH_CUDA_ARCH_LIST", "9.0a")
+        .with("CARGO_PKG_VERSION", "0.1.0")
+        .with("TCH_EXTENSION_KERNELS", "shared")
+}
+
+fn extension(script: &Script) -> Extension {
+    let sources = ["call.cpp", "cuda.cu"].map(|file| script.folder.join("csrc/loss").join(file));
+    Extension::new("ops").sources(sources).kernel_library(script.folder.join("csrc/exports.map"))
+}
+
+/// What a build tells cargo.
+fn lines(script: &Script) -> Vec<String> {
+    extension(script).build_in(script).expect("it builds").1
+}
+
+fn value(lines: &[String], start: &str) -> String {
+    let found = lines.iter().find_map(|line| line.strip_prefix(start));
+    found.unwrap_or_else(|| panic!("no {start} in {lines:?}")).to_string()
+}
+
+fn library(lines: &[String]) -> PathBuf {
+    let name = value(lines, "rustc-link-lib=dylib:+verbatim=libtch_extension_kernels-");
+    let folders = value(lines, KERNELS);
+    Path::new(folders.split(':').next().unwrap()).join(format!("libtch_extension_kernels-{name}"))
+}
+
+const KERNELS: &str = "metadata=kernels=";
+
+/// Links a program with what the lines say, as cargo and `link_args` would.
+fn program(script: &Script, lines: &[String]) -> PathBuf {
+    let main = script.source("main.cpp", "int call();\nint main() { return call(); }\n");
+    let out = script.folder.join("out");
+    let program = script.folder.join("program");
+    let folders = value(lines, KERNELS);
+    let status = Command::new("g++")
+        .arg(main)
+        .arg(out.join("libops.a"))
+        .arg(library(lines))
+        .arg(format!("-Wl,-rpath,{folders}:{}", script.folder.join("libtorch/lib").display()))
+        .arg(format!("-L{}", script.folder.join("libtorch/lib").display()))
+        .args(["-Wl,--no-as-needed", "-l:libcudart.so.13"])
+        .arg("-o")
+        .arg(&program)
+        .status();
+    assert!(status.unwrap().success());
+    program
+}
+
+fn run(program: &Path) -> Output {
+    Command::new(program).output().unwrap()
+}
+
+#[test]
+fn a_library_of_kernels_outlives_the_target_folder_or_the_cache() {
+    let script = script("kernels");
+    let lines = lines(&script);
+    let members = Command::new("ar").arg("t").arg(script.folder.join("out/libops.a")).output();
+    let members = String::from_utf8(members.unwrap().stdout).unwrap();
+    assert!(members.contains("call.cpp") && !members.contains("cuda.cu"), "{members}");
+    let exported = Command::new("nm").args(["-D", "--defined-only"]).arg(library(&lines)).output();
+    let exported = String::from_utf8(exported.unwrap().stdout).unwrap();
+    assert!(exported.contains(&format!("tch_extension_loss_cuda@@{NODE}")), "{exported}");
+    assert!(!exported.contains("helper"), "{exported}");
+
+    let program = program(&script, &lines);
+    assert_eq!(run(&program).status.code(), Some(1));
+    std::fs::remove_dir_all(script.folder.join("out/kernels")).unwrap();
+    assert_eq!(run(&program).status.code(), Some(1), "the cache has it");
+    assert_eq!(super::kernels::lines(&script), lines, "the same library again");
+    std::fs::remove_dir_all(script.folder.join("cache/kernels")).unwrap();
+    assert_eq!(run(&program).status.code(), Some(1), "the target folder has it");
+    std::fs::remove_dir_all(script.folder.join("out/kernels")).unwrap();
+    let text = String::from_utf8(run(&program).stderr).unwrap();
+    assert!(text.contains("libtch_extension_kernels-"), "{text}");
+}
+
+#[test]
+fn a_library_with_other_parameters_does_not_load() {
+    let (here, other) = (
+        script("node"),
+        script_with(
+            "other-node",
+            "TCH_EXTENSION_4567",
+            "int tch_extension_loss_cuda() { return 2; }",
+        ),
+    );
+    let (lines, others) = (lines(&here), lines(&other));
+    let program = program(&here, &lines);
+    std::fs::copy(library(&others), library(&lines)).unwrap();
+    let output = run(&program);
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && text.contains(NODE), "{text}");
+}
+
+#[test]
+fn two_versions_in_one_program_call_their_own() {
+    let (here, other) = (
+        script("one"),
+        script_with("two", "TCH_EXTENSION_4567", "int tch_extension_loss_cuda() { return 2; }"),
+    );
+    let paths = [lines(&here), lines(&other)].map(|lines| library(&lines).display().to_string());
+    let main = here.source(
+        "both.cpp",
+        "#include <dlfcn.h>\nint main(int, char** paths) {\n  int sum = 0;\n  for (int i = 1; i < 3; ++i) {\n\
+         void* library = dlopen(paths[i], RTLD_NOW | RTLD_GLOBAL);\n    if (!library) return 9;\n\
+         auto f = reinterpret_cast<int (*)()>(dlsym(library, \"tch_extension_loss_cuda\"));\n\
+         sum = 3 * sum + f();\n  }\n  return sum;\n}\n",
+    );
+    let both = here.folder.join("both");
+    let built = Command::new("g++").arg(main).arg("-o").arg(&both).arg("-ldl").status();
+    assert!(built.unwrap().success());
+    let lib = here.folder.join("libtorch/lib");
+    let output = Command::new(both).args(paths).env("LD_LIBRARY_PATH", lib).output().unwrap();
+    assert_eq!(output.status.code(), Some(5));
+}
+
+#[test]
+fn other_kernels_are_another_library() {
+    let script = script("names");
+    let first = library(&lines(&script));
+    assert_eq!(library(&lines(&script)), first);
+    let source = script.folder.join("csrc/loss/cuda.cu");
+    let text = std::fs::read_to_string(&source).unwrap();
+    std::fs::write(&source, text.replace("return 1", "return 3")).unwrap();
+    let second = library(&lines(&script));
+    assert_ne!(second, first);
+    assert!(!first.exists() && second.exists(), "only the last one is in the target folder");
+    let kept = script.folder.join("cache/kernels").join(first.file_name().unwrap());
+    assert!(kept.exists(), "older programs need it");
+    let debug = library(&lines(&script.with("PROFILE", "debug")));
+    assert_ne!(debug, second);
+}
+
+/// The path of a library, and a script that is given it.
+fn with_prebuilt(name: &str) -> (String, Script) {
+    let builder = script(name);
+    let built = library(&lines(&builder));
+    let folder = scratch(&format!("{name}-prebuilt"));
+    let path = folder.join(built.file_name().unwrap());
+    std::fs::copy(&built, &path).unwrap();
+    let path = path.canonicalize().unwrap().display().to_string();
+    let user = script(&format!("{name}-user")).with("TCH_EXTENSION_KERNELS", &path);
+    write(&user.folder.join("libtorch/include/cuda_runtime_api.h"), "");
+    (path, user)
+}
+
+#[test]
+fn a_prebuilt_library_needs_no_nvcc() {
+    let (path, user) = with_prebuilt("prebuilt");
+    let user = user.with("NVCC", "").with("PATH", "").with("TCH_EXTENSION_CUDA", "1");
+    let (built, lines) = extension(&user).build_in(&user).expect("it builds");
+    assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()));
+    assert_eq!(library(&lines).display().to_string(), path);
+    let log = std::fs::read_to_string(user.folder.join("cache/objects/log")).unwrap();
+    assert!(log.ends_with("current=0 found=0 compiled=1\n"), "{log}");
+    assert_eq!(run(&program(&user, &lines)).status.code(), Some(1));
+    let without = user.with("TCH_EXTENSION_CUDA", "0");
+    let (built, lines) = extension(&without).build_in(&without).expect("it builds");
+    assert!(!built.cuda && !lines.iter().any(|line| line.contains("kernels")), "{lines:?}");
+}
+
+#[test]
+fn a_prebuilt_library_that_does_not_fit_is_refused_by_name() {
+    let (path, mut user) = with_prebuilt("misfit");
+    let mut refused = |name: &'static str, value: &str, reason: &str| {
+        let before = user.vars.insert(name, value.to_string()).unwrap_or_default();
+        let error = user.refusal(&extension(&user));
+        user.vars.insert(name, before);
+        assert!(error.starts_with(&format!("the kernel library {path} {reason}")), "{error}");
+        assert!(error.ends_with("; unset TCH_EXTENSION_KERNELS to compile the kernels"), "{error}");
+    };
+    refused(
+        "CARGO_PKG_VERSION",
+        "0.2.0",
+        "belongs to tch-extension 0.1.0, this is 0.2.0; install the matching wheel",
+    );
+    refused("TORCH_CUDA_ARCH_LIST", "8.0", "has kernels for 9.0a, and you ask for 8.0");
+    refused("TORCH_CUDA_ARCH_LIST", "9.0+PTX", "has kernels for 9.0a, and you ask for 9.0+PTX");
+    refused("NVCC_APPEND_FLAGS", "-O1", "was compiled with `` in NVCC_APPEND_FLAGS");
+
+    let map = user.folder.join("csrc/exports.map");
+    let text = std::fs::read_to_string(&map).unwrap();
+    std::fs::write(&map, text.replace(NODE, "TCH_EXTENSION_89ab")).unwrap();
+    assert_says(&user.refusal(&extension(&user)), &["has functions with other parameters"]);
+    std::fs::write(&map, text).unwrap();
+    let rope = user.source("csrc/rope/cuda.cu", "");
+    assert_says(&user.refusal(&extension(&user).source(rope)), &["has no kernels of `rope`"]);
+    let user = user.with("TCH_EXTENSION_KERNELS", "nowhere.so");
+    assert_says(
+        &user.refusal(&extension(&user)),
+        &["nowhere.so: there is no such file; write shared"],
+    );
+    let other = user.folder.join("libtorch/lib/libtorch.so").display().to_string();
+    let user = user.with("TCH_EXTENSION_KERNELS", &other);
+    assert_says(&user.refusal(&extension(&user)), &["is no library of tch-extension's kernels"]);
+    let lib = fake_libtorch(&user.folder.join("cpu"), false).display().to_string();
+    let user = user.with("DEP_TCH_EXTENSION_LIBTORCH_LIB", &lib);
+    assert_says(&user.refusal(&extension(&user)), &["is a CPU build; unset it"]);
+}
+
+#[test]
+fn without_a_cache_the_target_folder_has_it() {
+    let script = script("no-cache").with("TCH_EXTENSION_COMPILE_CACHE", "0");
+    let folders = value(&lines(&script), KERNELS);
+    assert_eq!(folders, script.folder.join("out/kernels").display().to_string());
+}
+
+#[test]
+fn other_extensions_stay_archives() {
+    let script = script("own");
+    let own = Extension::new("my_ops").source(script.folder.join("csrc/loss/cuda.cu"));
+    let lines = own.build_in(&script).expect("it builds").1;
+    assert!(!lines.iter().any(|line| line.contains("kernels")), "{lines:?}");
+    let script = script.with("TCH_EXTENSION_KERNELS", "static");
+    let lines = super::kernels::lines(&script);
+    assert!(!lines.iter().any(|line| line.contains("kernels")), "{lines:?}");
+}

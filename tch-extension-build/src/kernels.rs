@@ -1,0 +1,425 @@
+//! The kernel library: the objects of CUDA sources as one shared library, which many programs can
+//! link. An archive of them would be in each program.
+//!
+//! Its name contains a digest of what it is linked from. It says in a section what it is for, and the
+//! symbols that it exports have a version that is made from the declarations of all kernels: the
+//! loader refuses a library whose functions take other parameters.
+
+use crate::arch::{self, Arch, CUDA_13_0, Choice};
+use crate::compile::run_compiler;
+use crate::content::digest;
+use crate::environment::Environment;
+use crate::toolchain::{Object, Reuse, Toolchain, is_cuda};
+use crate::{paths, place, probe};
+use anyhow::{Context, Result, bail};
+use object::{Object as _, ObjectSection as _, ObjectSymbol as _};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// The variable that chooses how kernels are linked.
+pub const VARIABLE: &str = "TCH_EXTENSION_KERNELS";
+
+/// The folder of the cache, and of a build script's output, with the libraries.
+pub const FOLDER: &str = "kernels";
+
+/// The file next to a library with the arguments of its link, one a line.
+pub const LINK: &str = "link";
+
+const SECTION: &str = ".tch_extension";
+
+const PREFIX: &str = "libtch_extension_kernels-";
+
+/// The libraries that the cache keeps.
+const MOST_LIBRARIES: usize = 16;
+
+/// How kernels are linked.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Form {
+    /// As part of the archive of all objects.
+    Static,
+    /// As a shared library of this build's objects.
+    Shared,
+    /// From a library that somebody else has built.
+    Prebuilt(PathBuf),
+}
+
+impl Form {
+    /// What the variable says.
+    pub fn chosen(env: &dyn Environment) -> Result<Self> {
+        let Some(chosen) = env.var(VARIABLE) else { return Ok(Form::Static) };
+        match chosen.as_str() {
+            "static" => Ok(Form::Static),
+            "shared" => Ok(Form::Shared),
+            path if Path::new(path).is_file() => {
+                Ok(Form::Prebuilt(Path::new(path).canonicalize()?))
+            }
+            _ => bail!(
+                "{VARIABLE}={chosen}: there is no such file; write shared, static, or the path of a library that \
+                 `python3 -m tch_extension kernels` prints"
+            ),
+        }
+    }
+}
+
+/// A library of kernels to link.
+#[derive(Debug)]
+pub struct Library {
+    pub path: PathBuf,
+    /// The folders in which a program looks for it.
+    pub folders: Vec<PathBuf>,
+}
+
+impl Library {
+    pub fn folder(&self) -> &Path {
+        self.path.parent().unwrap_or(Path::new("."))
+    }
+
+    pub fn name(&self) -> String {
+        self.path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+    }
+}
+
+/// The functions that a library of all kernels exports, and their version: a linker script that
+/// `cargo xtask headers` generates.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Exports {
+    /// The folder that it is in, with a folder for each family.
+    root: PathBuf,
+    node: String,
+    names: Vec<String>,
+}
+
+impl Exports {
+    pub fn read(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path)
+            .with_context(|| format!("cannot read {}", path.display()))?;
+        let root = path.parent().unwrap_or(Path::new(""));
+        Self::parse(root, &text)
+            .with_context(|| format!("{} is no list of exports", path.display()))
+    }
+
+    fn parse(root: &Path, text: &str) -> Option<Self> {
+        let (head, body) = text.split_once('{')?;
+        let node = head.lines().last()?.trim().to_string();
+        let words = body.split(['{', '}', ';']).map(str::trim);
+        let names = words.map(|word| word.trim_start_matches("global:").trim());
+        let names = names.filter(|name| name.starts_with("tch_extension_"));
+        let names = names.map(str::to_string).collect();
+        Some(Exports { root: root.to_path_buf(), node, names })
+    }
+
+    fn script(&self, defined: &BTreeSet<String>) -> String {
+        let names = self.names.iter().filter(|name| defined.contains(*name));
+        let names: String = names.map(|name| format!("    {name};\n")).collect();
+        format!("{} {{\n  global:\n{names}  local:\n    *;\n}};\n", self.node)
+    }
+}
+
+/// What a library is for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// The version of tch-extension.
+    version: String,
+    /// The version of its symbols.
+    node: String,
+    /// The major version of CUDA.
+    cuda: u32,
+    archs: Vec<Arch>,
+    /// The folders of its sources, one an operator or a family.
+    families: BTreeSet<String>,
+    /// Whether kernels check indices.
+    is_checked: bool,
+    /// What nvcc's variables added to its flags.
+    flags: String,
+}
+
+impl Facts {
+    fn text(&self) -> String {
+        let archs: Vec<String> = self.archs.iter().map(named).collect();
+        let families: Vec<&str> = self.families.iter().map(String::as_str).collect();
+        format!(
+            "tch-extension's kernels\nversion {}\nnode {}\ncuda {}\narchs {}\nfamilies {}\nchecked {}\nflags {}\n",
+            self.version,
+            self.node,
+            self.cuda,
+            archs.join(" "),
+            families.join(" "),
+            self.is_checked,
+            self.flags,
+        )
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        let value =
+            |key: &str| text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
+        let arch = |word: &str| {
+            let (number, ptx) =
+                word.strip_suffix("+PTX").map_or((word, false), |number| (number, true));
+            Arch { number: number.replace('.', ""), ptx }
+        };
+        Some(Facts {
+            version: value("version")?.to_string(),
+            node: value("node")?.to_string(),
+            cuda: value("cuda")?.parse().ok()?,
+            archs: value("archs")?.split_whitespace().map(arch).collect(),
+            families: value("families")?.split_whitespace().map(str::to_string).collect(),
+            is_checked: value("checked")?.parse().ok()?,
+            flags: value("flags")?.to_string(),
+        })
+    }
+
+    /// Reads them from a library.
+    fn of(library: &Path) -> Result<Self> {
+        let what = || format!("{} is no library of tch-extension's kernels", library.display());
+        let bytes = std::fs::read(library).with_context(what)?;
+        let file = object::File::parse(&*bytes).with_context(what)?;
+        let section = file.section_by_name(SECTION).with_context(what)?;
+        let text = section.uncompressed_data().with_context(what)?;
+        Facts::parse(&String::from_utf8_lossy(&text)).with_context(what)
+    }
+
+    /// The first difference that makes a library useless for what is wanted.
+    fn refusal(&self, wanted: &Facts, asked: &[Arch]) -> Option<String> {
+        if self.version != wanted.version {
+            return Some(format!(
+                "belongs to tch-extension {}, this is {}; install the matching wheel",
+                self.version, wanted.version
+            ));
+        }
+        if self.node != wanted.node {
+            return Some(format!(
+                "has functions with other parameters than this tch-extension {}; install the matching wheel",
+                wanted.version
+            ));
+        }
+        if self.cuda != wanted.cuda {
+            return Some(format!(
+                "is for CUDA {}, and libtorch has CUDA {}",
+                self.cuda, wanted.cuda
+            ));
+        }
+        if let Some(family) = wanted.families.difference(&self.families).next() {
+            return Some(format!("has no kernels of `{family}`"));
+        }
+        if let Some(arch) = asked.iter().find(|arch| !self.serves(arch)) {
+            let archs: Vec<String> = self.archs.iter().map(named).collect();
+            return Some(format!(
+                "has kernels for {}, and you ask for {}",
+                archs.join(" "),
+                named(arch)
+            ));
+        }
+        if self.flags != wanted.flags {
+            return Some(format!(
+                "was compiled with `{}` in NVCC_APPEND_FLAGS or NVCC_PREPEND_FLAGS, which are `{}` now",
+                self.flags, wanted.flags
+            ));
+        }
+        None
+    }
+
+    /// Whether kernels for this architecture are in the library.
+    fn serves(&self, asked: &Arch) -> bool {
+        let number =
+            |arch: &Arch| arch.number.trim_end_matches(['a', 'f']).parse::<u32>().unwrap_or(0);
+        let runs = |own: &Arch| {
+            let (own_number, asked_number) = (number(own), number(asked));
+            let is_exact = own_number == asked_number;
+            // A binary runs on GPUs of its generation that are not older; one for `9.0a` on 9.0 only.
+            let is_plain = own.number.bytes().all(|byte| byte.is_ascii_digit());
+            let is_near =
+                is_plain && own_number / 10 == asked_number / 10 && own_number <= asked_number;
+            is_exact || is_near || (own.ptx && is_plain && own_number <= asked_number)
+        };
+        let has_ptx = |own: &Arch| own.ptx && number(own) <= number(asked);
+        self.archs.iter().any(runs) && (!asked.ptx || self.archs.iter().any(has_ptx))
+    }
+}
+
+/// The name of an architecture in `TORCH_CUDA_ARCH_LIST`.
+fn named(arch: &Arch) -> String {
+    let digits = arch.number.trim_end_matches(['a', 'f']).len();
+    let (major, minor) = arch.number.split_at(digits.saturating_sub(1));
+    format!("{major}.{minor}{}", if arch.ptx { "+PTX" } else { "" })
+}
+
+/// The kernels that an extension wants.
+pub struct Wanted<'a> {
+    pub exports: Exports,
+    pub sources: &'a [PathBuf],
+    /// The major version of libtorch's CUDA.
+    pub cuda: u32,
+}
+
+impl Wanted<'_> {
+    fn facts(&self, archs: &[Arch], env: &dyn Environment) -> Facts {
+        let flags = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"].map(|name| env.var(name));
+        let flags: Vec<String> = flags.into_iter().flatten().collect();
+        // csrc/loss/rows.cu belongs to `loss`.
+        let family = |source: &PathBuf| {
+            let inside = source.strip_prefix(&self.exports.root).ok()?;
+            Some(inside.iter().next()?.to_string_lossy().into_owned())
+        };
+        Facts {
+            version: env.var("CARGO_PKG_VERSION").unwrap_or_default(),
+            node: self.exports.node.clone(),
+            cuda: self.cuda,
+            archs: archs.to_vec(),
+            families: self
+                .sources
+                .iter()
+                .filter(|source| is_cuda(source))
+                .filter_map(family)
+                .collect(),
+            is_checked: env.var("PROFILE").as_deref() == Some("debug"),
+            flags: flags.join(" "),
+        }
+    }
+
+    /// A library that somebody else has built, if it has what is wanted.
+    pub fn prebuilt(&self, path: &Path, env: &dyn Environment) -> Result<Library> {
+        paths::check(VARIABLE, path)?;
+        env.reads(path);
+        let facts = Facts::of(path)?;
+        let wanted = self.facts(&[], env);
+        if let Some(refusal) = facts.refusal(&wanted, &asked_archs(env)?) {
+            bail!(
+                "the kernel library {} {refusal}; unset {VARIABLE} to compile the kernels",
+                path.display()
+            );
+        }
+        if wanted.is_checked && !facts.is_checked {
+            env.warns(&format!(
+                "the kernels in {} do not check indices, although this is a debug build",
+                path.display()
+            ));
+        }
+        let folder = path.parent().unwrap_or(Path::new("/")).to_path_buf();
+        Ok(Library { path: path.to_path_buf(), folders: vec![folder] })
+    }
+
+    /// Links these objects of CUDA sources. The library is in a folder of the build script's output and
+    /// in the cache, so that a program finds it when one of the two is gone.
+    pub fn link(
+        &self,
+        objects: &[Object],
+        toolchain: &Toolchain,
+        out_dir: &Path,
+        reuse: &Reuse,
+        env: &dyn Environment,
+    ) -> Result<Library> {
+        let archs = toolchain.cuda.as_ref().map(|cuda| &cuda.archs[..]);
+        let facts = self.facts(archs.unwrap_or_default(), env).text();
+        let mut contents = Vec::new();
+        let mut defined = BTreeSet::new();
+        for object in objects {
+            let bytes = std::fs::read(&object.path)
+                .with_context(|| format!("cannot read {}", object.path.display()))?;
+            let file = object::File::parse(&*bytes)?;
+            let symbols =
+                file.symbols().filter(|symbol| symbol.is_global() && !symbol.is_undefined());
+            defined.extend(symbols.filter_map(|symbol| symbol.name().ok().map(str::to_string)));
+            contents.push(bytes);
+        }
+        let script = self.exports.script(&defined);
+        let parts = [facts.as_bytes(), script.as_bytes()];
+        let digest = digest(parts.into_iter().chain(contents.iter().map(Vec::as_slice)));
+        let name = format!("{PREFIX}{}.so", &digest[..16]);
+
+        let folder = out_dir.join(FOLDER);
+        remove_libraries(&folder);
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("cannot create {}", folder.display()))?;
+        let keep = |file: &str, text: &str| {
+            let path = folder.join(file);
+            std::fs::write(&path, text)
+                .with_context(|| format!("cannot write {}", path.display()))?;
+            Ok::<_, anyhow::Error>(path.display().to_string())
+        };
+        let source = keep(
+            "facts.cpp",
+            &format!(
+                "__attribute__((section(\"{SECTION}\"), used)) static const char facts[] = R\"({facts})\";\n"
+            ),
+        )?;
+        let exports = keep("exports.map", &script)?;
+        let runtime = toolchain.libtorch.cuda_runtime()?;
+        let mut arguments = vec!["-shared".to_string(), "-fPIC".to_string(), source];
+        arguments.extend(objects.iter().map(|object| object.path.display().to_string()));
+        arguments.extend([
+            // Undefined symbols are reported now and not when it is loaded. It is never unloaded, because
+            // CUDA keeps pointers to its kernels.
+            "-Wl,-z,defs,-z,nodelete,--as-needed".to_string(),
+            format!("-Wl,-soname,{name}"),
+            format!("-Wl,--version-script,{exports}"),
+            // The program has loaded the runtime that libtorch loads. In a wheel, it is here.
+            format!("-Wl,-rpath,$ORIGIN/../nvidia/cu{}/lib", self.cuda),
+            format!("-L{}", runtime.parent().unwrap_or(&folder).display()),
+            format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()),
+        ]);
+        keep(LINK, &arguments.join("\n"))?;
+        let path = folder.join(&name);
+        let partial = folder.join("partial");
+        let mut command = toolchain.cxx.command();
+        command.args(&arguments).arg("-o").arg(&partial);
+        run_compiler(&mut command, "the kernel library does not link", env)?;
+        std::fs::rename(&partial, &path)
+            .with_context(|| format!("cannot write {}", path.display()))?;
+        let mut folders = vec![folder];
+        if let Reuse::Cache(cache) = reuse {
+            // The cache has already said what is wrong with it.
+            folders.extend(keep_in(cache, &path).ok());
+        }
+        Ok(Library { path, folders })
+    }
+}
+
+/// The architectures that the user asks for, by name or by having their GPUs. If there is neither, all
+/// libraries will do.
+fn asked_archs(env: &dyn Environment) -> Result<Vec<Arch>> {
+    let list = env.var("TORCH_CUDA_ARCH_LIST").filter(|list| !list.trim().is_empty());
+    match list {
+        Some(list) => Choice { list: &list, from: "TORCH_CUDA_ARCH_LIST", supported: CUDA_13_0 }
+            .parse(&arch::visible_gpus),
+        None if arch::visible_gpus().is_empty() => Ok(Vec::new()),
+        None => {
+            let mut archs = arch::default_archs(CUDA_13_0, &arch::visible_gpus)?;
+            archs.iter_mut().for_each(|arch| arch.ptx = false);
+            Ok(archs)
+        }
+    }
+}
+
+/// The folder of CUDA's headers for a build that needs no nvcc: the one next to libtorch's own runtime,
+/// or a toolkit's.
+pub fn headers(toolchain: &Toolchain, env: &dyn Environment) -> Result<PathBuf> {
+    let runtime = toolchain.libtorch.cuda_runtime()?;
+    let next = runtime.parent().and_then(Path::parent).map(|home| home.join("include"));
+    let nvcc = || probe::find_nvcc(&toolchain.libtorch.lib, &|name| env.var(name));
+    next.filter(|folder| folder.join("cuda_runtime_api.h").exists())
+        .or_else(|| Some(nvcc()?.home().join("include")))
+        .context("there are no headers of CUDA next to libtorch; set CUDA_HOME to a toolkit that has them")
+}
+
+/// Copies a library to the cache and returns its folder there.
+fn keep_in(cache: &Path, library: &Path) -> std::io::Result<PathBuf> {
+    let folder = place::root(Some(cache))?.join(FOLDER);
+    let bytes = std::fs::read(library)?;
+    let name = library.file_name().unwrap_or_default().to_string_lossy();
+    place::publish(&folder, &name, &bytes)?;
+    let mut libraries = place::stored_in(&folder);
+    libraries.sort_by_key(|library| library.used);
+    let surplus = libraries.len().saturating_sub(MOST_LIBRARIES);
+    for library in &libraries[..surplus] {
+        let _ = std::fs::remove_file(&library.path);
+    }
+    Ok(folder)
+}
+
+fn remove_libraries(folder: &Path) {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_name().to_string_lossy().starts_with(PREFIX) {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
+}
