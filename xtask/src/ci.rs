@@ -317,6 +317,13 @@ impl Ci {
     /// Builds and tests the example by itself and runs its program, as its user would.
     fn example(&self) -> Result<()> {
         let folder = self.repo.root.join(outside::EXAMPLE);
+        // Users compile the kernels or take those of the wheel. The pages compile them.
+        let mut changes = self.changes.clone();
+        if self.has_python && self.has_cuda {
+            let kernels = wheel::kernels(&self.repo, self.changes.clone(), true)?;
+            let kernels = kernels.map(PathBuf::into_os_string);
+            changes.push(("TCH_EXTENSION_KERNELS".to_string(), kernels));
+        }
         let commands: [&[&str]; 4] = [
             &["fmt", "--check"],
             &["clippy", "--locked", "--all-targets", "--", "-D", "warnings"],
@@ -324,7 +331,7 @@ impl Ci {
             &["run", "--locked"],
         ];
         for args in commands {
-            cargo::run(&mut outside::cargo_in(&self.repo, &self.changes, &folder, args))?;
+            cargo::run(&mut outside::cargo_in(&self.repo, &changes, &folder, args))?;
         }
         Ok(())
     }

@@ -106,14 +106,19 @@ pub fn build_and_test(
     changes: Changes,
     has_cuda: bool,
 ) -> Result<PathBuf> {
-    let libtorch = Libtorch::locate(Rule::Own, &|_| None, &workspace)?;
-    let torch = Torch::of(&libtorch, has_cuda)?;
-    let build = Build { repo, workspace, changes, torch };
-    let wheel = build.wheel()?;
-    build.test(&wheel)?;
+    let build = Build::new(repo, workspace, changes, has_cuda)?;
+    let (wheel, kernels) = build.wheel()?;
+    build.test(&wheel, kernels.as_deref())?;
     let size = std::fs::metadata(&wheel)?.len();
     report::print(&format!("{} ({:.1} MB)\n", wheel.display(), size as f64 / 1e6));
     Ok(wheel)
+}
+
+/// The kernel library that the wheel of this repository's libtorch has. `None` without CUDA.
+pub fn kernels(repo: &Repo, changes: Changes, has_cuda: bool) -> Result<Option<PathBuf>> {
+    let build = Build::new(repo, Repo { root: repo.root.clone() }, changes, has_cuda)?;
+    let crates = cargo::messages(&mut build.cargo("build"))?;
+    build.kernels(&crates, &OldSystems::prepare(repo, &build.workspace)?)
 }
 
 impl Torch {
@@ -147,15 +152,21 @@ impl Torch {
     }
 }
 
-impl Build<'_> {
-    /// Builds, packs and checks the wheel, and returns where it is.
-    fn wheel(&self) -> Result<PathBuf> {
+impl<'a> Build<'a> {
+    fn new(repo: &'a Repo, workspace: Repo, changes: Changes, has_cuda: bool) -> Result<Self> {
+        let libtorch = Libtorch::locate(Rule::Own, &|_| None, &workspace)?;
+        let torch = Torch::of(&libtorch, has_cuda)?;
+        Ok(Build { repo, workspace, changes, torch })
+    }
+
+    /// Builds, packs and checks the wheel, and returns where it is, and the name of its kernel library.
+    fn wheel(&self) -> Result<(PathBuf, Option<String>)> {
         wheels::WHEEL_TOOLS.ensure(self.repo)?;
         // What the library consists of, before it is linked once more as the wheel has it.
         let crates = cargo::messages(&mut self.cargo("build"))?;
         let old = OldSystems::prepare(self.repo, &self.workspace)?;
         let scratch = tempfile::tempdir().context("cannot make a folder for the wheel")?;
-        let kernels = self.kernels(&crates, &old, scratch.path())?;
+        let kernels = self.kernels(&crates, &old)?;
         let library = self.library(&crates, &old)?;
         check_needs(&library, kernels.as_deref())?;
         check_exports(&library)?;
@@ -169,7 +180,7 @@ impl Build<'_> {
         if size > largest {
             bail!("{} has {size} bytes, and should have {largest} at most", wheel.display());
         }
-        Ok(wheel)
+        Ok((wheel, kernels.as_deref().map(name_of)))
     }
 
     /// Builds the library. Its objects are those of all other builds; only the link differs.
@@ -186,12 +197,7 @@ impl Build<'_> {
     }
 
     /// Links the kernel library once more, for the same systems. `None` without CUDA.
-    fn kernels(
-        &self,
-        crates: &[Value],
-        old: &OldSystems,
-        folder: &Path,
-    ) -> Result<Option<PathBuf>> {
+    fn kernels(&self, crates: &[Value], old: &OldSystems) -> Result<Option<PathBuf>> {
         let out_dir = cargo::out_dir(crates)?;
         let Some(built) = crossing::library(&out_dir) else {
             return match self.torch.cuda {
@@ -202,7 +208,7 @@ impl Build<'_> {
         let place = built.with_file_name("link");
         let link = std::fs::read_to_string(&place)
             .with_context(|| format!("cannot read {}", place.display()))?;
-        let library = folder.join(built.file_name().context("a library without a name")?);
+        let library = old.folder.join(built.file_name().context("a library without a name")?);
         let (program, words) = compiler::split(&old.cxx);
         let mut command = Command::new(program);
         command.args(words).args(link.lines()).args(old.arguments()).arg("-Wl,--strip-all");
@@ -365,7 +371,7 @@ impl Build<'_> {
     }
 
     /// Installs the wheel into an environment that has only torch, and runs the test there.
-    fn test(&self, wheel: &Path) -> Result<()> {
+    fn test(&self, wheel: &Path, kernels: Option<&str>) -> Result<()> {
         let scratch = tempfile::tempdir().context("cannot make a folder for the test")?;
         let environment = scratch.path().join("environment");
         let python = environment.join("bin/python");
@@ -398,6 +404,16 @@ impl Build<'_> {
             .status()?;
         if !installed.success() {
             bail!("pip cannot install {}", wheel.display());
+        }
+        if let Some(name) = kernels {
+            let printed = programs::first_line(&python, &["-m", "tch_extension", "kernels"]);
+            let expected = site.join("tch_extension").join(name);
+            if printed.as_deref().map(Path::new) != Some(&expected) || !expected.exists() {
+                bail!(
+                    "`python3 -m tch_extension kernels` printed {printed:?} and not {}",
+                    expected.display()
+                );
+            }
         }
         for (script, arguments) in TESTS {
             let mut command = programs::command(&python, &["-W", "ignore"]);
