@@ -32,14 +32,14 @@ struct GridPlainBackward {
 };
 
 }  // namespace
+}  // namespace tch_extension::lltm
 
 // `fits` is described in kernels.h.
-extern "C" LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
-    const grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
+    const tch_extension::recurrent::grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
+  using namespace tch_extension::lltm;
   const grid::Call<GridPlainBackward, grid::BackwardParams, true> call{
       *params, Lltm::kGates * params->hidden, fits, stream};
   return {"lltm_grid_plain_backward",
           for_kinds<LltmOnCuda>(params->kind, params->product_kind, call)};
 }
-
-}  // namespace tch_extension::lltm

@@ -47,14 +47,14 @@ struct GridPlainForward {
 };
 
 }  // namespace
+}  // namespace tch_extension::lltm
 
 // `fits` is described in kernels.h.
-extern "C" LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
-    const grid::ForwardParams* params, bool* fits, cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
+    const tch_extension::recurrent::grid::ForwardParams* params, bool* fits, cudaStream_t stream) {
+  using namespace tch_extension::lltm;
   const grid::Call<GridPlainForward, grid::ForwardParams, true> call{*params, params->hidden, fits,
                                                                      stream};
   return {"lltm_grid_plain_forward",
           for_kinds<LltmOnCuda>(params->kind, params->product_kind, call)};
 }
-
-}  // namespace tch_extension::lltm

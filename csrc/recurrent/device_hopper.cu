@@ -3,6 +3,7 @@
 // multiprocessor for each block.
 #include "cluster/launch.h"
 #include "grid/launch.h"
+#include "params.h"
 
 namespace tch_extension::recurrent {
 namespace {
@@ -43,6 +44,9 @@ int clusters_at_a_time(int blocks) {
 }
 
 }  // namespace
+}  // namespace tch_extension::recurrent
+
+using namespace tch_extension::recurrent;
 
 // Writes how many clusters of 8 blocks, and of 16, `device` runs at a time; zeros if it cannot run
 // the kernels. `device` has to be the current device.
@@ -78,5 +82,3 @@ extern "C" const char* tch_extension_recurrent_grid_device_cuda(int32_t device, 
   if (major == 9 && cooperative != 0 && is_there) *blocks = processors;
   return nullptr;
 }
-
-}  // namespace tch_extension::recurrent

@@ -124,6 +124,17 @@ fn a_library_with_other_parameters_does_not_load() {
 }
 
 #[test]
+fn a_function_that_is_hidden_is_refused_by_name() {
+    let kernel = "namespace n { extern \"C\" int tch_extension_loss_cuda() { return 1; } }";
+    let script = script_with("hidden", NODE, kernel);
+    let cuda = script.folder.join("csrc/loss/cuda.cu");
+    assert_says(
+        &script.refusal(&extension(&script)),
+        &[&format!("{} hides tch_extension_loss_cuda; include its declaration", cuda.display())],
+    );
+}
+
+#[test]
 fn two_versions_in_one_program_call_their_own() {
     let (here, other) = (
         script("one"),
