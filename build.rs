@@ -73,7 +73,7 @@ fn main() {
         // Declarations for headers of Gloo that libtorch's headers include, and that it lacks.
         extension = extension
             .include_for("csrc/distributed", "csrc/distributed/stub")
-            .cuda_header("csrc/distributed/nccl.cpp", "nccl.h");
+            .cuda_header("csrc/distributed", "nccl.h");
     } else {
         extension = extension.without("csrc/distributed");
     }

@@ -184,14 +184,7 @@ impl Extension {
                 )
             });
         }
-        if !self.sources.iter().any(|source| source.starts_with(&path)) {
-            self.mistake(|| {
-                format!(
-                    "include_for: no source that was added before begins with {} (relative to the package's folder)",
-                    path.display()
-                )
-            });
-        }
+        self.check_selects("include_for", &path);
         self.options.includes_for.push((path, folder));
         self
     }
@@ -202,7 +195,9 @@ impl Extension {
     /// has headers. `path` is a source, or a folder of sources. They must ask by
     /// `__has_include(<nccl.h>)` whether it is there.
     pub fn cuda_header(mut self, path: impl Into<PathBuf>, header: &str) -> Self {
-        self.cuda_headers.push((path.into(), header.to_string()));
+        let path = path.into();
+        self.check_selects("cuda_header", &path);
+        self.cuda_headers.push((path, header.to_string()));
         self
     }
 
@@ -318,6 +313,18 @@ impl Extension {
     pub fn warnings(mut self, warnings: bool) -> Self {
         self.options.warnings = warnings;
         self
+    }
+
+    /// Notes a mistake unless the path is that of a source, or of a folder of sources.
+    fn check_selects(&mut self, function: &str, path: &Path) {
+        if !self.sources.iter().any(|source| source.starts_with(path)) {
+            self.mistake(|| {
+                format!(
+                    "{function}: no source that was added before begins with {} (relative to the package's folder)",
+                    path.display()
+                )
+            });
+        }
     }
 
     fn mistake(&mut self, message: impl FnOnce() -> String) {

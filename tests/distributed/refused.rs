@@ -7,6 +7,13 @@ use tch_extension::Result;
 use tch_extension::distributed::{ProcessGroup, ReduceOp};
 
 #[test]
+fn a_build_with_cuda_has_nccl() {
+    // The header of NCCL is next to libtorch.
+    let missing = tch_extension::distributed::nccl_missing();
+    assert!(missing.as_ref().is_none_or(|why| why.contains("without CUDA")), "{missing:?}");
+}
+
+#[test]
 fn what_cannot_be_sent_is_refused_before_anything_is_sent() {
     let group = ProcessGroup::single().expect("a group of one");
     let float = |shape: &[i64]| ones(shape).zeros_like();

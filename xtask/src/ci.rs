@@ -228,15 +228,19 @@ impl Ci {
                 runs.iter_mut().for_each(|run| _ = run.command.env(name, "1"));
             }
         }
-        Self::run(runs)
+        Self::run(runs, false)
     }
 
-    /// Runs test programs whose OpenMP threads sleep while they wait. Each program starts as many
-    /// threads of libtorch's as there are cores, which would otherwise spin while others work.
-    fn run(mut runs: Vec<Run>) -> Result<()> {
+    /// Runs test programs. With as many threads of libtorch's in each as there are cores, they take
+    /// nearly twice as long, because threads wait for others that have no core. They sleep while they
+    /// wait, where they would otherwise spin.
+    fn run(mut runs: Vec<Run>, with_all_threads: bool) -> Result<()> {
         let (at_once, changes) = runner::shares();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let threads = if with_all_threads { cores } else { cores / at_once };
         for run in &mut runs {
             run.command.env("OMP_WAIT_POLICY", "passive");
+            run.command.env("OMP_NUM_THREADS", threads.to_string());
             run.command
                 .envs(changes.iter().filter_map(|(name, value)| Some((name, value.as_ref()?))));
         }
@@ -267,7 +271,8 @@ impl Ci {
                 runs.push(run);
             }
         }
-        Self::run(runs)
+        // The step before computed with fewer threads.
+        Self::run(runs, true)
     }
 
     /// Tests the parts that depend on libtorch's version most, and one family of operators, with

@@ -510,8 +510,11 @@ fn a_header_of_a_cuda_library_is_there_with_cuda_only() {
     let extension = |expected| Extension::new("a").source(&source).define("EXPECTED", expected);
     let folder = script.folder.clone();
     let of_all = |expected| extension(expected).cuda_header(&folder, "probed.h");
-    let of_others = |expected| extension(expected).cuda_header("elsewhere", "probed.h");
+    let other = script.source("elsewhere/b.cpp", "int b() { return 0; }\n");
+    let of_others = |expected| extension(expected).source(&other).cuda_header(&other, "probed.h");
     let (with, without, elsewhere) = (of_all("1"), of_all("0"), of_others("0"));
+    let message = script.refusal(&extension("0").cuda_header("nowhere", "probed.h"));
+    assert_says(&message, &["cuda_header: no source that was added before begins with nowhere"]);
     let script =
         script.with("NVCC", &nvcc.display().to_string()).with("TORCH_CUDA_ARCH_LIST", "9.0");
     assert!(with.build_in(&script).expect("a library").0.cuda);
