@@ -12,7 +12,7 @@ use crate::environment::Environment;
 use crate::toolchain::{Object, Reuse, Toolchain, is_cuda};
 use crate::{paths, place, probe};
 use anyhow::{Context, Result, bail};
-use object::{Object as _, ObjectSection as _, ObjectSymbol as _};
+use object::{Object as _, ObjectSection as _, ObjectSymbol as _, SymbolScope};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -316,9 +316,23 @@ impl Wanted<'_> {
             let bytes = std::fs::read(&object.path)
                 .with_context(|| format!("cannot read {}", object.path.display()))?;
             let file = object::File::parse(&*bytes)?;
-            let symbols =
-                file.symbols().filter(|symbol| symbol.is_global() && !symbol.is_undefined());
-            defined.extend(symbols.filter_map(|symbol| symbol.name().ok().map(str::to_string)));
+            for symbol in file.symbols().filter(|symbol| !symbol.is_undefined()) {
+                let name = symbol.name().unwrap_or_default();
+                match symbol.scope() {
+                    SymbolScope::Dynamic => {
+                        defined.insert(name.to_string());
+                    }
+                    SymbolScope::Linkage
+                        if self.exports.names.iter().any(|known| known == name) =>
+                    {
+                        bail!(
+                            "{} hides {name}; include its declaration and define it outside of all namespaces",
+                            object.source.display()
+                        )
+                    }
+                    _ => {}
+                }
+            }
             contents.push(bytes);
         }
         let script = self.exports.script(&defined);

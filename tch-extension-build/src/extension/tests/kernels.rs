@@ -125,7 +125,8 @@ fn a_library_with_other_parameters_does_not_load() {
 
 #[test]
 fn a_function_that_is_hidden_is_refused_by_name() {
-    let kernel = "namespace n { extern \"C\" int tch_extension_loss_cuda() { return 1; } }";
+    let kernel = "#pragma GCC visibility push(hidden)\nnamespace n { extern \"C\" int tch_extension_loss_cuda() \
+                  { return 1; } }";
     let script = script_with("hidden", NODE, kernel);
     let cuda = script.folder.join("csrc/loss/cuda.cu");
     assert_says(
