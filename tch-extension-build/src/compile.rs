@@ -78,8 +78,8 @@ impl Unit<'_> {
             arguments.extend(flags.split_whitespace().map(String::from));
         }
         self.add_common(&mut arguments);
-        if let Some(folder) = &self.toolchain.cuda_headers {
-            add_system_include(&mut arguments, folder);
+        if let Some(folder) = self.toolchain.cuda_headers() {
+            add_system_include(&mut arguments, &folder);
         }
         arguments.extend(options.cxx_flags.iter().cloned());
         let roots = self.roots();
@@ -131,11 +131,12 @@ impl Unit<'_> {
 
     /// The folders of headers that the commands name by their whole paths.
     fn roots(&self) -> Vec<(&'static str, PathBuf)> {
-        let Toolchain { libtorch, cuda_headers, .. } = self.toolchain;
-        let libtorch =
-            libtorch.includes.iter().take(1).map(|root| (objects::LIBTORCH, root.clone()));
-        let toolkit = cuda_headers.iter().filter_map(|folder| folder.parent());
-        let toolkit = toolkit.map(|toolkit| (objects::TOOLKIT, toolkit.to_path_buf()));
+        let libtorch = self.toolchain.libtorch.includes.iter().take(1);
+        let libtorch = libtorch.map(|root| (objects::LIBTORCH, root.clone()));
+        let headers = self.toolchain.cuda_headers();
+        let toolkit = headers.iter().filter_map(|folder| folder.parent());
+        let toolkit: Vec<_> =
+            toolkit.map(|toolkit| (objects::TOOLKIT, toolkit.to_path_buf())).collect();
         let named = self.includes().filter(|folder| folder.is_absolute()).cloned();
         let roots = libtorch.chain(toolkit).chain(objects::FOLDERS.into_iter().zip(named));
         roots.filter(|(_, root)| root.parent().is_some() && root.is_absolute()).collect()
@@ -158,7 +159,7 @@ impl Unit<'_> {
         // headers contain assertions, and the program's copies of these functions replace those in
         // libtorch.
         arguments.push("-DNDEBUG".to_string());
-        if self.toolchain.cuda_headers.is_some() {
+        if self.toolchain.cuda_headers().is_some() {
             arguments.push(objects::CUDA_MACRO.to_string());
         }
         arguments.extend(options.defines.iter().map(|(name, value)| match value {

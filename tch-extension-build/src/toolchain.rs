@@ -88,7 +88,7 @@ pub struct Toolchain {
     pub cxx: Cxx,
     /// nvcc; `None` if CUDA is left out or its kernels are there already.
     pub cuda: Option<Cuda>,
-    /// The folder of CUDA's headers, if C++ is compiled with CUDA.
+    /// The folder of CUDA's headers, if they are not those of an nvcc.
     pub(crate) cuda_headers: Option<PathBuf>,
     /// The only CPU instruction set that kernels are compiled for; all if `None`.
     pub(crate) only_isa: Option<&'static str>,
@@ -177,8 +177,13 @@ impl Toolchain {
         if cxx.is_clang {
             env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
         }
-        let cuda_headers = cuda.as_ref().map(|cuda| cuda.nvcc.home().join("include"));
-        Ok(Toolchain { libtorch, cxx, cuda, cuda_headers, only_isa: None })
+        Ok(Toolchain { libtorch, cxx, cuda, cuda_headers: None, only_isa: None })
+    }
+
+    /// The folder of CUDA's headers, if C++ is compiled with CUDA.
+    pub(crate) fn cuda_headers(&self) -> Option<PathBuf> {
+        let of_nvcc = || Some(self.cuda.as_ref()?.nvcc.home().join("include"));
+        self.cuda_headers.clone().or_else(of_nvcc)
     }
 
     /// Everything on which a library depends apart from the sources, their headers and the
@@ -328,7 +333,7 @@ impl Toolchain {
         command.args(["-Wl,--no-undefined", "-Wl,--as-needed"]).args(flags);
         link_folder(&mut command, &self.libtorch.lib);
         command.args(["-lc10", "-ltorch_cpu", "-ltorch"]);
-        if self.cuda_headers.is_some() {
+        if self.cuda_headers().is_some() {
             let runtime = self.libtorch.cuda_runtime()?;
             command.args(["-lc10_cuda", "-ltorch_cuda"]);
             link_folder(&mut command, runtime.parent().unwrap_or(&self.libtorch.lib));

@@ -103,7 +103,7 @@ impl Extension {
             toolchain.warn_of_missing_nvcc(env);
         }
         let mut options = self.options_for(env);
-        let has_cuda = toolchain.cuda_headers.is_some();
+        let has_cuda = toolchain.cuda_headers().is_some();
         if has_cuda {
             options.includes_for.extend(self.folders_of_headers(&toolchain.libtorch, env));
         }
