@@ -341,7 +341,6 @@ impl Wanted<'_> {
         let name = format!("{PREFIX}{}.so", &digest[..16]);
 
         let folder = out_dir.join(FOLDER);
-        remove_libraries(&folder);
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
         let keep = |file: &str, text: &str| {
@@ -428,12 +427,4 @@ fn keep_in(cache: &Path, library: &Path) -> std::io::Result<PathBuf> {
         let _ = std::fs::remove_file(&library.path);
     }
     Ok(folder)
-}
-
-fn remove_libraries(folder: &Path) {
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with(PREFIX) {
-            let _ = std::fs::remove_file(entry.path());
-        }
-    }
 }

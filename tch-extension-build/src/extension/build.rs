@@ -124,10 +124,16 @@ impl Extension {
             env.reads(&cuda.nvcc.path);
         }
 
-        if let (Form::Shared, Some(wanted), true) = (&form, &wanted, toolchain.cuda.is_some()) {
+        if self.kernels.is_some() {
+            // Nobody shall find the library of an earlier build of another form.
+            let _ = std::fs::remove_dir_all(out_dir.join(kernels::FOLDER));
+        }
+        if let (Form::Shared, Some(wanted)) = (&form, &wanted) {
             let of_cuda: Vec<Object> =
                 objects.extract_if(.., |object| is_cuda(&object.source)).collect();
-            kernels = Some(wanted.link(&of_cuda, &toolchain, out_dir, &options.reuse, env)?);
+            if !of_cuda.is_empty() {
+                kernels = Some(wanted.link(&of_cuda, &toolchain, out_dir, &options.reuse, env)?);
+            }
         }
 
         let mut lines = Vec::new();

@@ -254,7 +254,29 @@ fn other_extensions_stay_archives() {
     let own = Extension::new("my_ops").source(script.folder.join("csrc/loss/cuda.cu"));
     let lines = own.build_in(&script).expect("it builds").1;
     assert!(!lines.iter().any(|line| line.contains("kernels")), "{lines:?}");
-    let script = script.with("TCH_EXTENSION_KERNELS", "static");
-    let lines = super::kernels::lines(&script);
-    assert!(!lines.iter().any(|line| line.contains("kernels")), "{lines:?}");
+    // Nor is there a library without a CUDA source.
+    let cpp = Extension::new("ops")
+        .source(script.folder.join("csrc/loss/call.cpp"))
+        .kernel_library(script.folder.join("csrc/exports.map"));
+    let (built, lines) = cpp.build_in(&script).expect("it builds");
+    assert!(built.cuda && !lines.iter().any(|line| line.contains("kernels")), "{lines:?}");
+}
+
+#[test]
+fn another_form_leaves_no_library_behind() {
+    let (path, mut script) = with_prebuilt("forms");
+    for (name, value) in [
+        ("TCH_EXTENSION_KERNELS", "static"),
+        ("TCH_EXTENSION_CUDA", "0"),
+        ("TCH_EXTENSION_KERNELS", &path),
+    ] {
+        script = script.with("TCH_EXTENSION_KERNELS", "shared").with("TCH_EXTENSION_CUDA", "1");
+        let built = library(&lines(&script));
+        assert!(built.exists(), "{}", built.display());
+        script = script.with(name, value);
+        let lines = lines(&script);
+        assert!(!script.folder.join("out/kernels").exists(), "{name}={value}");
+        let is_prebuilt = lines.iter().any(|line| line.contains("kernels"));
+        assert_eq!(is_prebuilt, value == path, "{lines:?}");
+    }
 }
