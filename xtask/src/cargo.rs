@@ -118,14 +118,23 @@ pub fn output_messages(command: &mut Command) -> Result<Vec<Value>> {
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
 }
 
+/// What the library's build script told cargo.
+pub fn build_script(messages: &[Value]) -> Option<&Value> {
+    // The id of a package whose folder has its name ends without the name.
+    let is_library = |id: &str| match id.rsplit_once('#') {
+        Some((place, version)) if !version.contains('@') => place.ends_with("/tch-extension"),
+        Some((_, package)) => package.starts_with("tch-extension@"),
+        None => false,
+    };
+    messages.iter().find(|message| {
+        message["reason"] == "build-script-executed"
+            && message["package_id"].as_str().is_some_and(is_library)
+    })
+}
+
 /// The folder in which the library's build script wrote its objects.
 pub fn out_dir(messages: &[Value]) -> Result<PathBuf> {
-    let is_library = |message: &&Value| {
-        let package = message["package_id"].as_str().unwrap_or_default();
-        message["reason"] == "build-script-executed" && package.contains("#tch-extension@")
-    };
-    let message = messages.iter().find(is_library);
-    let folder = message.and_then(|message| message["out_dir"].as_str());
+    let folder = build_script(messages).and_then(|message| message["out_dir"].as_str());
     Ok(folder.context("cargo did not say where the library's objects are")?.into())
 }
 

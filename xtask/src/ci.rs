@@ -194,10 +194,9 @@ impl Ci {
 
     fn weak_symbols(&self) -> Result<()> {
         let messages = self.build()?;
-        let out_dir = cargo::out_dir(&messages)?;
-        say(weak_symbols::check(&out_dir)?);
+        say(weak_symbols::check(&cargo::out_dir(&messages)?)?);
         if self.has_cuda {
-            let library = crossing::library(&out_dir).context("there is no kernel library")?;
+            let library = crossing::library(&messages).context("there is no kernel library")?;
             say(crossing::check(&self.repo.root, &library)?);
         }
         Ok(())

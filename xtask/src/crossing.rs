@@ -4,8 +4,9 @@
 //! even if only C++ calls it. The linker sees to the rest: a program does not link with a function that
 //! is not exported, nor a kernel library that needs a function of the program.
 
-use crate::programs;
+use crate::{cargo, programs};
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -29,15 +30,16 @@ pub fn check(root: &Path, library: &Path) -> Result<String> {
     compare(&String::from_utf8_lossy(&output.stdout), &declared)
 }
 
-/// The kernel library below the output of the library's build script.
-pub fn library(out_dir: &Path) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(out_dir.join("kernels")).into_iter().flatten().flatten();
-    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let is_library = |path: &PathBuf| {
-        let name = name(path);
-        name.starts_with("libtch_extension_kernels-") && name.ends_with(".so")
-    };
-    entries.map(|entry| entry.path()).find(is_library)
+/// The kernel library that a build has linked, from cargo's messages.
+pub fn library(messages: &[Value]) -> Option<PathBuf> {
+    let script = cargo::build_script(messages)?;
+    let lines = |key: &str| script[key].as_array().into_iter().flatten().filter_map(Value::as_str);
+    // Such as `dylib:+verbatim=libtch_extension_kernels-0123.so` and `native=/folder`.
+    let value = |line: &str| Some(line.split_once('=')?.1.to_string());
+    let is_kernels = |name: &String| name.starts_with("libtch_extension_kernels-");
+    let name = lines("linked_libs").filter_map(value).find(is_kernels)?;
+    let folders = lines("linked_paths").filter_map(value);
+    folders.map(|folder| Path::new(&folder).join(&name)).find(|path| path.is_file())
 }
 
 /// Compares nm's listing of a library with the list.
@@ -71,6 +73,29 @@ mod tests {
 
     const DECLARED: &str =
         "/* Generated. */\nV_1 {\n  global:\n    a_cuda;\n    b_cuda;\n  local:\n    *;\n};\n";
+
+    #[test]
+    fn the_library_is_the_one_that_the_build_has_linked() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("libtch_extension_kernels-01.so");
+        let built = |id: &str, libraries: &[&str]| {
+            serde_json::json!({
+                "reason": "build-script-executed", "package_id": id, "linked_libs": libraries,
+                "linked_paths": ["native=/nowhere", format!("native={}", scratch.path().display())],
+            })
+        };
+        let kernels = "dylib:+verbatim=libtch_extension_kernels-01.so";
+        for id in ["path+file:///clone#tch-extension@0.1.0", "path+file:///tch-extension#0.1.0"] {
+            let messages = [built(id, &["static=tch_extension", kernels])];
+            std::fs::write(&path, "").unwrap();
+            assert_eq!(library(&messages), Some(path.clone()), "{id}");
+            assert_eq!(library(&[built(id, &["static=tch_extension"])]), None, "an older one");
+            std::fs::remove_file(&path).unwrap();
+            assert_eq!(library(&messages), None);
+        }
+        let other = "path+file:///tch-extension/tests#tests@0.1.0";
+        assert!(cargo::build_script(&[built(other, &[])]).is_none());
+    }
 
     #[test]
     fn declarations_and_exports_are_the_same() {
