@@ -1,7 +1,7 @@
 //! Starts cargo in the root of the repository.
 
 use crate::repo::Repo;
-use crate::setup::{Changes, ISAS};
+use crate::setup::{Changes, ISAS, KERNELS};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::process::CommandExt;
@@ -46,6 +46,8 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     }
     // Tests need the kernels of all instruction sets, and a bundle or a wheel leaves this machine.
     command.env_remove(ISAS);
+    // What the bundle, the wheel and `ci` take apart.
+    command.env(KERNELS, "shared");
     for (name, value) in changes {
         match value {
             Some(value) => command.env(name, value),
@@ -185,14 +187,18 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_compiled_for_all_cpus_unless_a_command_says_otherwise() {
-        let isas = |changes: Changes| {
+    fn kernels_are_a_library_for_all_cpus_unless_a_command_says_otherwise() {
+        let variable = |variable: &str, changes: Changes| {
             let command = command(&repo(), &changes, &[]);
-            let mut variables = command.get_envs().filter(|(name, _)| *name == ISAS);
+            let mut variables = command.get_envs().filter(|(name, _)| *name == variable);
             variables.next().map(|(_, value)| value.map(|value| value.to_owned()))
         };
-        assert_eq!(isas(Changes::new()), Some(None));
-        assert_eq!(isas(vec![(ISAS.into(), Some("native".into()))]), Some(Some("native".into())));
+        assert_eq!(variable(ISAS, Changes::new()), Some(None));
+        let native = vec![(ISAS.into(), Some("native".into()))];
+        assert_eq!(variable(ISAS, native), Some(Some("native".into())));
+        assert_eq!(variable(KERNELS, Changes::new()), Some(Some("shared".into())));
+        let path = vec![(KERNELS.into(), Some("/a.so".into()))];
+        assert_eq!(variable(KERNELS, path), Some(Some("/a.so".into())));
     }
 
     #[test]

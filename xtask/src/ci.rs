@@ -321,7 +321,7 @@ impl Ci {
         if self.has_python && self.has_cuda {
             let kernels = wheel::kernels(&self.repo, self.changes.clone(), true)?;
             let kernels = kernels.map(PathBuf::into_os_string);
-            changes.push(("TCH_EXTENSION_KERNELS".to_string(), kernels));
+            changes.push((setup::KERNELS.to_string(), kernels));
         }
         let commands: [&[&str]; 4] = [
             &["fmt", "--check"],
