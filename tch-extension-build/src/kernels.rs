@@ -65,7 +65,7 @@ impl Form {
 #[derive(Debug)]
 pub struct Library {
     pub path: PathBuf,
-    /// The folders in which a program looks for it.
+    /// The folders in which a program looks for it, in this order.
     pub folders: Vec<PathBuf>,
 }
 
@@ -295,11 +295,12 @@ impl Wanted<'_> {
             ));
         }
         let folder = path.parent().unwrap_or(Path::new("/")).to_path_buf();
-        Ok(Library { path: path.to_path_buf(), folders: vec![folder] })
+        let folders = can_be_searched(folder, env).into_iter().collect();
+        Ok(Library { path: path.to_path_buf(), folders })
     }
 
-    /// Links these objects of CUDA sources. The library is in a folder of the build script's output and
-    /// in the cache, so that a program finds it when one of the two is gone.
+    /// Links these objects of CUDA sources. The library is in the cache and in a folder of the build
+    /// script's output, so that a program finds it when one of the two is gone.
     pub fn link(
         &self,
         objects: &[Object],
@@ -364,7 +365,9 @@ impl Wanted<'_> {
             // CUDA keeps pointers to its kernels.
             "-Wl,-z,defs,-z,nodelete,--as-needed".to_string(),
             format!("-Wl,-soname,{name}"),
-            format!("-Wl,--version-script,{exports}"),
+            // -Wl would split a path at its commas.
+            "-Xlinker".to_string(),
+            format!("--version-script={exports}"),
             // The program has loaded the runtime that libtorch loads. In a wheel, it is here.
             format!("-Wl,-rpath,$ORIGIN/../nvidia/cu{}/lib", self.cuda),
             format!("-L{}", runtime.parent().unwrap_or(&folder).display()),
@@ -378,13 +381,40 @@ impl Wanted<'_> {
         run_compiler(&mut command, "the kernel library does not link", env)?;
         std::fs::rename(&partial, &path)
             .with_context(|| format!("cannot write {}", path.display()))?;
-        let mut folders = vec![folder];
+        let mut folders = Vec::new();
         if let Reuse::Cache(cache) = reuse {
-            // The cache has already said what is wrong with it.
-            folders.extend(keep_in(cache, &path).ok());
+            match keep_in(cache, &path) {
+                Ok(kept) => folders.extend(can_be_searched(kept, env)),
+                Err(error) => env.warns(&format!(
+                    "the cache does not keep the kernel library, so programs find it only in {}: {error}",
+                    folder.display()
+                )),
+            }
+        }
+        // `cargo install` builds in the folder of temporary files and removes what it has built. Anyone
+        // could make the folder again.
+        if folders.is_empty() || !is_below(&folder, &env.temporary()) {
+            folders.extend(can_be_searched(folder, env));
         }
         Ok(Library { path, folders })
     }
+}
+
+/// The folder, if the loader can search it.
+fn can_be_searched(folder: PathBuf, env: &dyn Environment) -> Option<PathBuf> {
+    let can = !folder.to_string_lossy().contains(':');
+    if !can {
+        env.warns(&format!(
+            "programs do not look for the kernel library in {}, whose name has a colon",
+            folder.display()
+        ));
+    }
+    can.then_some(folder)
+}
+
+fn is_below(folder: &Path, other: &Path) -> bool {
+    let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    whole(folder).starts_with(whole(other))
 }
 
 /// The architectures that the user asks for, by name or by having their GPUs. If there is neither, all

@@ -336,6 +336,10 @@ pub fn link_args() {
 /// loaded. It is never unloaded, because libtorch keeps pointers to its kernels. It has no symbol
 /// table; cargo shows none of the C++ that is linked in.
 ///
+/// With `TCH_EXTENSION_KERNELS`, it looks for the kernel library next to itself, and then where the
+/// build left it: in the target folder, or at the path that was given, which it names. Ship it with
+/// the kernel library next to it, or build it with static kernels.
+///
 /// The package's programs, and its tests in the folder `tests`, find libtorch as after
 /// [`link_args`], if they are there when the build script runs: `touch build.rs` after adding the
 /// first one. Tests inside the library need `LD_LIBRARY_PATH`; `test = false` in `[lib]` says that
@@ -354,25 +358,35 @@ pub fn python_link_args() {
     let mut keys: Vec<String> = present.map(|(kind, _)| format!("rustc-link-arg-{kind}")).collect();
     keys.dedup();
     print_search_paths(&keys);
-    let mut arguments = vec!["-z,nodelete".to_string(), "--strip-all".to_string()];
-    let kernels = kernel_folders(&Process);
-    if !kernels.is_empty() {
-        arguments.push("-rpath,$ORIGIN".to_string());
-    }
     let out_dir = Process.var("OUT_DIR").unwrap_or_default();
-    arguments.extend(kernels.iter().filter_map(|folder| from_library(folder, Path::new(&out_dir))));
-    for argument in arguments {
-        println!("cargo::rustc-link-arg-cdylib=-Wl,{argument}");
+    let folders = from_library(&kernel_folders(&Process), Path::new(&out_dir));
+    let arguments = ["-Wl,-z,nodelete", "-Wl,--strip-all"];
+    for argument in arguments.into_iter().chain(folders.iter().flat_map(|folder| rpath(folder))) {
+        println!("cargo::rustc-link-arg-cdylib={argument}");
     }
 }
 
-/// The rpath by which a library in the target folder, such as `target/debug/libmy_ops.so`, finds a
-/// folder of a build script's, such as `target/debug/build/tch-extension-0123/out/kernels`. It names
-/// no folder of this machine.
-fn from_library(folder: &Path, out_dir: &Path) -> Option<String> {
-    let target = out_dir.ancestors().nth(3)?;
-    let relative = folder.strip_prefix(target).ok()?;
-    Some(format!("-rpath,$ORIGIN/{}", relative.display()))
+/// Where a library in the target folder, such as `target/debug/libmy_ops.so`, looks for the kernel
+/// library: next to itself, and where it is now. If that is in the target folder, as in
+/// `target/debug/build/tch-extension-0123/out/kernels`, no folder of this machine is named.
+pub(super) fn from_library(kernels: &[PathBuf], out_dir: &Path) -> Vec<String> {
+    let target = out_dir.ancestors().nth(3).unwrap_or(out_dir);
+    let inside = kernels.iter().filter_map(|folder| folder.strip_prefix(target).ok());
+    let mut folders: Vec<String> =
+        inside.map(|folder| format!("$ORIGIN/{}", folder.display())).collect();
+    if folders.is_empty() {
+        folders = kernels.iter().map(|folder| folder.display().to_string()).collect();
+    }
+    if !folders.is_empty() {
+        folders.insert(0, "$ORIGIN".to_string());
+    }
+    folders
+}
+
+/// The arguments that name a folder in which a program looks for libraries. `-Wl` would split it at its
+/// commas.
+fn rpath(folder: &str) -> [&str; 4] {
+    ["-Xlinker", "-rpath", "-Xlinker", folder]
 }
 
 /// Whether this is a file, or a folder with sources of Rust, in which cargo finds a target.
@@ -399,7 +413,9 @@ fn print_search_paths(keys: &[impl std::fmt::Display]) {
     let folders = folders.into_iter().flatten().map(Path::to_path_buf);
     for folder in folders.chain(kernel_folders(&script)) {
         for key in keys {
-            println!("cargo::{key}=-Wl,-rpath,{}", folder.display());
+            for argument in rpath(&folder.display().to_string()) {
+                println!("cargo::{key}={argument}");
+            }
         }
     }
 }

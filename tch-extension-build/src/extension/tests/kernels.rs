@@ -1,6 +1,7 @@
 //! Tests the kernel library with g++ in the place of nvcc.
 
 use super::*;
+use crate::extension::build::from_library;
 use std::process::{Command, Output};
 
 const NODE: &str = "TCH_EXTENSION_0123";
@@ -51,8 +52,10 @@ fn value(lines: &[String], start: &str) -> String {
 
 fn library(lines: &[String]) -> PathBuf {
     let name = value(lines, "rustc-link-lib=dylib:+verbatim=libtch_extension_kernels-");
-    let folders = value(lines, KERNELS);
-    Path::new(folders.split(':').next().unwrap()).join(format!("libtch_extension_kernels-{name}"))
+    let folders = lines.iter().filter_map(|line| line.strip_prefix("rustc-link-search=native="));
+    let mut paths =
+        folders.map(|folder| Path::new(folder).join(format!("libtch_extension_kernels-{name}")));
+    paths.find(|path| path.exists()).unwrap_or_else(|| panic!("no library in {lines:?}"))
 }
 
 const KERNELS: &str = "metadata=kernels=";
@@ -117,7 +120,8 @@ fn a_library_with_other_parameters_does_not_load() {
     );
     let (lines, others) = (lines(&here), lines(&other));
     let program = program(&here, &lines);
-    std::fs::copy(library(&others), library(&lines)).unwrap();
+    let kept = here.folder.join("cache/kernels").join(library(&lines).file_name().unwrap());
+    std::fs::copy(library(&others), kept).unwrap();
     let output = run(&program);
     let text = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && text.contains(NODE), "{text}");
@@ -239,6 +243,53 @@ fn a_prebuilt_library_that_does_not_fit_is_refused_by_name() {
     let lib = fake_libtorch(&user.folder.join("cpu"), false).display().to_string();
     let user = user.with("DEP_TCH_EXTENSION_LIBTORCH_LIB", &lib);
     assert_says(&user.refusal(&extension(&user)), &["is a CPU build; unset it"]);
+}
+
+#[test]
+fn programs_look_into_the_cache_first_and_not_where_anyone_can_write() {
+    let script = script("places");
+    let (cache, own) = (script.folder.join("cache/kernels"), script.folder.join("out/kernels"));
+    let searched = |script: &Script| value(&lines(script), KERNELS);
+    assert_eq!(searched(&script), format!("{}:{}", cache.display(), own.display()));
+    let temporary = script.folder.display().to_string();
+    let script = script.with("TMPDIR", &temporary);
+    assert_eq!(searched(&script), cache.display().to_string(), "as with cargo install");
+    assert!(script.warnings.lock().unwrap().is_empty());
+
+    // There is no other place.
+    let colon = script.folder.join("a:b").display().to_string();
+    let script = script.with("TCH_EXTENSION_CACHE", &colon);
+    assert_eq!(searched(&script), own.display().to_string());
+    assert_says(&script.warnings.lock().unwrap().concat(), &[&colon, "whose name has a colon"]);
+    let file = script.source("file", "").display().to_string();
+    let script = script.with("TCH_EXTENSION_CACHE", &file);
+    assert_eq!(searched(&script), own.display().to_string());
+    let expected = ["the cache does not keep the kernel library", "only in", &file];
+    assert_says(&script.warnings.lock().unwrap().concat(), &expected);
+}
+
+#[test]
+fn folders_may_have_commas() {
+    let mut script = script("commas");
+    let out = script.folder.join("a,b");
+    std::fs::create_dir(&out).unwrap();
+    script = script.with("OUT_DIR", &out.display().to_string());
+    assert!(library(&lines(&script)).starts_with(out));
+}
+
+#[test]
+fn a_library_for_python_looks_next_to_itself_and_where_the_kernels_are() {
+    let out_dir = Path::new("/t/debug/build/my-01/out");
+    let look = |folders: &[&str]| {
+        let folders: Vec<PathBuf> = folders.iter().map(PathBuf::from).collect();
+        from_library(&folders, out_dir).join(":")
+    };
+    assert_eq!(look(&[]), "");
+    assert_eq!(
+        look(&["/cache/kernels", "/t/debug/build/tch-extension-02/out/kernels"]),
+        "$ORIGIN:$ORIGIN/build/tch-extension-02/out/kernels"
+    );
+    assert_eq!(look(&["/site/tch_extension"]), "$ORIGIN:/site/tch_extension");
 }
 
 #[test]
