@@ -77,7 +77,7 @@ impl Unit<'_> {
             arguments.push(format!("-DCPU_CAPABILITY_{isa}"));
             arguments.extend(flags.split_whitespace().map(String::from));
         }
-        self.add_common(&mut arguments);
+        self.add_common(&mut arguments, self.toolchain.define_for_cxx);
         if let Some(folder) = self.toolchain.cuda_headers() {
             add_system_include(&mut arguments, &folder);
         }
@@ -118,7 +118,7 @@ impl Unit<'_> {
         if text_of(self.source).is_ok_and(|text| is_written_for_torch(&text)) {
             arguments.extend(WITHOUT_HALF_OPERATORS.map(|name| format!("-D{name}")));
         }
-        self.add_common(&mut arguments);
+        self.add_common(&mut arguments, None);
         if let Some(host) = env.var("NVCC_CCBIN") {
             arguments.push(format!("-ccbin={host}"));
         } else if env.var("CXX").is_some() {
@@ -149,8 +149,8 @@ impl Unit<'_> {
         own.map(|(_, folder)| folder).chain(&options.includes)
     }
 
-    /// Adds the arguments that are the same for both compilers.
-    fn add_common(&self, arguments: &mut Vec<String>) {
+    /// Adds the arguments that are the same for both compilers, and one more macro.
+    fn add_common(&self, arguments: &mut Vec<String>, define: Option<&str>) {
         let options = self.options;
         let libtorch = &self.toolchain.libtorch;
         arguments.push(format!("-std={}", options.standard));
@@ -166,6 +166,7 @@ impl Unit<'_> {
             Some(value) => format!("-D{name}={value}"),
             None => format!("-D{name}"),
         }));
+        arguments.extend(define.map(|name| format!("-D{name}")));
         arguments.extend(self.includes().map(|folder| format!("-I{}", folder.display())));
         for folder in &libtorch.includes {
             add_system_include(arguments, folder);

@@ -127,8 +127,6 @@ pub struct Facts {
     archs: Vec<Arch>,
     /// The folders of its sources, one an operator or a family.
     families: BTreeSet<String>,
-    /// Whether kernels check indices.
-    is_checked: bool,
     /// What nvcc's variables added to its flags.
     flags: String,
 }
@@ -138,13 +136,12 @@ impl Facts {
         let archs: Vec<String> = self.archs.iter().map(named).collect();
         let families: Vec<&str> = self.families.iter().map(String::as_str).collect();
         format!(
-            "tch-extension's kernels\nversion {}\nnode {}\ncuda {}\narchs {}\nfamilies {}\nchecked {}\nflags {}\n",
+            "tch-extension's kernels\nversion {}\nnode {}\ncuda {}\narchs {}\nfamilies {}\nflags {}\n",
             self.version,
             self.node,
             self.cuda,
             archs.join(" "),
             families.join(" "),
-            self.is_checked,
             self.flags,
         )
     }
@@ -163,7 +160,6 @@ impl Facts {
             cuda: value("cuda")?.parse().ok()?,
             archs: value("archs")?.split_whitespace().map(arch).collect(),
             families: value("families")?.split_whitespace().map(str::to_string).collect(),
-            is_checked: value("checked")?.parse().ok()?,
             flags: value("flags")?.to_string(),
         })
     }
@@ -271,7 +267,6 @@ impl Wanted<'_> {
                 .filter(|source| is_cuda(source))
                 .filter_map(family)
                 .collect(),
-            is_checked: env.var("PROFILE").as_deref() == Some("debug"),
             flags: flags.join(" "),
         }
     }
@@ -287,12 +282,6 @@ impl Wanted<'_> {
                 "the kernel library {} {refusal}; unset {VARIABLE} to compile the kernels",
                 path.display()
             );
-        }
-        if wanted.is_checked && !facts.is_checked {
-            env.warns(&format!(
-                "the kernels in {} do not check indices, although this is a debug build",
-                path.display()
-            ));
         }
         let folder = path.parent().unwrap_or(Path::new("/")).to_path_buf();
         let folders = can_be_searched(folder, env).into_iter().collect();

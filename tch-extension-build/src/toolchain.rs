@@ -90,6 +90,8 @@ pub struct Toolchain {
     pub cuda: Option<Cuda>,
     /// The folder of CUDA's headers, if they are not those of an nvcc.
     pub(crate) cuda_headers: Option<PathBuf>,
+    /// A macro that is defined for C++ alone.
+    pub(crate) define_for_cxx: Option<&'static str>,
     /// The only CPU instruction set that kernels are compiled for; all if `None`.
     pub(crate) only_isa: Option<&'static str>,
 }
@@ -177,7 +179,14 @@ impl Toolchain {
         if cxx.is_clang {
             env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
         }
-        Ok(Toolchain { libtorch, cxx, cuda, cuda_headers: None, only_isa: None })
+        Ok(Toolchain {
+            libtorch,
+            cxx,
+            cuda,
+            cuda_headers: None,
+            define_for_cxx: None,
+            only_isa: None,
+        })
     }
 
     /// The folder of CUDA's headers, if C++ is compiled with CUDA.

@@ -97,6 +97,40 @@ mod tests {
         assert!(cargo::build_script(&[built(other, &[])]).is_none());
     }
 
+    /// The text of a source and of all headers that it includes of this repository.
+    fn with_headers(source: &Path, csrc: &Path, seen: &mut BTreeSet<PathBuf>) -> String {
+        let mut text = std::fs::read_to_string(source).unwrap();
+        let quoted = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include \""));
+        let names: Vec<String> =
+            quoted.map(|rest| rest.trim_end().trim_end_matches('"').to_string()).collect();
+        for name in names {
+            let places = [source.parent().unwrap().join(&name), csrc.join("include").join(&name)];
+            let place = places.iter().find_map(|place| place.canonicalize().ok());
+            let place = place.unwrap_or_else(|| panic!("{name} in {}", source.display()));
+            if seen.insert(place.clone()) {
+                text += &with_headers(&place, csrc, seen);
+            }
+        }
+        text
+    }
+
+    /// Debug builds share the objects of kernels with other builds, because no macro of debug builds is
+    /// defined for them (tch-extension-build/src/extension/build.rs).
+    #[test]
+    fn no_kernel_is_another_one_in_debug_builds() {
+        let csrc = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc");
+        let sources = crate::repo::files_below(&csrc, "");
+        let mut sources =
+            sources.iter().filter(|file| file.extension().is_some_and(|end| end == "cu"));
+        let is_found = |file: &str| {
+            with_headers(&csrc.join(file), &csrc, &mut BTreeSet::new())
+                .contains("TCH_EXTENSION_DEBUG")
+        };
+        assert!(is_found("include/tch_extension/tensor.h"), "the search finds nothing at all");
+        let dependent = sources.find(|file| is_found(&file.to_string_lossy()));
+        assert_eq!(dependent, None, "it needs an object for debug builds");
+    }
+
     #[test]
     fn declarations_and_exports_are_the_same() {
         let listing = "0000000000000000 A V_1\n0000000000000010 T a_cuda@@V_1\n";

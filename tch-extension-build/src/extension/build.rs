@@ -108,8 +108,12 @@ impl Extension {
             options.includes_for.extend(self.folders_of_headers(&toolchain.libtorch, env));
         }
         if env.var("PROFILE").as_deref() == Some("debug") {
-            // With this macro, the headers check indices.
-            options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
+            // With this macro, the headers check indices. It makes no difference to a kernel library,
+            // so debug builds share its objects with all others.
+            match self.kernels {
+                Some(_) => toolchain.define_for_cxx = Some(DEBUG),
+                None => options.defines.push((DEBUG.to_string(), None)),
+            }
         }
         let out_dir = env.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;
         let out_dir = Path::new(&out_dir);
@@ -475,6 +479,9 @@ fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     )?;
     Libtorch::at(lib, env)
 }
+
+/// The macro of debug builds.
+const DEBUG: &str = "TCH_EXTENSION_DEBUG";
 
 /// The line that tells cargo that CUDA is compiled in.
 const CUDA_CFG: &str = "rustc-cfg=tch_extension_cuda";

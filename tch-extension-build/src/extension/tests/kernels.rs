@@ -174,8 +174,29 @@ fn other_kernels_are_another_library() {
     assert!(!first.exists() && second.exists(), "only the last one is in the target folder");
     let kept = script.folder.join("cache/kernels").join(first.file_name().unwrap());
     assert!(kept.exists(), "older programs need it");
-    let debug = library(&lines(&script.with("PROFILE", "debug")));
-    assert_ne!(debug, second);
+}
+
+#[test]
+fn debug_builds_share_the_kernels() {
+    let kernel =
+        "int tch_extension_loss_cuda() {\n#ifdef TCH_EXTENSION_DEBUG\n#error\n#endif\nreturn 1; }";
+    let script = script_with("debug", NODE, kernel);
+    let call = script.folder.join("csrc/loss/call.cpp");
+    let text = std::fs::read_to_string(&call).unwrap();
+    write(&call, &format!("{text}\n#ifdef TCH_EXTENSION_DEBUG\nint debug;\n#endif\n"));
+    let release = library(&lines(&script));
+    let compiled = |script: &Script| {
+        let log = std::fs::read_to_string(script.folder.join("cache/objects/log")).unwrap();
+        log.lines().last().unwrap().split_once("compiled=").unwrap().1.to_string()
+    };
+    let script = script.with("PROFILE", "debug");
+    assert_eq!(library(&lines(&script)), release);
+    assert_eq!(compiled(&script), "1", "only C++");
+    let script = script.with("TCH_EXTENSION_KERNELS", "static");
+    lines(&script);
+    // Kernels of other extensions may check indices.
+    let own = Extension::new("own").source(script.folder.join("csrc/loss/cuda.cu"));
+    assert_says(&script.refusal(&own), &["#error"]);
 }
 
 /// The path of a library, and a script that is given it.
