@@ -5,14 +5,17 @@
 //! symbols that it exports have a version that is made from the declarations of all kernels: the
 //! loader refuses a library whose functions take other parameters.
 
-use crate::arch::{self, Arch, CUDA_13_0, Choice};
+mod facts;
+
+use crate::arch::Arch;
 use crate::compile::run_compiler;
 use crate::content::digest;
 use crate::environment::Environment;
 use crate::toolchain::{Object, Reuse, Toolchain, is_cuda};
 use crate::{paths, place, probe};
 use anyhow::{Context, Result, bail};
-use object::{Object as _, ObjectSection as _, ObjectSymbol as _, SymbolScope};
+use facts::{Facts, SECTION, asked_archs};
+use object::{Object as _, ObjectSymbol as _, SymbolScope};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -24,8 +27,6 @@ pub const FOLDER: &str = "kernels";
 
 /// The file next to a library with the arguments of its link, one a line.
 pub const LINK: &str = "link";
-
-const SECTION: &str = ".tch_extension";
 
 const PREFIX: &str = "libtch_extension_kernels-";
 
@@ -113,130 +114,6 @@ impl Exports {
         let names: String = names.map(|name| format!("    {name};\n")).collect();
         format!("{} {{\n  global:\n{names}  local:\n    *;\n}};\n", self.node)
     }
-}
-
-/// What a library is for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Facts {
-    /// The version of tch-extension.
-    version: String,
-    /// The version of its symbols.
-    node: String,
-    /// The major version of CUDA.
-    cuda: u32,
-    archs: Vec<Arch>,
-    /// The folders of its sources, one an operator or a family.
-    families: BTreeSet<String>,
-    /// What nvcc's variables added to its flags.
-    flags: String,
-}
-
-impl Facts {
-    fn text(&self) -> String {
-        let archs: Vec<String> = self.archs.iter().map(named).collect();
-        let families: Vec<&str> = self.families.iter().map(String::as_str).collect();
-        format!(
-            "tch-extension's kernels\nversion {}\nnode {}\ncuda {}\narchs {}\nfamilies {}\nflags {}\n",
-            self.version,
-            self.node,
-            self.cuda,
-            archs.join(" "),
-            families.join(" "),
-            self.flags,
-        )
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let value =
-            |key: &str| text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
-        let arch = |word: &str| {
-            let (number, ptx) =
-                word.strip_suffix("+PTX").map_or((word, false), |number| (number, true));
-            Arch { number: number.replace('.', ""), ptx }
-        };
-        Some(Facts {
-            version: value("version")?.to_string(),
-            node: value("node")?.to_string(),
-            cuda: value("cuda")?.parse().ok()?,
-            archs: value("archs")?.split_whitespace().map(arch).collect(),
-            families: value("families")?.split_whitespace().map(str::to_string).collect(),
-            flags: value("flags")?.to_string(),
-        })
-    }
-
-    /// Reads them from a library.
-    fn of(library: &Path) -> Result<Self> {
-        let what = || format!("{} is no library of tch-extension's kernels", library.display());
-        let bytes = std::fs::read(library).with_context(what)?;
-        let file = object::File::parse(&*bytes).with_context(what)?;
-        let section = file.section_by_name(SECTION).with_context(what)?;
-        let text = section.uncompressed_data().with_context(what)?;
-        Facts::parse(&String::from_utf8_lossy(&text)).with_context(what)
-    }
-
-    /// The first difference that makes a library useless for what is wanted.
-    fn refusal(&self, wanted: &Facts, asked: &[Arch]) -> Option<String> {
-        if self.version != wanted.version {
-            return Some(format!(
-                "belongs to tch-extension {}, this is {}; install the matching wheel",
-                self.version, wanted.version
-            ));
-        }
-        if self.node != wanted.node {
-            return Some(format!(
-                "has functions with other parameters than this tch-extension {}; install the matching wheel",
-                wanted.version
-            ));
-        }
-        if self.cuda != wanted.cuda {
-            return Some(format!(
-                "is for CUDA {}, and libtorch has CUDA {}",
-                self.cuda, wanted.cuda
-            ));
-        }
-        if let Some(family) = wanted.families.difference(&self.families).next() {
-            return Some(format!("has no kernels of `{family}`"));
-        }
-        if let Some(arch) = asked.iter().find(|arch| !self.serves(arch)) {
-            let archs: Vec<String> = self.archs.iter().map(named).collect();
-            return Some(format!(
-                "has kernels for {}, and you ask for {}",
-                archs.join(" "),
-                named(arch)
-            ));
-        }
-        if self.flags != wanted.flags {
-            return Some(format!(
-                "was compiled with `{}` in NVCC_APPEND_FLAGS or NVCC_PREPEND_FLAGS, which are `{}` now",
-                self.flags, wanted.flags
-            ));
-        }
-        None
-    }
-
-    /// Whether kernels for this architecture are in the library.
-    fn serves(&self, asked: &Arch) -> bool {
-        let number =
-            |arch: &Arch| arch.number.trim_end_matches(['a', 'f']).parse::<u32>().unwrap_or(0);
-        let runs = |own: &Arch| {
-            let (own_number, asked_number) = (number(own), number(asked));
-            let is_exact = own_number == asked_number;
-            // A binary runs on GPUs of its generation that are not older; one for `9.0a` on 9.0 only.
-            let is_plain = own.number.bytes().all(|byte| byte.is_ascii_digit());
-            let is_near =
-                is_plain && own_number / 10 == asked_number / 10 && own_number <= asked_number;
-            is_exact || is_near || (own.ptx && is_plain && own_number <= asked_number)
-        };
-        let has_ptx = |own: &Arch| own.ptx && number(own) <= number(asked);
-        self.archs.iter().any(runs) && (!asked.ptx || self.archs.iter().any(has_ptx))
-    }
-}
-
-/// The name of an architecture in `TORCH_CUDA_ARCH_LIST`.
-fn named(arch: &Arch) -> String {
-    let digits = arch.number.trim_end_matches(['a', 'f']).len();
-    let (major, minor) = arch.number.split_at(digits.saturating_sub(1));
-    format!("{major}.{minor}{}", if arch.ptx { "+PTX" } else { "" })
 }
 
 /// The kernels that an extension wants.
@@ -404,22 +281,6 @@ fn can_be_searched(folder: PathBuf, env: &dyn Environment) -> Option<PathBuf> {
 fn is_below(folder: &Path, other: &Path) -> bool {
     let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
     whole(folder).starts_with(whole(other))
-}
-
-/// The architectures that the user asks for, by name or by having their GPUs. If there is neither, all
-/// libraries will do.
-fn asked_archs(env: &dyn Environment) -> Result<Vec<Arch>> {
-    let list = env.var("TORCH_CUDA_ARCH_LIST").filter(|list| !list.trim().is_empty());
-    match list {
-        Some(list) => Choice { list: &list, from: "TORCH_CUDA_ARCH_LIST", supported: CUDA_13_0 }
-            .parse(&arch::visible_gpus),
-        None if arch::visible_gpus().is_empty() => Ok(Vec::new()),
-        None => {
-            let mut archs = arch::default_archs(CUDA_13_0, &arch::visible_gpus)?;
-            archs.iter_mut().for_each(|arch| arch.ptx = false);
-            Ok(archs)
-        }
-    }
 }
 
 /// The folder of CUDA's headers for a build that needs no nvcc: the one next to libtorch's own runtime,

@@ -149,8 +149,7 @@ mod fewer;
 pub mod headers;
 mod isa;
 mod isolate;
-#[doc(hidden)]
-pub mod kernels;
+mod kernels;
 mod libtorch;
 mod objects;
 mod paths;
