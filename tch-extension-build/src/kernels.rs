@@ -7,14 +7,14 @@
 
 mod facts;
 
-use crate::arch::Arch;
+use crate::arch::{self, Arch};
 use crate::compile::run_compiler;
 use crate::content::digest;
 use crate::environment::Environment;
-use crate::toolchain::{Object, Reuse, Toolchain, is_cuda};
+use crate::toolchain::{Libtorch, Object, Reuse, Toolchain, is_cuda};
 use crate::{paths, place, probe};
 use anyhow::{Context, Result, bail};
-use facts::{Facts, SECTION, asked_archs};
+use facts::{Asked, Facts, Found, SECTION};
 use object::{Object as _, ObjectSymbol as _, SymbolScope};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -144,19 +144,31 @@ impl Wanted<'_> {
                 .filter(|source| is_cuda(source))
                 .filter_map(family)
                 .collect(),
-            flags: flags.join(" "),
+            flags: format!("{:?}", flags.join(" ")),
         }
     }
 
     /// A library that somebody else has built, if it has what is wanted.
-    pub fn prebuilt(&self, path: &Path, env: &dyn Environment) -> Result<Library> {
+    pub fn prebuilt(
+        &self,
+        path: &Path,
+        libtorch: &Libtorch,
+        env: &dyn Environment,
+    ) -> Result<Library> {
         paths::check(VARIABLE, path)?;
         env.reads(path);
-        let facts = Facts::of(path)?;
-        let wanted = self.facts(&[], env);
-        if let Some(refusal) = facts.refusal(&wanted, &asked_archs(env)?) {
+        let found = Found::read(path)?;
+        let refusal = found.refusal(path, &self.facts(&[], env), &libtorch.cuda_runtime()?);
+        if let Some(refusal) = refusal {
             bail!(
                 "the kernel library {} {refusal}; unset {VARIABLE} to compile the kernels",
+                path.display()
+            );
+        }
+        if let Some(lack) = found.facts.lack(&Asked::of(env, &arch::visible_gpus)?) {
+            bail!(
+                "the kernel library {} {lack}; unset {VARIABLE} to compile the kernels, or set TORCH_CUDA_ARCH_LIST to \
+                 what the library has",
                 path.display()
             );
         }

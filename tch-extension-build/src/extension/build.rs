@@ -91,7 +91,7 @@ impl Extension {
         let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
         let (form, wanted) = self.wanted_kernels(&libtorch, env)?;
         let mut kernels = match (&form, &wanted) {
-            (Form::Prebuilt(path), Some(wanted)) => Some(wanted.prebuilt(path, env)?),
+            (Form::Prebuilt(path), Some(wanted)) => Some(wanted.prebuilt(path, &libtorch, env)?),
             _ => None,
         };
         let mode = if kernels.is_some() { CudaMode::Off } else { CudaMode::IfPresent };

@@ -208,8 +208,14 @@ fn with_prebuilt(name: &str) -> (String, Script) {
     std::fs::copy(&built, &path).unwrap();
     let path = path.canonicalize().unwrap().display().to_string();
     let user = script(&format!("{name}-user")).with("TCH_EXTENSION_KERNELS", &path);
-    write(&user.folder.join("libtorch/include/cuda_runtime_api.h"), "");
+    write_headers(&user, 13);
     (path, user)
+}
+
+/// Writes a header of CUDA's next to libtorch.
+fn write_headers(script: &Script, major: u32) {
+    let text = format!("#define CUDART_VERSION {major}020\n");
+    write(&script.folder.join("libtorch/include/cuda_runtime_api.h"), &text);
 }
 
 #[test]
@@ -235,7 +241,9 @@ fn a_prebuilt_library_that_does_not_fit_is_refused_by_name() {
         let error = user.refusal(&extension(&user));
         user.vars.insert(name, before);
         assert!(error.starts_with(&format!("the kernel library {path} {reason}")), "{error}");
-        assert!(error.ends_with("; unset TCH_EXTENSION_KERNELS to compile the kernels"), "{error}");
+        assert!(error.contains("; unset TCH_EXTENSION_KERNELS to compile the kernels"), "{error}");
+        let names_list = error.ends_with(", or set TORCH_CUDA_ARCH_LIST to what the library has");
+        assert_eq!(names_list, name == "TORCH_CUDA_ARCH_LIST", "{error}");
     };
     refused(
         "CARGO_PKG_VERSION",
@@ -244,7 +252,7 @@ fn a_prebuilt_library_that_does_not_fit_is_refused_by_name() {
     );
     refused("TORCH_CUDA_ARCH_LIST", "8.0", "has kernels for 9.0a, and you ask for 8.0");
     refused("TORCH_CUDA_ARCH_LIST", "9.0+PTX", "has kernels for 9.0a, and you ask for 9.0+PTX");
-    refused("NVCC_APPEND_FLAGS", "-O1", "was compiled with `` in NVCC_APPEND_FLAGS");
+    refused("NVCC_APPEND_FLAGS", "-O1", "was compiled with \"\" in NVCC_APPEND_FLAGS");
 
     let map = user.folder.join("csrc/exports.map");
     let text = std::fs::read_to_string(&map).unwrap();
@@ -264,6 +272,38 @@ fn a_prebuilt_library_that_does_not_fit_is_refused_by_name() {
     let lib = fake_libtorch(&user.folder.join("cpu"), false).display().to_string();
     let user = user.with("DEP_TCH_EXTENSION_LIBTORCH_LIB", &lib);
     assert_says(&user.refusal(&extension(&user)), &["is a CPU build; unset it"]);
+}
+
+#[test]
+fn a_prebuilt_library_has_its_own_name_and_the_runtime_of_libtorch() {
+    let kernel =
+        "extern \"C\" int cuda_call();\nint tch_extension_loss_cuda() { return cuda_call(); }";
+    let builder = script_with("runtime", NODE, kernel);
+    let runtime = builder.folder.join("libtorch/lib/libcudart.so.13");
+    let source = builder.source("runtime.cpp", "extern \"C\" int cuda_call() { return 1; }\n");
+    let mut command = Command::new("g++");
+    command.args(["-shared", "-fPIC", "-Wl,-soname,libcudart.so.13"]).arg(source);
+    assert!(command.arg("-o").arg(&runtime).status().unwrap().success());
+    let built = library(&lines(&builder)).canonicalize().unwrap();
+
+    let user = script("runtime-user").with("TCH_EXTENSION_KERNELS", &built.display().to_string());
+    write_headers(&user, 13);
+    assert_eq!(library(&lines(&user)), built);
+    let renamed = built.with_file_name("kernels.so");
+    std::fs::copy(&built, &renamed).unwrap();
+    let user = user.with("TCH_EXTENSION_KERNELS", &renamed.display().to_string());
+    let name = built.file_name().unwrap().to_str().unwrap();
+    let expected = ["kernels.so must have the name ", name, ", which programs look for; unset"];
+    assert_says(&user.refusal(&extension(&user)), &expected);
+    // A link by another name does no harm.
+    std::fs::remove_file(&renamed).unwrap();
+    std::os::unix::fs::symlink(&built, &renamed).unwrap();
+    assert_eq!(library(&lines(&user)), built);
+
+    let own = user.folder.join("libtorch/lib/libcudart-01.so.13");
+    std::fs::rename(own.with_file_name("libcudart.so.13"), &own).unwrap();
+    let expected = ["needs libcudart.so.13, and libtorch has ", "libcudart-01.so.13; unset"];
+    assert_says(&user.refusal(&extension(&user)), &expected);
 }
 
 #[test]
