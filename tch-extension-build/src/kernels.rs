@@ -30,6 +30,9 @@ pub const LINK: &str = "link";
 
 const PREFIX: &str = "libtch_extension_kernels-";
 
+/// The name of the facts in a library.
+const SYMBOL: &str = "tch_extension_kernel_facts";
+
 /// The libraries that the cache keeps.
 const MOST_LIBRARIES: usize = 16;
 
@@ -231,7 +234,8 @@ impl Wanted<'_> {
         let source = keep(
             "facts.cpp",
             &format!(
-                "__attribute__((section(\"{SECTION}\"), used)) static const char facts[] = R\"({facts})\";\n"
+                "extern const char {SYMBOL}[];\n__attribute__((section(\"{SECTION}\"), used)) const char {SYMBOL}[] = \
+                 R\"facts({facts})facts\";\n"
             ),
         )?;
         let exports = keep("exports.map", &script)?;
@@ -243,6 +247,8 @@ impl Wanted<'_> {
             // CUDA keeps pointers to its kernels.
             "-Wl,-z,defs,-z,nodelete,--as-needed".to_string(),
             format!("-Wl,-soname,{name}"),
+            // The linker keeps what nothing uses, even with --gc-sections.
+            format!("-Wl,--undefined={SYMBOL}"),
             // -Wl would split a path at its commas.
             "-Xlinker".to_string(),
             format!("--version-script={exports}"),

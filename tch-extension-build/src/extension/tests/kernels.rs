@@ -330,6 +330,27 @@ fn programs_look_into_the_cache_first_and_not_where_anyone_can_write() {
 }
 
 #[test]
+fn a_library_keeps_what_it_is_for_whatever_the_flags() {
+    let flags = "-DA=\")facts\"\n-O1";
+    let script = script("facts").with("NVCC_APPEND_FLAGS", flags);
+    let built = library(&lines(&script)).canonicalize().unwrap();
+    // As a wheel links it once more.
+    let link = std::fs::read_to_string(script.folder.join("out/kernels/link")).unwrap();
+    let mut command = Command::new("g++");
+    command.args(link.lines()).args(["-Wl,--gc-sections,--strip-all", "-o"]).arg(&built);
+    assert!(command.status().unwrap().success());
+    let exported = Command::new("nm").arg("-D").arg(&built).output().unwrap().stdout;
+    assert!(!String::from_utf8_lossy(&exported).contains("facts"));
+
+    let user = super::kernels::script("facts-user").with("NVCC_APPEND_FLAGS", flags);
+    write_headers(&user, 13);
+    let user = user.with("TCH_EXTENSION_KERNELS", &built.display().to_string());
+    assert_eq!(library(&lines(&user)), built);
+    let user = user.with("NVCC_APPEND_FLAGS", "");
+    assert_says(&user.refusal(&extension(&user)), &["was compiled with ", "\\n-O1\" in NVCC"]);
+}
+
+#[test]
 fn folders_may_have_commas() {
     let mut script = script("commas");
     let out = script.folder.join("a,b");
