@@ -302,14 +302,35 @@ fn is_below(folder: &Path, other: &Path) -> bool {
 }
 
 /// The folder of CUDA's headers for a build that needs no nvcc: the one next to libtorch's own runtime,
-/// or a toolkit's.
-pub fn headers(toolchain: &Toolchain, env: &dyn Environment) -> Result<PathBuf> {
-    let runtime = toolchain.libtorch.cuda_runtime()?;
-    let next = runtime.parent().and_then(Path::parent).map(|home| home.join("include"));
-    let nvcc = || probe::find_nvcc(&toolchain.libtorch.lib, &|name| env.var(name));
-    next.filter(|folder| folder.join("cuda_runtime_api.h").exists())
-        .or_else(|| Some(nvcc()?.home().join("include")))
-        .context("there are no headers of CUDA next to libtorch; set CUDA_HOME to a toolkit that has them")
+/// or a toolkit's, whose major version is that of libtorch's CUDA.
+pub fn headers(libtorch: &Libtorch, cuda: u32, env: &dyn Environment) -> Result<PathBuf> {
+    let runtime = libtorch.cuda_runtime()?;
+    let homes = probe::nvcc_candidates(&libtorch.lib, &|name| env.var(name)).into_iter();
+    let homes = homes.filter(|(source, nvcc)| source != "PATH" || nvcc.is_file());
+    let homes = std::iter::once(runtime).chain(homes.map(|(_, nvcc)| nvcc));
+    let mut tried: Vec<PathBuf> =
+        homes.filter_map(|file| Some(file.parent()?.parent()?.join("include"))).collect();
+    tried.dedup();
+    let is_fit = |folder: &&PathBuf| cuda_of_headers(folder) == Some(cuda);
+    let Some(folder) = tried.iter().find(is_fit) else {
+        let tried: Vec<String> = tried.iter().map(|folder| folder.display().to_string()).collect();
+        bail!(
+            "there are no headers of CUDA {cuda}, which C++ needs even if no kernel is compiled; set CUDA_HOME to a \
+             toolkit that has them. Tried: {}",
+            tried.join(", ")
+        );
+    };
+    env.reads(&folder.join(RUNTIME_HEADER));
+    Ok(folder.clone())
+}
+
+const RUNTIME_HEADER: &str = "cuda_runtime_api.h";
+
+/// The major version of the CUDA headers in a folder.
+fn cuda_of_headers(folder: &Path) -> Option<u32> {
+    let text = std::fs::read_to_string(folder.join(RUNTIME_HEADER)).ok()?;
+    let version = text.lines().find_map(|line| line.strip_prefix("#define CUDART_VERSION"))?;
+    Some(version.trim().parse::<u32>().ok()? / 1000)
 }
 
 /// Copies a library to the cache and returns its folder there.

@@ -90,16 +90,17 @@ impl Extension {
         let libtorch = find_libtorch(env)?;
         let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
         let (form, wanted) = self.wanted_kernels(&libtorch, env)?;
-        let mut kernels = match (&form, &wanted) {
-            (Form::Prebuilt(path), Some(wanted)) => Some(wanted.prebuilt(path, &libtorch, env)?),
-            _ => None,
-        };
+        let mut kernels = None;
+        let mut cuda_headers = None;
+        if let (Form::Prebuilt(path), Some(wanted)) = (&form, &wanted) {
+            kernels = Some(wanted.prebuilt(path, &libtorch, env)?);
+            cuda_headers = Some(kernels::headers(&libtorch, wanted.cuda, env)?);
+        }
         let mode = if kernels.is_some() { CudaMode::Off } else { CudaMode::IfPresent };
         let mut toolchain = Toolchain::find(libtorch, mode, self.archs.as_deref(), env)?;
         toolchain.only_isa = isa::chosen(env)?;
-        if kernels.is_some() {
-            toolchain.cuda_headers = Some(kernels::headers(&toolchain, env)?);
-        } else if toolchain.cuda.is_none() && has_cuda_sources {
+        toolchain.cuda_headers = cuda_headers;
+        if kernels.is_none() && toolchain.cuda.is_none() && has_cuda_sources {
             toolchain.warn_of_missing_nvcc(env);
         }
         let mut options = self.options_for(env);

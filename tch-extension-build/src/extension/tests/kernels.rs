@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::extension::build::from_library;
+use crate::toolchain::Libtorch;
 use std::process::{Command, Output};
 
 const NODE: &str = "TCH_EXTENSION_0123";
@@ -304,6 +305,34 @@ fn a_prebuilt_library_has_its_own_name_and_the_runtime_of_libtorch() {
     std::fs::rename(own.with_file_name("libcudart.so.13"), &own).unwrap();
     let expected = ["needs libcudart.so.13, and libtorch has ", "libcudart-01.so.13; unset"];
     assert_says(&user.refusal(&extension(&user)), &expected);
+}
+
+#[test]
+fn headers_of_cuda_are_those_of_libtorch_s_version() {
+    let script = Script::new("cuda-headers", true);
+    let libtorch = Libtorch::at(script.vars["DEP_TCH_EXTENSION_LIBTORCH_LIB"].clone(), &script);
+    let libtorch = libtorch.unwrap();
+    let of = |cuda: u32, script: &Script| crate::kernels::headers(&libtorch, cuda, script);
+    write_headers(&script, 98);
+    let next = script.folder.join("libtorch/include");
+    assert_eq!(of(98, &script).unwrap(), next);
+    let toolkit = script.folder.join("toolkit");
+    write(&toolkit.join("include/cuda_runtime_api.h"), "#define CUDART_VERSION  99000\n");
+    let error = of(99, &script).unwrap_err().to_string();
+    let tried = format!("Tried: {}, ", next.display());
+    assert_says(&error, &["no headers of CUDA 99", "set CUDA_HOME", &tried]);
+    for (name, value) in [
+        ("CUDA_HOME", toolkit.clone()),
+        ("CUDA_PATH", toolkit.clone()),
+        ("NVCC", toolkit.join("bin/nvcc")),
+        ("PATH", fake_nvcc(&toolkit, "99.0").parent().unwrap().to_path_buf()),
+    ] {
+        let mut env = Script::new("cuda-headers-of", true);
+        env = env.with(name, &value.display().to_string());
+        assert_eq!(of(99, &env).unwrap(), toolkit.join("include"), "{name}");
+    }
+    std::fs::remove_file(next.join("cuda_runtime_api.h")).unwrap();
+    assert!(of(98, &script).is_err());
 }
 
 #[test]
