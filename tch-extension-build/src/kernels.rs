@@ -52,16 +52,21 @@ impl Form {
     pub fn chosen(env: &dyn Environment) -> Result<Self> {
         let Some(chosen) = env.var(VARIABLE) else { return Ok(Form::Static) };
         match chosen.as_str() {
-            "static" => Ok(Form::Static),
-            "shared" => Ok(Form::Shared),
-            path if Path::new(path).is_file() => {
-                Ok(Form::Prebuilt(Path::new(path).canonicalize()?))
-            }
-            _ => bail!(
-                "{VARIABLE}={chosen}: there is no such file; write shared, static, or the path of a library that \
-                 `python3 -m tch_extension kernels` prints"
-            ),
+            "static" => return Ok(Form::Static),
+            "shared" => return Ok(Form::Shared),
+            _ => {}
         }
+        let path = Path::new(&chosen);
+        if !path.is_absolute() || !path.is_file() {
+            let what = if path.is_absolute() { "there is no such file; " } else { "" };
+            bail!(
+                "{VARIABLE}={chosen}: {what}write shared, static, or the absolute path of a library, which `python3 -m \
+                 tch_extension kernels` prints"
+            );
+        }
+        // It may be a link that will point to another library.
+        env.reads(path);
+        Ok(Form::Prebuilt(path.canonicalize()?))
     }
 }
 

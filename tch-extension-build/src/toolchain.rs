@@ -55,6 +55,7 @@ const VARIABLES: &[&str] = &[
     "CUDA_HOME",
     "CUDA_PATH",
     "LIBTORCH_INCLUDE",
+    "TCH_EXTENSION_KERNELS",
     "OUT_DIR",
 ];
 
@@ -390,27 +391,34 @@ fn supported_archs(nvcc: &Nvcc) -> Vec<u32> {
     listed.ok().filter(|listed| !listed.is_empty()).unwrap_or_else(|| arch::CUDA_13_0.to_vec())
 }
 
+/// Whether `TCH_EXTENSION_CUDA` says that CUDA must be there or leaves it out.
+pub(crate) fn cuda_switch(env: &dyn Environment) -> Result<Option<bool>> {
+    match env.var("TCH_EXTENSION_CUDA").as_deref() {
+        None => Ok(None),
+        Some("1") => Ok(Some(true)),
+        Some("0") => Ok(Some(false)),
+        Some(other) => bail!(
+            "TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it"
+        ),
+    }
+}
+
 /// The nvcc to use, or `None` to build without CUDA.
 fn choose_nvcc(libtorch: &Libtorch, mode: CudaMode, env: &dyn Environment) -> Result<Option<Nvcc>> {
     if mode == CudaMode::Off {
         return Ok(None);
     }
     // What requires CUDA, for the error message.
-    let wanted = match (env.var("TCH_EXTENSION_CUDA").as_deref(), mode) {
+    let wanted = match (cuda_switch(env)?, mode) {
         (None, CudaMode::Required) => Some("there is CUDA to compile"),
         (None, _) => None,
-        (Some("1"), _) => Some("TCH_EXTENSION_CUDA=1"),
-        (Some("0"), CudaMode::Required) => {
+        (Some(true), _) => Some("TCH_EXTENSION_CUDA=1"),
+        (Some(false), CudaMode::Required) => {
             bail!(
                 "there is CUDA to compile, but TCH_EXTENSION_CUDA=0 says to leave it out; unset it"
             )
         }
-        (Some("0"), _) => return Ok(None),
-        (Some(other), _) => {
-            bail!(
-                "TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it"
-            )
-        }
+        (Some(false), _) => return Ok(None),
     };
     let Some(major) = probe::libtorch_cuda_major(&libtorch.lib) else {
         if let Some(wanted) = wanted {

@@ -4,7 +4,9 @@
 use super::{Built, Extension};
 use crate::environment::{BuildScript, Environment, Process};
 use crate::kernels::{self, Exports, Form, Wanted};
-use crate::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda, text_of};
+use crate::toolchain::{
+    CudaMode, Libtorch, Object, Options, Reuse, Toolchain, cuda_switch, is_cuda, text_of,
+};
 use crate::{isa, isolate, paths, place, probe};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -185,9 +187,12 @@ impl Extension {
         env: &dyn Environment,
     ) -> Result<(Form, Option<Wanted<'_>>)> {
         let Some(exports) = &self.kernels else { return Ok((Form::Static, None)) };
-        let form = Form::chosen(env)?;
-        if form == Form::Static || env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0") {
+        if cuda_switch(env)? == Some(false) {
             return Ok((Form::Static, None));
+        }
+        let form = Form::chosen(env)?;
+        if form == Form::Static {
+            return Ok((form, None));
         }
         let Some(cuda) = probe::libtorch_cuda_major(&libtorch.lib) else {
             if let Form::Prebuilt(path) = form {

@@ -262,11 +262,18 @@ fn a_prebuilt_library_that_does_not_fit_is_refused_by_name() {
     std::fs::write(&map, text).unwrap();
     let rope = user.source("csrc/rope/cuda.cu", "");
     assert_says(&user.refusal(&extension(&user).source(rope)), &["has no kernels of `rope`"]);
-    let user = user.with("TCH_EXTENSION_KERNELS", "nowhere.so");
-    assert_says(
-        &user.refusal(&extension(&user)),
-        &["nowhere.so: there is no such file; write shared"],
-    );
+    for (path, reason) in [
+        ("kernels.so", "kernels.so: write shared, static, or the absolute path"),
+        ("/nowhere.so", "/nowhere.so: there is no such file; write shared"),
+    ] {
+        user.vars.insert("TCH_EXTENSION_KERNELS", path.to_string());
+        assert_says(&user.refusal(&extension(&user)), &[reason]);
+    }
+    user.vars.insert("TCH_EXTENSION_CUDA", "off".to_string());
+    assert_says(&user.refusal(&extension(&user)), &["TCH_EXTENSION_CUDA=off: write 1"]);
+    user.vars.insert("TCH_EXTENSION_CUDA", "0".to_string());
+    assert!(!extension(&user).build_in(&user).expect("no path matters").0.cuda);
+    user.vars.remove("TCH_EXTENSION_CUDA");
     let other = user.folder.join("libtorch/lib/libtorch.so").display().to_string();
     let user = user.with("TCH_EXTENSION_KERNELS", &other);
     assert_says(&user.refusal(&extension(&user)), &["is no library of tch-extension's kernels"]);
@@ -296,15 +303,35 @@ fn a_prebuilt_library_has_its_own_name_and_the_runtime_of_libtorch() {
     let name = built.file_name().unwrap().to_str().unwrap();
     let expected = ["kernels.so must have the name ", name, ", which programs look for; unset"];
     assert_says(&user.refusal(&extension(&user)), &expected);
-    // A link by another name does no harm.
+    // A link by another name does no harm. It may point elsewhere tomorrow.
     std::fs::remove_file(&renamed).unwrap();
     std::os::unix::fs::symlink(&built, &renamed).unwrap();
     assert_eq!(library(&lines(&user)), built);
+    let read = user.read.lock().unwrap().clone();
+    assert!(read.contains(&built) && read.contains(&renamed), "{read:?}");
 
     let own = user.folder.join("libtorch/lib/libcudart-01.so.13");
     std::fs::rename(own.with_file_name("libcudart.so.13"), &own).unwrap();
     let expected = ["needs libcudart.so.13, and libtorch has ", "libcudart-01.so.13; unset"];
     assert_says(&user.refusal(&extension(&user)), &expected);
+}
+
+#[test]
+fn a_path_that_is_no_text_is_refused_by_name() {
+    let script = script("no-text").with("TCH_EXTENSION_KERNELS", "");
+    let variable = "TCH_EXTENSION_KERNELS";
+    if std::env::var_os(variable).is_some_and(|value| value.as_bytes() == b"/odd\xff") {
+        let expected = [variable, "odd\\xFF", "is not UTF-8"];
+        assert_says(&script.refusal(&extension(&script)), &expected);
+        return;
+    }
+    // The variable is the whole process's.
+    let name = "extension::tests::kernels::a_path_that_is_no_text_is_refused_by_name";
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", name]).env(variable, OsStr::from_bytes(b"/odd\xff"));
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && text.contains("1 passed"), "{text}");
 }
 
 #[test]
