@@ -16,14 +16,13 @@ use crate::{paths, place, probe};
 use anyhow::{Context, Result, bail};
 use facts::{Asked, Facts, Found, SECTION};
 use object::{Object as _, ObjectSymbol as _, SymbolScope};
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The variable that chooses how kernels are linked.
 pub const VARIABLE: &str = "TCH_EXTENSION_KERNELS";
-
-/// The folder of the cache, and of a build script's output, with the libraries.
-pub const FOLDER: &str = "kernels";
 
 /// The file next to a library with the arguments of its link, one a line.
 pub const LINK: &str = "link";
@@ -32,9 +31,6 @@ const PREFIX: &str = "libtch_extension_kernels-";
 
 /// The name of the facts in a library.
 const SYMBOL: &str = "tch_extension_kernel_facts";
-
-/// The libraries that the cache keeps.
-const MOST_LIBRARIES: usize = 16;
 
 /// How kernels are linked.
 #[derive(Debug, PartialEq, Eq)]
@@ -227,7 +223,7 @@ impl Wanted<'_> {
         let digest = digest(parts.into_iter().chain(contents.iter().map(Vec::as_slice)));
         let name = format!("{PREFIX}{}.so", &digest[..16]);
 
-        let folder = out_dir.join(FOLDER);
+        let folder = out_dir.join(place::KERNELS);
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
         let keep = |file: &str, text: &str| {
@@ -340,15 +336,20 @@ fn cuda_of_headers(folder: &Path) -> Option<u32> {
 
 /// Copies a library to the cache and returns its folder there.
 fn keep_in(cache: &Path, library: &Path) -> std::io::Result<PathBuf> {
-    let folder = place::root(Some(cache))?.join(FOLDER);
+    let folder = place::root(Some(cache))?.join(place::KERNELS);
     let bytes = std::fs::read(library)?;
     let name = library.file_name().unwrap_or_default().to_string_lossy();
     place::publish(&folder, &name, &bytes)?;
+    let age = Duration::from_secs(place::LIBRARY_DAYS * 24 * 60 * 60);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let oldest = now.saturating_sub(age).as_secs();
     let mut libraries = place::stored_in(&folder);
-    libraries.sort_by_key(|library| library.used);
-    let surplus = libraries.len().saturating_sub(MOST_LIBRARIES);
-    for library in &libraries[..surplus] {
-        let _ = std::fs::remove_file(&library.path);
+    libraries.sort_by_key(|library| Reverse(library.used));
+    for library in libraries.iter().skip(place::MOST_LIBRARIES) {
+        // Programs may need one that was built not long ago.
+        if library.used.0 < oldest as i64 {
+            let _ = std::fs::remove_file(&library.path);
+        }
     }
     Ok(folder)
 }

@@ -133,7 +133,7 @@ impl Extension {
 
         if self.kernels.is_some() {
             // Nobody shall find the library of an earlier build of another form.
-            let _ = std::fs::remove_dir_all(out_dir.join(kernels::FOLDER));
+            let _ = std::fs::remove_dir_all(out_dir.join(place::KERNELS));
         }
         if let (Form::Shared, Some(wanted)) = (&form, &wanted) {
             let of_cuda: Vec<Object> =
@@ -480,8 +480,8 @@ fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     }
     let lib = env.var("DEP_TCH_LIBTORCH_LIB").or_else(|| env.var("DEP_TCH_EXTENSION_LIBTORCH_LIB"));
     let lib = lib.context(
-        "cargo did not say where libtorch is; add tch-extension (or torch-sys) to [dependencies]: cargo tells direct \
-         dependents only",
+        "cargo did not say where libtorch is; add tch-extension (or torch-sys, if kernels are static) to \
+         [dependencies]: cargo tells direct dependents only",
     )?;
     Libtorch::at(lib, env)
 }

@@ -4,6 +4,7 @@ use super::*;
 use crate::extension::build::from_library;
 use crate::toolchain::Libtorch;
 use std::process::{Command, Output};
+use std::time::{Duration, SystemTime};
 
 const NODE: &str = "TCH_EXTENSION_0123";
 
@@ -404,6 +405,33 @@ fn a_library_keeps_what_it_is_for_whatever_the_flags() {
     assert_eq!(library(&lines(&user)), built);
     let user = user.with("NVCC_APPEND_FLAGS", "");
     assert_says(&user.refusal(&extension(&user)), &["was compiled with ", "\\n-O1\" in NVCC"]);
+}
+
+#[test]
+fn the_cache_keeps_new_libraries_and_some_old_ones() {
+    let script = script("bound");
+    let kept = script.folder.join("cache/kernels");
+    lines(&script);
+    let now = SystemTime::now();
+    let day = Duration::from_secs(24 * 60 * 60);
+    // The one that was just built is a seventeenth.
+    for index in 1..=20 {
+        let age = if index <= 10 { day } else { 90 * day + index * day };
+        let file = std::fs::File::create(kept.join(format!("{index}.so"))).unwrap();
+        file.set_modified(now - age).unwrap();
+    }
+    lines(&script);
+    let mut left: Vec<u32> = Vec::new();
+    for entry in std::fs::read_dir(&kept).unwrap() {
+        left.extend(entry.unwrap().path().file_stem().unwrap().to_str().unwrap().parse::<u32>());
+    }
+    left.sort();
+    assert_eq!(left, (1..=15).collect::<Vec<_>>());
+    for index in 1..=20 {
+        std::fs::File::create(kept.join(format!("{index}.so"))).unwrap();
+    }
+    lines(&script);
+    assert_eq!(std::fs::read_dir(&kept).unwrap().count(), 21, "none is old");
 }
 
 #[test]
