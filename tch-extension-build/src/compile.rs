@@ -77,9 +77,9 @@ impl Unit<'_> {
             arguments.push(format!("-DCPU_CAPABILITY_{isa}"));
             arguments.extend(flags.split_whitespace().map(String::from));
         }
-        self.add_common(&mut arguments);
-        if let Some(folder) = &self.toolchain.cuda_headers {
-            add_system_include(&mut arguments, folder);
+        self.add_common(&mut arguments, self.toolchain.define_for_cxx);
+        if let Some(folder) = self.toolchain.cuda_headers() {
+            add_system_include(&mut arguments, &folder);
         }
         arguments.extend(options.cxx_flags.iter().cloned());
         let roots = self.roots();
@@ -118,7 +118,7 @@ impl Unit<'_> {
         if text_of(self.source).is_ok_and(|text| is_written_for_torch(&text)) {
             arguments.extend(WITHOUT_HALF_OPERATORS.map(|name| format!("-D{name}")));
         }
-        self.add_common(&mut arguments);
+        self.add_common(&mut arguments, None);
         if let Some(host) = env.var("NVCC_CCBIN") {
             arguments.push(format!("-ccbin={host}"));
         } else if env.var("CXX").is_some() {
@@ -131,11 +131,12 @@ impl Unit<'_> {
 
     /// The folders of headers that the commands name by their whole paths.
     fn roots(&self) -> Vec<(&'static str, PathBuf)> {
-        let Toolchain { libtorch, cuda_headers, .. } = self.toolchain;
-        let libtorch =
-            libtorch.includes.iter().take(1).map(|root| (objects::LIBTORCH, root.clone()));
-        let toolkit = cuda_headers.iter().filter_map(|folder| folder.parent());
-        let toolkit = toolkit.map(|toolkit| (objects::TOOLKIT, toolkit.to_path_buf()));
+        let libtorch = self.toolchain.libtorch.includes.iter().take(1);
+        let libtorch = libtorch.map(|root| (objects::LIBTORCH, root.clone()));
+        let headers = self.toolchain.cuda_headers();
+        let toolkit = headers.iter().filter_map(|folder| folder.parent());
+        let toolkit: Vec<_> =
+            toolkit.map(|toolkit| (objects::TOOLKIT, toolkit.to_path_buf())).collect();
         let named = self.includes().filter(|folder| folder.is_absolute()).cloned();
         let roots = libtorch.chain(toolkit).chain(objects::FOLDERS.into_iter().zip(named));
         roots.filter(|(_, root)| root.parent().is_some() && root.is_absolute()).collect()
@@ -148,8 +149,8 @@ impl Unit<'_> {
         own.map(|(_, folder)| folder).chain(&options.includes)
     }
 
-    /// Adds the arguments that are the same for both compilers.
-    fn add_common(&self, arguments: &mut Vec<String>) {
+    /// Adds the arguments that are the same for both compilers, and one more macro.
+    fn add_common(&self, arguments: &mut Vec<String>, define: Option<&str>) {
         let options = self.options;
         let libtorch = &self.toolchain.libtorch;
         arguments.push(format!("-std={}", options.standard));
@@ -158,13 +159,14 @@ impl Unit<'_> {
         // headers contain assertions, and the program's copies of these functions replace those in
         // libtorch.
         arguments.push("-DNDEBUG".to_string());
-        if self.toolchain.cuda_headers.is_some() {
+        if self.toolchain.cuda_headers().is_some() {
             arguments.push(objects::CUDA_MACRO.to_string());
         }
         arguments.extend(options.defines.iter().map(|(name, value)| match value {
             Some(value) => format!("-D{name}={value}"),
             None => format!("-D{name}"),
         }));
+        arguments.extend(define.map(|name| format!("-D{name}")));
         arguments.extend(self.includes().map(|folder| format!("-I{}", folder.display())));
         for folder in &libtorch.includes {
             add_system_include(arguments, folder);

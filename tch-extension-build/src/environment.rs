@@ -30,6 +30,11 @@ pub trait Environment: Sync {
         None
     }
 
+    /// The folder of temporary files.
+    fn temporary(&self) -> PathBuf {
+        std::env::temp_dir()
+    }
+
     /// The target triples: the one to compile for, and the one to compile on.
     fn triples(&self) -> (String, String) {
         (TRIPLE.to_string(), TRIPLE.to_string())

@@ -5,32 +5,32 @@
 //! symbols that it exports have a version that is made from the declarations of all kernels: the
 //! loader refuses a library whose functions take other parameters.
 
-use crate::arch::{self, Arch, CUDA_13_0, Choice};
+mod facts;
+
+use crate::arch::{self, Arch};
 use crate::compile::run_compiler;
 use crate::content::digest;
 use crate::environment::Environment;
-use crate::toolchain::{Object, Reuse, Toolchain, is_cuda};
+use crate::toolchain::{Libtorch, Object, Reuse, Toolchain, is_cuda};
 use crate::{paths, place, probe};
 use anyhow::{Context, Result, bail};
-use object::{Object as _, ObjectSection as _, ObjectSymbol as _};
+use facts::{Asked, Facts, Found, SECTION};
+use object::{Object as _, ObjectSymbol as _, SymbolScope};
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 /// The variable that chooses how kernels are linked.
 pub const VARIABLE: &str = "TCH_EXTENSION_KERNELS";
 
-/// The folder of the cache, and of a build script's output, with the libraries.
-pub const FOLDER: &str = "kernels";
-
 /// The file next to a library with the arguments of its link, one a line.
 pub const LINK: &str = "link";
 
-const SECTION: &str = ".tch_extension";
-
 const PREFIX: &str = "libtch_extension_kernels-";
 
-/// The libraries that the cache keeps.
-const MOST_LIBRARIES: usize = 16;
+/// The name of the facts in a library.
+const SYMBOL: &str = "tch_extension_kernel_facts";
 
 /// How kernels are linked.
 #[derive(Debug, PartialEq, Eq)]
@@ -48,16 +48,21 @@ impl Form {
     pub fn chosen(env: &dyn Environment) -> Result<Self> {
         let Some(chosen) = env.var(VARIABLE) else { return Ok(Form::Static) };
         match chosen.as_str() {
-            "static" => Ok(Form::Static),
-            "shared" => Ok(Form::Shared),
-            path if Path::new(path).is_file() => {
-                Ok(Form::Prebuilt(Path::new(path).canonicalize()?))
-            }
-            _ => bail!(
-                "{VARIABLE}={chosen}: there is no such file; write shared, static, or the path of a library that \
-                 `python3 -m tch_extension kernels` prints"
-            ),
+            "static" => return Ok(Form::Static),
+            "shared" => return Ok(Form::Shared),
+            _ => {}
         }
+        let path = Path::new(&chosen);
+        if !path.is_absolute() || !path.is_file() {
+            let what = if path.is_absolute() { "there is no such file; " } else { "" };
+            bail!(
+                "{VARIABLE}={chosen}: {what}write shared, static, or the absolute path of a library, which `python3 -m \
+                 tch_extension kernels` prints"
+            );
+        }
+        // It may be a link that will point to another library.
+        env.reads(path);
+        Ok(Form::Prebuilt(path.canonicalize()?))
     }
 }
 
@@ -65,7 +70,7 @@ impl Form {
 #[derive(Debug)]
 pub struct Library {
     pub path: PathBuf,
-    /// The folders in which a program looks for it.
+    /// The folders in which a program looks for it, in this order.
     pub folders: Vec<PathBuf>,
 }
 
@@ -115,134 +120,6 @@ impl Exports {
     }
 }
 
-/// What a library is for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Facts {
-    /// The version of tch-extension.
-    version: String,
-    /// The version of its symbols.
-    node: String,
-    /// The major version of CUDA.
-    cuda: u32,
-    archs: Vec<Arch>,
-    /// The folders of its sources, one an operator or a family.
-    families: BTreeSet<String>,
-    /// Whether kernels check indices.
-    is_checked: bool,
-    /// What nvcc's variables added to its flags.
-    flags: String,
-}
-
-impl Facts {
-    fn text(&self) -> String {
-        let archs: Vec<String> = self.archs.iter().map(named).collect();
-        let families: Vec<&str> = self.families.iter().map(String::as_str).collect();
-        format!(
-            "tch-extension's kernels\nversion {}\nnode {}\ncuda {}\narchs {}\nfamilies {}\nchecked {}\nflags {}\n",
-            self.version,
-            self.node,
-            self.cuda,
-            archs.join(" "),
-            families.join(" "),
-            self.is_checked,
-            self.flags,
-        )
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let value =
-            |key: &str| text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' '));
-        let arch = |word: &str| {
-            let (number, ptx) =
-                word.strip_suffix("+PTX").map_or((word, false), |number| (number, true));
-            Arch { number: number.replace('.', ""), ptx }
-        };
-        Some(Facts {
-            version: value("version")?.to_string(),
-            node: value("node")?.to_string(),
-            cuda: value("cuda")?.parse().ok()?,
-            archs: value("archs")?.split_whitespace().map(arch).collect(),
-            families: value("families")?.split_whitespace().map(str::to_string).collect(),
-            is_checked: value("checked")?.parse().ok()?,
-            flags: value("flags")?.to_string(),
-        })
-    }
-
-    /// Reads them from a library.
-    fn of(library: &Path) -> Result<Self> {
-        let what = || format!("{} is no library of tch-extension's kernels", library.display());
-        let bytes = std::fs::read(library).with_context(what)?;
-        let file = object::File::parse(&*bytes).with_context(what)?;
-        let section = file.section_by_name(SECTION).with_context(what)?;
-        let text = section.uncompressed_data().with_context(what)?;
-        Facts::parse(&String::from_utf8_lossy(&text)).with_context(what)
-    }
-
-    /// The first difference that makes a library useless for what is wanted.
-    fn refusal(&self, wanted: &Facts, asked: &[Arch]) -> Option<String> {
-        if self.version != wanted.version {
-            return Some(format!(
-                "belongs to tch-extension {}, this is {}; install the matching wheel",
-                self.version, wanted.version
-            ));
-        }
-        if self.node != wanted.node {
-            return Some(format!(
-                "has functions with other parameters than this tch-extension {}; install the matching wheel",
-                wanted.version
-            ));
-        }
-        if self.cuda != wanted.cuda {
-            return Some(format!(
-                "is for CUDA {}, and libtorch has CUDA {}",
-                self.cuda, wanted.cuda
-            ));
-        }
-        if let Some(family) = wanted.families.difference(&self.families).next() {
-            return Some(format!("has no kernels of `{family}`"));
-        }
-        if let Some(arch) = asked.iter().find(|arch| !self.serves(arch)) {
-            let archs: Vec<String> = self.archs.iter().map(named).collect();
-            return Some(format!(
-                "has kernels for {}, and you ask for {}",
-                archs.join(" "),
-                named(arch)
-            ));
-        }
-        if self.flags != wanted.flags {
-            return Some(format!(
-                "was compiled with `{}` in NVCC_APPEND_FLAGS or NVCC_PREPEND_FLAGS, which are `{}` now",
-                self.flags, wanted.flags
-            ));
-        }
-        None
-    }
-
-    /// Whether kernels for this architecture are in the library.
-    fn serves(&self, asked: &Arch) -> bool {
-        let number =
-            |arch: &Arch| arch.number.trim_end_matches(['a', 'f']).parse::<u32>().unwrap_or(0);
-        let runs = |own: &Arch| {
-            let (own_number, asked_number) = (number(own), number(asked));
-            let is_exact = own_number == asked_number;
-            // A binary runs on GPUs of its generation that are not older; one for `9.0a` on 9.0 only.
-            let is_plain = own.number.bytes().all(|byte| byte.is_ascii_digit());
-            let is_near =
-                is_plain && own_number / 10 == asked_number / 10 && own_number <= asked_number;
-            is_exact || is_near || (own.ptx && is_plain && own_number <= asked_number)
-        };
-        let has_ptx = |own: &Arch| own.ptx && number(own) <= number(asked);
-        self.archs.iter().any(runs) && (!asked.ptx || self.archs.iter().any(has_ptx))
-    }
-}
-
-/// The name of an architecture in `TORCH_CUDA_ARCH_LIST`.
-fn named(arch: &Arch) -> String {
-    let digits = arch.number.trim_end_matches(['a', 'f']).len();
-    let (major, minor) = arch.number.split_at(digits.saturating_sub(1));
-    format!("{major}.{minor}{}", if arch.ptx { "+PTX" } else { "" })
-}
-
 /// The kernels that an extension wants.
 pub struct Wanted<'a> {
     pub exports: Exports,
@@ -271,35 +148,41 @@ impl Wanted<'_> {
                 .filter(|source| is_cuda(source))
                 .filter_map(family)
                 .collect(),
-            is_checked: env.var("PROFILE").as_deref() == Some("debug"),
-            flags: flags.join(" "),
+            flags: format!("{:?}", flags.join(" ")),
         }
     }
 
     /// A library that somebody else has built, if it has what is wanted.
-    pub fn prebuilt(&self, path: &Path, env: &dyn Environment) -> Result<Library> {
+    pub fn prebuilt(
+        &self,
+        path: &Path,
+        libtorch: &Libtorch,
+        env: &dyn Environment,
+    ) -> Result<Library> {
         paths::check(VARIABLE, path)?;
         env.reads(path);
-        let facts = Facts::of(path)?;
-        let wanted = self.facts(&[], env);
-        if let Some(refusal) = facts.refusal(&wanted, &asked_archs(env)?) {
+        let found = Found::read(path)?;
+        let refusal = found.refusal(path, &self.facts(&[], env), &libtorch.cuda_runtime()?);
+        if let Some(refusal) = refusal {
             bail!(
                 "the kernel library {} {refusal}; unset {VARIABLE} to compile the kernels",
                 path.display()
             );
         }
-        if wanted.is_checked && !facts.is_checked {
-            env.warns(&format!(
-                "the kernels in {} do not check indices, although this is a debug build",
+        if let Some(lack) = found.facts.lack(&Asked::of(env, &arch::visible_gpus)?) {
+            bail!(
+                "the kernel library {} {lack}; unset {VARIABLE} to compile the kernels, or set TORCH_CUDA_ARCH_LIST to \
+                 what the library has",
                 path.display()
-            ));
+            );
         }
         let folder = path.parent().unwrap_or(Path::new("/")).to_path_buf();
-        Ok(Library { path: path.to_path_buf(), folders: vec![folder] })
+        let folders = can_be_searched(folder, env).into_iter().collect();
+        Ok(Library { path: path.to_path_buf(), folders })
     }
 
-    /// Links these objects of CUDA sources. The library is in a folder of the build script's output and
-    /// in the cache, so that a program finds it when one of the two is gone.
+    /// Links these objects of CUDA sources. The library is in the cache and in a folder of the build
+    /// script's output, so that a program finds it when one of the two is gone.
     pub fn link(
         &self,
         objects: &[Object],
@@ -316,9 +199,23 @@ impl Wanted<'_> {
             let bytes = std::fs::read(&object.path)
                 .with_context(|| format!("cannot read {}", object.path.display()))?;
             let file = object::File::parse(&*bytes)?;
-            let symbols =
-                file.symbols().filter(|symbol| symbol.is_global() && !symbol.is_undefined());
-            defined.extend(symbols.filter_map(|symbol| symbol.name().ok().map(str::to_string)));
+            for symbol in file.symbols().filter(|symbol| !symbol.is_undefined()) {
+                let name = symbol.name().unwrap_or_default();
+                match symbol.scope() {
+                    SymbolScope::Dynamic => {
+                        defined.insert(name.to_string());
+                    }
+                    SymbolScope::Linkage
+                        if self.exports.names.iter().any(|known| known == name) =>
+                    {
+                        bail!(
+                            "{} hides {name}; include its declaration and define it outside of all namespaces",
+                            object.source.display()
+                        )
+                    }
+                    _ => {}
+                }
+            }
             contents.push(bytes);
         }
         let script = self.exports.script(&defined);
@@ -326,8 +223,7 @@ impl Wanted<'_> {
         let digest = digest(parts.into_iter().chain(contents.iter().map(Vec::as_slice)));
         let name = format!("{PREFIX}{}.so", &digest[..16]);
 
-        let folder = out_dir.join(FOLDER);
-        remove_libraries(&folder);
+        let folder = out_dir.join(place::KERNELS);
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
         let keep = |file: &str, text: &str| {
@@ -339,7 +235,8 @@ impl Wanted<'_> {
         let source = keep(
             "facts.cpp",
             &format!(
-                "__attribute__((section(\"{SECTION}\"), used)) static const char facts[] = R\"({facts})\";\n"
+                "extern const char {SYMBOL}[];\n__attribute__((section(\"{SECTION}\"), used)) const char {SYMBOL}[] = \
+                 R\"facts({facts})facts\";\n"
             ),
         )?;
         let exports = keep("exports.map", &script)?;
@@ -351,7 +248,11 @@ impl Wanted<'_> {
             // CUDA keeps pointers to its kernels.
             "-Wl,-z,defs,-z,nodelete,--as-needed".to_string(),
             format!("-Wl,-soname,{name}"),
-            format!("-Wl,--version-script,{exports}"),
+            // The linker keeps what nothing uses, even with --gc-sections.
+            format!("-Wl,--undefined={SYMBOL}"),
+            // -Wl would split a path at its commas.
+            "-Xlinker".to_string(),
+            format!("--version-script={exports}"),
             // The program has loaded the runtime that libtorch loads. In a wheel, it is here.
             format!("-Wl,-rpath,$ORIGIN/../nvidia/cu{}/lib", self.cuda),
             format!("-L{}", runtime.parent().unwrap_or(&folder).display()),
@@ -365,61 +266,90 @@ impl Wanted<'_> {
         run_compiler(&mut command, "the kernel library does not link", env)?;
         std::fs::rename(&partial, &path)
             .with_context(|| format!("cannot write {}", path.display()))?;
-        let mut folders = vec![folder];
+        let mut folders = Vec::new();
         if let Reuse::Cache(cache) = reuse {
-            // The cache has already said what is wrong with it.
-            folders.extend(keep_in(cache, &path).ok());
+            match keep_in(cache, &path) {
+                Ok(kept) => folders.extend(can_be_searched(kept, env)),
+                Err(error) => env.warns(&format!(
+                    "the cache does not keep the kernel library, so programs find it only in {}: {error}",
+                    folder.display()
+                )),
+            }
+        }
+        // `cargo install` builds in the folder of temporary files and removes what it has built. Anyone
+        // could make the folder again.
+        if folders.is_empty() || !is_below(&folder, &env.temporary()) {
+            folders.extend(can_be_searched(folder, env));
         }
         Ok(Library { path, folders })
     }
 }
 
-/// The architectures that the user asks for, by name or by having their GPUs. If there is neither, all
-/// libraries will do.
-fn asked_archs(env: &dyn Environment) -> Result<Vec<Arch>> {
-    let list = env.var("TORCH_CUDA_ARCH_LIST").filter(|list| !list.trim().is_empty());
-    match list {
-        Some(list) => Choice { list: &list, from: "TORCH_CUDA_ARCH_LIST", supported: CUDA_13_0 }
-            .parse(&arch::visible_gpus),
-        None if arch::visible_gpus().is_empty() => Ok(Vec::new()),
-        None => {
-            let mut archs = arch::default_archs(CUDA_13_0, &arch::visible_gpus)?;
-            archs.iter_mut().for_each(|arch| arch.ptx = false);
-            Ok(archs)
-        }
+/// The folder, if the loader can search it.
+fn can_be_searched(folder: PathBuf, env: &dyn Environment) -> Option<PathBuf> {
+    let can = !folder.to_string_lossy().contains(':');
+    if !can {
+        env.warns(&format!(
+            "programs do not look for the kernel library in {}, whose name has a colon",
+            folder.display()
+        ));
     }
+    can.then_some(folder)
+}
+
+fn is_below(folder: &Path, other: &Path) -> bool {
+    let whole = |path: &Path| path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
+    whole(folder).starts_with(whole(other))
 }
 
 /// The folder of CUDA's headers for a build that needs no nvcc: the one next to libtorch's own runtime,
-/// or a toolkit's.
-pub fn headers(toolchain: &Toolchain, env: &dyn Environment) -> Result<PathBuf> {
-    let runtime = toolchain.libtorch.cuda_runtime()?;
-    let next = runtime.parent().and_then(Path::parent).map(|home| home.join("include"));
-    let nvcc = || probe::find_nvcc(&toolchain.libtorch.lib, &|name| env.var(name));
-    next.filter(|folder| folder.join("cuda_runtime_api.h").exists())
-        .or_else(|| Some(nvcc()?.home().join("include")))
-        .context("there are no headers of CUDA next to libtorch; set CUDA_HOME to a toolkit that has them")
+/// or a toolkit's, whose major version is that of libtorch's CUDA.
+pub fn headers(libtorch: &Libtorch, cuda: u32, env: &dyn Environment) -> Result<PathBuf> {
+    let runtime = libtorch.cuda_runtime()?;
+    let homes = probe::nvcc_candidates(&libtorch.lib, &|name| env.var(name)).into_iter();
+    let homes = homes.filter(|(source, nvcc)| source != "PATH" || nvcc.is_file());
+    let homes = std::iter::once(runtime).chain(homes.map(|(_, nvcc)| nvcc));
+    let mut tried: Vec<PathBuf> =
+        homes.filter_map(|file| Some(file.parent()?.parent()?.join("include"))).collect();
+    tried.dedup();
+    let is_fit = |folder: &&PathBuf| cuda_of_headers(folder) == Some(cuda);
+    let Some(folder) = tried.iter().find(is_fit) else {
+        let tried: Vec<String> = tried.iter().map(|folder| folder.display().to_string()).collect();
+        bail!(
+            "there are no headers of CUDA {cuda}, which C++ needs even if no kernel is compiled; set CUDA_HOME to a \
+             toolkit that has them. Tried: {}",
+            tried.join(", ")
+        );
+    };
+    env.reads(&folder.join(RUNTIME_HEADER));
+    Ok(folder.clone())
+}
+
+const RUNTIME_HEADER: &str = "cuda_runtime_api.h";
+
+/// The major version of the CUDA headers in a folder.
+fn cuda_of_headers(folder: &Path) -> Option<u32> {
+    let text = std::fs::read_to_string(folder.join(RUNTIME_HEADER)).ok()?;
+    let version = text.lines().find_map(|line| line.strip_prefix("#define CUDART_VERSION"))?;
+    Some(version.trim().parse::<u32>().ok()? / 1000)
 }
 
 /// Copies a library to the cache and returns its folder there.
 fn keep_in(cache: &Path, library: &Path) -> std::io::Result<PathBuf> {
-    let folder = place::root(Some(cache))?.join(FOLDER);
+    let folder = place::root(Some(cache))?.join(place::KERNELS);
     let bytes = std::fs::read(library)?;
     let name = library.file_name().unwrap_or_default().to_string_lossy();
     place::publish(&folder, &name, &bytes)?;
+    let age = Duration::from_secs(place::LIBRARY_DAYS * 24 * 60 * 60);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let oldest = now.saturating_sub(age).as_secs();
     let mut libraries = place::stored_in(&folder);
-    libraries.sort_by_key(|library| library.used);
-    let surplus = libraries.len().saturating_sub(MOST_LIBRARIES);
-    for library in &libraries[..surplus] {
-        let _ = std::fs::remove_file(&library.path);
-    }
-    Ok(folder)
-}
-
-fn remove_libraries(folder: &Path) {
-    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        if entry.file_name().to_string_lossy().starts_with(PREFIX) {
-            let _ = std::fs::remove_file(entry.path());
+    libraries.sort_by_key(|library| Reverse(library.used));
+    for library in libraries.iter().skip(place::MOST_LIBRARIES) {
+        // Programs may need one that was built not long ago.
+        if library.used.0 < oldest as i64 {
+            let _ = std::fs::remove_file(&library.path);
         }
     }
+    Ok(folder)
 }

@@ -84,14 +84,19 @@
 //! By default, they are in a static library, and each program contains them. A program that is shipped
 //! wants this. `TCH_EXTENSION_KERNELS` has other ways:
 //!
-//! - `shared`: one shared library for all programs. It is in the target folder and in the folder
-//!   `kernels` of the cache, where programs find it while one of the two exists.
+//! - `shared`: one shared library for all programs. It is in the folder `kernels` of the cache and in
+//!   the target folder, where programs find it while one of the two exists. The cache keeps the newest
+//!   16 libraries, and all that were built in the last 90 days.
 //! - The path of such a library, which the wheel has: `python3 -m tch_extension kernels` prints it.
 //!   Then no kernel is compiled, and no nvcc is needed. Programs find it where it is now.
 //!
 //! A library must have the version, the parameters, the families and the architectures that are wanted
 //! (`TORCH_CUDA_ARCH_LIST`, or this machine's GPUs), and be for libtorch's CUDA. Otherwise the build
 //! says what is different. A program that finds another library in its place does not start.
+//!
+//! Cargo tells only direct dependents where the library is. So with both of these ways, a package that
+//! makes a program must depend on tch-extension itself, and not on torch-sys alone, and call
+//! [`link_args`].
 //!
 //! # Lints and editors
 //! Cargo does not tell a build script that nothing will be linked, so say it:
@@ -149,8 +154,7 @@ mod fewer;
 pub mod headers;
 mod isa;
 mod isolate;
-#[doc(hidden)]
-pub mod kernels;
+mod kernels;
 mod libtorch;
 mod objects;
 mod paths;

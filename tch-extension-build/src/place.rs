@@ -19,6 +19,16 @@ pub const LOG: &str = "log";
 /// MB.
 pub const MOST_BYTES: u64 = 2 << 30;
 
+/// The folder of the cache with the kernel libraries that programs load, and of a build script's
+/// output with the last one.
+pub const KERNELS: &str = "kernels";
+
+/// The libraries that the cache keeps however old they are.
+pub const MOST_LIBRARIES: usize = 16;
+
+/// The days after its last build for which the cache keeps a library in any case.
+pub const LIBRARY_DAYS: u64 = 90;
+
 /// The variable that switches the compile cache off.
 pub const SWITCH: &str = "TCH_EXTENSION_COMPILE_CACHE";
 

@@ -55,6 +55,7 @@ const VARIABLES: &[&str] = &[
     "CUDA_HOME",
     "CUDA_PATH",
     "LIBTORCH_INCLUDE",
+    "TCH_EXTENSION_KERNELS",
     "OUT_DIR",
 ];
 
@@ -88,8 +89,10 @@ pub struct Toolchain {
     pub cxx: Cxx,
     /// nvcc; `None` if CUDA is left out or its kernels are there already.
     pub cuda: Option<Cuda>,
-    /// The folder of CUDA's headers, if C++ is compiled with CUDA.
+    /// The folder of CUDA's headers, if they are not those of an nvcc.
     pub(crate) cuda_headers: Option<PathBuf>,
+    /// A macro that is defined for C++ alone.
+    pub(crate) define_for_cxx: Option<&'static str>,
     /// The only CPU instruction set that kernels are compiled for; all if `None`.
     pub(crate) only_isa: Option<&'static str>,
 }
@@ -177,8 +180,20 @@ impl Toolchain {
         if cxx.is_clang {
             env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
         }
-        let cuda_headers = cuda.as_ref().map(|cuda| cuda.nvcc.home().join("include"));
-        Ok(Toolchain { libtorch, cxx, cuda, cuda_headers, only_isa: None })
+        Ok(Toolchain {
+            libtorch,
+            cxx,
+            cuda,
+            cuda_headers: None,
+            define_for_cxx: None,
+            only_isa: None,
+        })
+    }
+
+    /// The folder of CUDA's headers, if C++ is compiled with CUDA.
+    pub(crate) fn cuda_headers(&self) -> Option<PathBuf> {
+        let of_nvcc = || Some(self.cuda.as_ref()?.nvcc.home().join("include"));
+        self.cuda_headers.clone().or_else(of_nvcc)
     }
 
     /// Everything on which a library depends apart from the sources, their headers and the
@@ -328,7 +343,7 @@ impl Toolchain {
         command.args(["-Wl,--no-undefined", "-Wl,--as-needed"]).args(flags);
         link_folder(&mut command, &self.libtorch.lib);
         command.args(["-lc10", "-ltorch_cpu", "-ltorch"]);
-        if self.cuda_headers.is_some() {
+        if self.cuda_headers().is_some() {
             let runtime = self.libtorch.cuda_runtime()?;
             command.args(["-lc10_cuda", "-ltorch_cuda"]);
             link_folder(&mut command, runtime.parent().unwrap_or(&self.libtorch.lib));
@@ -376,27 +391,34 @@ fn supported_archs(nvcc: &Nvcc) -> Vec<u32> {
     listed.ok().filter(|listed| !listed.is_empty()).unwrap_or_else(|| arch::CUDA_13_0.to_vec())
 }
 
+/// Whether `TCH_EXTENSION_CUDA` says that CUDA must be there or leaves it out.
+pub(crate) fn cuda_switch(env: &dyn Environment) -> Result<Option<bool>> {
+    match env.var("TCH_EXTENSION_CUDA").as_deref() {
+        None => Ok(None),
+        Some("1") => Ok(Some(true)),
+        Some("0") => Ok(Some(false)),
+        Some(other) => bail!(
+            "TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it"
+        ),
+    }
+}
+
 /// The nvcc to use, or `None` to build without CUDA.
 fn choose_nvcc(libtorch: &Libtorch, mode: CudaMode, env: &dyn Environment) -> Result<Option<Nvcc>> {
     if mode == CudaMode::Off {
         return Ok(None);
     }
     // What requires CUDA, for the error message.
-    let wanted = match (env.var("TCH_EXTENSION_CUDA").as_deref(), mode) {
+    let wanted = match (cuda_switch(env)?, mode) {
         (None, CudaMode::Required) => Some("there is CUDA to compile"),
         (None, _) => None,
-        (Some("1"), _) => Some("TCH_EXTENSION_CUDA=1"),
-        (Some("0"), CudaMode::Required) => {
+        (Some(true), _) => Some("TCH_EXTENSION_CUDA=1"),
+        (Some(false), CudaMode::Required) => {
             bail!(
                 "there is CUDA to compile, but TCH_EXTENSION_CUDA=0 says to leave it out; unset it"
             )
         }
-        (Some("0"), _) => return Ok(None),
-        (Some(other), _) => {
-            bail!(
-                "TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it"
-            )
-        }
+        (Some(false), _) => return Ok(None),
     };
     let Some(major) = probe::libtorch_cuda_major(&libtorch.lib) else {
         if let Some(wanted) = wanted {

@@ -110,8 +110,7 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Parts> {
     for mut command in here.chain(there) {
         let messages = cargo::messages(&mut command)?;
         // Nothing, without CUDA and where the library was not built.
-        let kernels = cargo::out_dir(&messages).ok().and_then(|folder| crossing::library(&folder));
-        parts.kernels.extend(kernels);
+        parts.kernels.extend(crossing::library(&messages));
         for program in messages.iter().filter_map(|message| program(message, &repo.root)) {
             if needs_rust(&program.source) {
                 say(format_args!(

@@ -1,7 +1,7 @@
 //! The compile cache that this user's builds share: its size, what it was good for, and an end to it.
 
 use crate::commands::Usage;
-use crate::place::{self, MOST_BYTES, OBJECTS};
+use crate::place::{self, KERNELS, MOST_BYTES, OBJECTS};
 use crate::report::say;
 use anyhow::{Context, Result};
 use std::path::{Path, PathBuf};
@@ -33,8 +33,20 @@ fn contents(folder: &Path) -> String {
     let objects = place::stored(folder);
     let bytes = objects.iter().map(|object| object.bytes).sum();
     let (found, compiled) = place::served(folder);
+    let libraries = place::stored_in(&folder.with_file_name(KERNELS));
+    let kernels = match libraries.iter().map(|library| library.bytes).sum() {
+        0 => String::new(),
+        bytes => format!(
+            "; kernel libraries: {}, {}, which `--clear` keeps because programs load them (the newest {} and those of \
+             the last {} days)",
+            libraries.len(),
+            size(bytes),
+            place::MOST_LIBRARIES,
+            place::LIBRARY_DAYS,
+        ),
+    };
     format!(
-        "{}: {} objects, {} of at most {}; builds found {found} and compiled {compiled}",
+        "{}: {} objects, {} of at most {}; builds found {found} and compiled {compiled}{kernels}",
         folder.display(),
         objects.len(),
         size(bytes),
@@ -82,5 +94,14 @@ mod tests {
         assert!(clear(&folder).unwrap().ends_with(all));
         assert!(!folder.exists());
         assert!(clear(&folder).unwrap().ends_with(end), "it may be empty already");
+        let kernels = scratch.path().join(KERNELS);
+        std::fs::create_dir(&kernels).unwrap();
+        std::fs::write(kernels.join("a.so"), vec![0; 1_500_000]).unwrap();
+        let text = clear(&folder).unwrap();
+        assert!(
+            text.contains("compiled 0; kernel libraries: 1, 1 MB, which `--clear` keeps"),
+            "{text}"
+        );
+        assert!(kernels.join("a.so").exists());
     }
 }

@@ -1,7 +1,7 @@
 //! Starts cargo in the root of the repository.
 
 use crate::repo::Repo;
-use crate::setup::{Changes, ISAS};
+use crate::setup::{Changes, ISAS, KERNELS};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::process::CommandExt;
@@ -46,6 +46,8 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     }
     // Tests need the kernels of all instruction sets, and a bundle or a wheel leaves this machine.
     command.env_remove(ISAS);
+    // What the bundle, the wheel and `ci` take apart.
+    command.env(KERNELS, "shared");
     for (name, value) in changes {
         match value {
             Some(value) => command.env(name, value),
@@ -118,14 +120,23 @@ pub fn output_messages(command: &mut Command) -> Result<Vec<Value>> {
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
 }
 
+/// What the library's build script told cargo.
+pub fn build_script(messages: &[Value]) -> Option<&Value> {
+    // The id of a package whose folder has its name ends without the name.
+    let is_library = |id: &str| match id.rsplit_once('#') {
+        Some((place, version)) if !version.contains('@') => place.ends_with("/tch-extension"),
+        Some((_, package)) => package.starts_with("tch-extension@"),
+        None => false,
+    };
+    messages.iter().find(|message| {
+        message["reason"] == "build-script-executed"
+            && message["package_id"].as_str().is_some_and(is_library)
+    })
+}
+
 /// The folder in which the library's build script wrote its objects.
 pub fn out_dir(messages: &[Value]) -> Result<PathBuf> {
-    let is_library = |message: &&Value| {
-        let package = message["package_id"].as_str().unwrap_or_default();
-        message["reason"] == "build-script-executed" && package.contains("#tch-extension@")
-    };
-    let message = messages.iter().find(is_library);
-    let folder = message.and_then(|message| message["out_dir"].as_str());
+    let folder = build_script(messages).and_then(|message| message["out_dir"].as_str());
     Ok(folder.context("cargo did not say where the library's objects are")?.into())
 }
 
@@ -176,14 +187,18 @@ mod tests {
     }
 
     #[test]
-    fn kernels_are_compiled_for_all_cpus_unless_a_command_says_otherwise() {
-        let isas = |changes: Changes| {
+    fn kernels_are_a_library_for_all_cpus_unless_a_command_says_otherwise() {
+        let variable = |variable: &str, changes: Changes| {
             let command = command(&repo(), &changes, &[]);
-            let mut variables = command.get_envs().filter(|(name, _)| *name == ISAS);
+            let mut variables = command.get_envs().filter(|(name, _)| *name == variable);
             variables.next().map(|(_, value)| value.map(|value| value.to_owned()))
         };
-        assert_eq!(isas(Changes::new()), Some(None));
-        assert_eq!(isas(vec![(ISAS.into(), Some("native".into()))]), Some(Some("native".into())));
+        assert_eq!(variable(ISAS, Changes::new()), Some(None));
+        let native = vec![(ISAS.into(), Some("native".into()))];
+        assert_eq!(variable(ISAS, native), Some(Some("native".into())));
+        assert_eq!(variable(KERNELS, Changes::new()), Some(Some("shared".into())));
+        let path = vec![(KERNELS.into(), Some("/a.so".into()))];
+        assert_eq!(variable(KERNELS, path), Some(Some("/a.so".into())));
     }
 
     #[test]

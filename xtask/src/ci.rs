@@ -194,10 +194,9 @@ impl Ci {
 
     fn weak_symbols(&self) -> Result<()> {
         let messages = self.build()?;
-        let out_dir = cargo::out_dir(&messages)?;
-        say(weak_symbols::check(&out_dir)?);
+        say(weak_symbols::check(&cargo::out_dir(&messages)?)?);
         if self.has_cuda {
-            let library = crossing::library(&out_dir).context("there is no kernel library")?;
+            let library = crossing::library(&messages).context("there is no kernel library")?;
             say(crossing::check(&self.repo.root, &library)?);
         }
         Ok(())
@@ -327,7 +326,7 @@ impl Ci {
         if self.has_python && self.has_cuda {
             let kernels = wheel::kernels(&self.repo, self.changes.clone(), true)?;
             let kernels = kernels.map(PathBuf::into_os_string);
-            changes.push(("TCH_EXTENSION_KERNELS".to_string(), kernels));
+            changes.push((setup::KERNELS.to_string(), kernels));
         }
         let commands: [&[&str]; 4] = [
             &["fmt", "--check"],

@@ -4,8 +4,9 @@
 //! even if only C++ calls it. The linker sees to the rest: a program does not link with a function that
 //! is not exported, nor a kernel library that needs a function of the program.
 
-use crate::programs;
+use crate::{cargo, programs};
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
@@ -29,15 +30,16 @@ pub fn check(root: &Path, library: &Path) -> Result<String> {
     compare(&String::from_utf8_lossy(&output.stdout), &declared)
 }
 
-/// The kernel library below the output of the library's build script.
-pub fn library(out_dir: &Path) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(out_dir.join("kernels")).into_iter().flatten().flatten();
-    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let is_library = |path: &PathBuf| {
-        let name = name(path);
-        name.starts_with("libtch_extension_kernels-") && name.ends_with(".so")
-    };
-    entries.map(|entry| entry.path()).find(is_library)
+/// The kernel library that a build has linked, from cargo's messages.
+pub fn library(messages: &[Value]) -> Option<PathBuf> {
+    let script = cargo::build_script(messages)?;
+    let lines = |key: &str| script[key].as_array().into_iter().flatten().filter_map(Value::as_str);
+    // Such as `dylib:+verbatim=libtch_extension_kernels-0123.so` and `native=/folder`.
+    let value = |line: &str| Some(line.split_once('=')?.1.to_string());
+    let is_kernels = |name: &String| name.starts_with("libtch_extension_kernels-");
+    let name = lines("linked_libs").filter_map(value).find(is_kernels)?;
+    let folders = lines("linked_paths").filter_map(value);
+    folders.map(|folder| Path::new(&folder).join(&name)).find(|path| path.is_file())
 }
 
 /// Compares nm's listing of a library with the list.
@@ -71,6 +73,63 @@ mod tests {
 
     const DECLARED: &str =
         "/* Generated. */\nV_1 {\n  global:\n    a_cuda;\n    b_cuda;\n  local:\n    *;\n};\n";
+
+    #[test]
+    fn the_library_is_the_one_that_the_build_has_linked() {
+        let scratch = tempfile::tempdir().unwrap();
+        let path = scratch.path().join("libtch_extension_kernels-01.so");
+        let built = |id: &str, libraries: &[&str]| {
+            serde_json::json!({
+                "reason": "build-script-executed", "package_id": id, "linked_libs": libraries,
+                "linked_paths": ["native=/nowhere", format!("native={}", scratch.path().display())],
+            })
+        };
+        let kernels = "dylib:+verbatim=libtch_extension_kernels-01.so";
+        for id in ["path+file:///clone#tch-extension@0.1.0", "path+file:///tch-extension#0.1.0"] {
+            let messages = [built(id, &["static=tch_extension", kernels])];
+            std::fs::write(&path, "").unwrap();
+            assert_eq!(library(&messages), Some(path.clone()), "{id}");
+            assert_eq!(library(&[built(id, &["static=tch_extension"])]), None, "an older one");
+            std::fs::remove_file(&path).unwrap();
+            assert_eq!(library(&messages), None);
+        }
+        let other = "path+file:///tch-extension/tests#tests@0.1.0";
+        assert!(cargo::build_script(&[built(other, &[])]).is_none());
+    }
+
+    /// The text of a source and of all headers that it includes of this repository.
+    fn with_headers(source: &Path, csrc: &Path, seen: &mut BTreeSet<PathBuf>) -> String {
+        let mut text = std::fs::read_to_string(source).unwrap();
+        let quoted = text.lines().filter_map(|line| line.trim_start().strip_prefix("#include \""));
+        let names: Vec<String> =
+            quoted.map(|rest| rest.trim_end().trim_end_matches('"').to_string()).collect();
+        for name in names {
+            let places = [source.parent().unwrap().join(&name), csrc.join("include").join(&name)];
+            let place = places.iter().find_map(|place| place.canonicalize().ok());
+            let place = place.unwrap_or_else(|| panic!("{name} in {}", source.display()));
+            if seen.insert(place.clone()) {
+                text += &with_headers(&place, csrc, seen);
+            }
+        }
+        text
+    }
+
+    /// Debug builds share the objects of kernels with other builds, because no macro of debug builds is
+    /// defined for them (tch-extension-build/src/extension/build.rs).
+    #[test]
+    fn no_kernel_is_another_one_in_debug_builds() {
+        let csrc = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc");
+        let sources = crate::repo::files_below(&csrc, "");
+        let mut sources =
+            sources.iter().filter(|file| file.extension().is_some_and(|end| end == "cu"));
+        let is_found = |file: &str| {
+            with_headers(&csrc.join(file), &csrc, &mut BTreeSet::new())
+                .contains("TCH_EXTENSION_DEBUG")
+        };
+        assert!(is_found("include/tch_extension/tensor.h"), "the search finds nothing at all");
+        let dependent = sources.find(|file| is_found(&file.to_string_lossy()));
+        assert_eq!(dependent, None, "it needs an object for debug builds");
+    }
 
     #[test]
     fn declarations_and_exports_are_the_same() {

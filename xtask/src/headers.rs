@@ -49,6 +49,16 @@ pub fn check(repo: &Repo, changes: &Changes) -> Result<()> {
     Ok(())
 }
 
+/// The texts of the headers with what else crosses between programs and kernels: what a launcher
+/// returns, and the numbers of kinds.
+fn shared_by_hand(root: &Path) -> Result<Vec<String>> {
+    let read = |name: &str| {
+        let path = root.join("csrc/include/tch_extension").join(name);
+        std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+    };
+    ["launch.h", "kind.h"].into_iter().map(read).collect()
+}
+
 /// Every header with its text, without those that would be empty, and the list of exports.
 fn generated(repo: &Repo, changes: &Changes) -> Result<Vec<(PathBuf, String)>> {
     let mut all = Vec::new();
@@ -58,7 +68,8 @@ fn generated(repo: &Repo, changes: &Changes) -> Result<Vec<(PathBuf, String)>> {
             all.push((header.path, text));
         }
     }
-    let texts = all.iter().map(|(_, text)| text.as_str());
+    let by_hand = shared_by_hand(&repo.root)?;
+    let texts = all.iter().map(|(_, text)| text).chain(&by_hand).map(String::as_str);
     let exports = exports(texts, &functions(repo, changes)?);
     all.push((crossing::EXPORTS.into(), exports));
     Ok(all)
@@ -262,6 +273,9 @@ mod tests {
         );
         assert_eq!(text, of("// Others.\nstruct A {\n  // More.\n  int a;\n};\n"));
         assert_ne!(text, of("// A.\nstruct A {\n  long a;\n};\n"));
+        let by_hand = shared_by_hand(&Path::new(env!("CARGO_MANIFEST_DIR")).join("..")).unwrap();
+        let by_hand = by_hand.concat();
+        assert!(by_hand.contains("struct LaunchStatus {") && by_hand.contains("Half = 5,"));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use crate::cargo;
 use crate::page::{self, Step};
 use crate::repo::Repo;
 use crate::report::say;
-use crate::setup::Changes;
+use crate::setup::{Changes, KERNELS};
 use anyhow::{Context, Result, bail};
 use std::fs::File;
 use std::io::Write;
@@ -49,7 +49,10 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
 /// Does what the page tells its reader to do.
 pub fn follow_page(repo: &Repo, changes: &Changes, page: &Page) -> Result<()> {
     let folder = tempfile::tempdir().context("cannot make a folder for the page's crate")?;
-    Follower { repo, changes, page, folder: folder.path(), commands: Vec::new() }.follow()
+    // A reader has not set it, so each program contains the kernels.
+    let mut changes = changes.clone();
+    changes.push((KERNELS.to_string(), None));
+    Follower { repo, changes: &changes, page, folder: folder.path(), commands: Vec::new() }.follow()
 }
 
 struct Follower<'a> {

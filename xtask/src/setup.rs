@@ -142,6 +142,9 @@ const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 /// The variable that says for which instruction sets CPU kernels are compiled.
 pub const ISAS: &str = "TCH_EXTENSION_ISAS";
 
+/// The variable that says how CUDA kernels are linked.
+pub const KERNELS: &str = "TCH_EXTENSION_KERNELS";
+
 /// The variable from which libtest takes its number of threads.
 pub const TEST_THREADS: &str = "RUST_TEST_THREADS";
 

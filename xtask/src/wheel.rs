@@ -198,11 +198,10 @@ impl<'a> Build<'a> {
 
     /// Links the kernel library once more, for the same systems. `None` without CUDA.
     fn kernels(&self, crates: &[Value], old: &OldSystems) -> Result<Option<PathBuf>> {
-        let out_dir = cargo::out_dir(crates)?;
-        let Some(built) = crossing::library(&out_dir) else {
+        let Some(built) = crossing::library(crates) else {
             return match self.torch.cuda {
                 None => Ok(None),
-                Some(_) => bail!("there is no kernel library in {}", out_dir.display()),
+                Some(_) => bail!("the build has linked no kernel library"),
             };
         };
         let place = built.with_file_name("link");

@@ -4,7 +4,9 @@
 use super::{Built, Extension};
 use crate::environment::{BuildScript, Environment, Process};
 use crate::kernels::{self, Exports, Form, Wanted};
-use crate::toolchain::{CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda, text_of};
+use crate::toolchain::{
+    CudaMode, Libtorch, Object, Options, Reuse, Toolchain, cuda_switch, is_cuda, text_of,
+};
 use crate::{isa, isolate, paths, place, probe};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -90,26 +92,31 @@ impl Extension {
         let libtorch = find_libtorch(env)?;
         let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
         let (form, wanted) = self.wanted_kernels(&libtorch, env)?;
-        let mut kernels = match (&form, &wanted) {
-            (Form::Prebuilt(path), Some(wanted)) => Some(wanted.prebuilt(path, env)?),
-            _ => None,
-        };
+        let mut kernels = None;
+        let mut cuda_headers = None;
+        if let (Form::Prebuilt(path), Some(wanted)) = (&form, &wanted) {
+            kernels = Some(wanted.prebuilt(path, &libtorch, env)?);
+            cuda_headers = Some(kernels::headers(&libtorch, wanted.cuda, env)?);
+        }
         let mode = if kernels.is_some() { CudaMode::Off } else { CudaMode::IfPresent };
         let mut toolchain = Toolchain::find(libtorch, mode, self.archs.as_deref(), env)?;
         toolchain.only_isa = isa::chosen(env)?;
-        if kernels.is_some() {
-            toolchain.cuda_headers = Some(kernels::headers(&toolchain, env)?);
-        } else if toolchain.cuda.is_none() && has_cuda_sources {
+        toolchain.cuda_headers = cuda_headers;
+        if kernels.is_none() && toolchain.cuda.is_none() && has_cuda_sources {
             toolchain.warn_of_missing_nvcc(env);
         }
         let mut options = self.options_for(env);
-        let has_cuda = toolchain.cuda_headers.is_some();
+        let has_cuda = toolchain.cuda_headers().is_some();
         if has_cuda {
             options.includes_for.extend(self.folders_of_headers(&toolchain.libtorch, env));
         }
         if env.var("PROFILE").as_deref() == Some("debug") {
-            // With this macro, the headers check indices.
-            options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
+            // With this macro, the headers check indices. It makes no difference to a kernel library,
+            // so debug builds share its objects with all others.
+            match self.kernels {
+                Some(_) => toolchain.define_for_cxx = Some(DEBUG),
+                None => options.defines.push((DEBUG.to_string(), None)),
+            }
         }
         let out_dir = env.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;
         let out_dir = Path::new(&out_dir);
@@ -124,10 +131,16 @@ impl Extension {
             env.reads(&cuda.nvcc.path);
         }
 
-        if let (Form::Shared, Some(wanted), true) = (&form, &wanted, toolchain.cuda.is_some()) {
+        if self.kernels.is_some() {
+            // Nobody shall find the library of an earlier build of another form.
+            let _ = std::fs::remove_dir_all(out_dir.join(place::KERNELS));
+        }
+        if let (Form::Shared, Some(wanted)) = (&form, &wanted) {
             let of_cuda: Vec<Object> =
                 objects.extract_if(.., |object| is_cuda(&object.source)).collect();
-            kernels = Some(wanted.link(&of_cuda, &toolchain, out_dir, &options.reuse, env)?);
+            if !of_cuda.is_empty() {
+                kernels = Some(wanted.link(&of_cuda, &toolchain, out_dir, &options.reuse, env)?);
+            }
         }
 
         let mut lines = Vec::new();
@@ -174,9 +187,12 @@ impl Extension {
         env: &dyn Environment,
     ) -> Result<(Form, Option<Wanted<'_>>)> {
         let Some(exports) = &self.kernels else { return Ok((Form::Static, None)) };
-        let form = Form::chosen(env)?;
-        if form == Form::Static || env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0") {
+        if cuda_switch(env)? == Some(false) {
             return Ok((Form::Static, None));
+        }
+        let form = Form::chosen(env)?;
+        if form == Form::Static {
+            return Ok((form, None));
         }
         let Some(cuda) = probe::libtorch_cuda_major(&libtorch.lib) else {
             if let Form::Prebuilt(path) = form {
@@ -330,6 +346,10 @@ pub fn link_args() {
 /// loaded. It is never unloaded, because libtorch keeps pointers to its kernels. It has no symbol
 /// table; cargo shows none of the C++ that is linked in.
 ///
+/// With `TCH_EXTENSION_KERNELS`, it looks for the kernel library next to itself, and then where the
+/// build left it: in the target folder, or at the path that was given, which it names. Ship it with
+/// the kernel library next to it, or build it with static kernels.
+///
 /// The package's programs, and its tests in the folder `tests`, find libtorch as after
 /// [`link_args`], if they are there when the build script runs: `touch build.rs` after adding the
 /// first one. Tests inside the library need `LD_LIBRARY_PATH`; `test = false` in `[lib]` says that
@@ -348,25 +368,35 @@ pub fn python_link_args() {
     let mut keys: Vec<String> = present.map(|(kind, _)| format!("rustc-link-arg-{kind}")).collect();
     keys.dedup();
     print_search_paths(&keys);
-    let mut arguments = vec!["-z,nodelete".to_string(), "--strip-all".to_string()];
-    let kernels = kernel_folders(&Process);
-    if !kernels.is_empty() {
-        arguments.push("-rpath,$ORIGIN".to_string());
-    }
     let out_dir = Process.var("OUT_DIR").unwrap_or_default();
-    arguments.extend(kernels.iter().filter_map(|folder| from_library(folder, Path::new(&out_dir))));
-    for argument in arguments {
-        println!("cargo::rustc-link-arg-cdylib=-Wl,{argument}");
+    let folders = from_library(&kernel_folders(&Process), Path::new(&out_dir));
+    let arguments = ["-Wl,-z,nodelete", "-Wl,--strip-all"];
+    for argument in arguments.into_iter().chain(folders.iter().flat_map(|folder| rpath(folder))) {
+        println!("cargo::rustc-link-arg-cdylib={argument}");
     }
 }
 
-/// The rpath by which a library in the target folder, such as `target/debug/libmy_ops.so`, finds a
-/// folder of a build script's, such as `target/debug/build/tch-extension-0123/out/kernels`. It names
-/// no folder of this machine.
-fn from_library(folder: &Path, out_dir: &Path) -> Option<String> {
-    let target = out_dir.ancestors().nth(3)?;
-    let relative = folder.strip_prefix(target).ok()?;
-    Some(format!("-rpath,$ORIGIN/{}", relative.display()))
+/// Where a library in the target folder, such as `target/debug/libmy_ops.so`, looks for the kernel
+/// library: next to itself, and where it is now. If that is in the target folder, as in
+/// `target/debug/build/tch-extension-0123/out/kernels`, no folder of this machine is named.
+pub(super) fn from_library(kernels: &[PathBuf], out_dir: &Path) -> Vec<String> {
+    let target = out_dir.ancestors().nth(3).unwrap_or(out_dir);
+    let inside = kernels.iter().filter_map(|folder| folder.strip_prefix(target).ok());
+    let mut folders: Vec<String> =
+        inside.map(|folder| format!("$ORIGIN/{}", folder.display())).collect();
+    if folders.is_empty() {
+        folders = kernels.iter().map(|folder| folder.display().to_string()).collect();
+    }
+    if !folders.is_empty() {
+        folders.insert(0, "$ORIGIN".to_string());
+    }
+    folders
+}
+
+/// The arguments that name a folder in which a program looks for libraries. `-Wl` would split it at its
+/// commas.
+fn rpath(folder: &str) -> [&str; 4] {
+    ["-Xlinker", "-rpath", "-Xlinker", folder]
 }
 
 /// Whether this is a file, or a folder with sources of Rust, in which cargo finds a target.
@@ -393,7 +423,9 @@ fn print_search_paths(keys: &[impl std::fmt::Display]) {
     let folders = folders.into_iter().flatten().map(Path::to_path_buf);
     for folder in folders.chain(kernel_folders(&script)) {
         for key in keys {
-            println!("cargo::{key}=-Wl,-rpath,{}", folder.display());
+            for argument in rpath(&folder.display().to_string()) {
+                println!("cargo::{key}={argument}");
+            }
         }
     }
 }
@@ -448,11 +480,14 @@ fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     }
     let lib = env.var("DEP_TCH_LIBTORCH_LIB").or_else(|| env.var("DEP_TCH_EXTENSION_LIBTORCH_LIB"));
     let lib = lib.context(
-        "cargo did not say where libtorch is; add tch-extension (or torch-sys) to [dependencies]: cargo tells direct \
-         dependents only",
+        "cargo did not say where libtorch is; add tch-extension (or torch-sys, if kernels are static) to \
+         [dependencies]: cargo tells direct dependents only",
     )?;
     Libtorch::at(lib, env)
 }
+
+/// The macro of debug builds.
+const DEBUG: &str = "TCH_EXTENSION_DEBUG";
 
 /// The line that tells cargo that CUDA is compiled in.
 const CUDA_CFG: &str = "rustc-cfg=tch_extension_cuda";

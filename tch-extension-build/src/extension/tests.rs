@@ -10,16 +10,31 @@ use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
 use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
+use std::sync::Mutex;
 
 /// A build script in a folder that has a libtorch of its own.
 struct Script {
     folder: PathBuf,
     vars: HashMap<&'static str, String>,
+    warnings: Mutex<Vec<String>>,
+    read: Mutex<Vec<PathBuf>>,
 }
 
 impl Environment for Script {
     fn var(&self, name: &str) -> Option<String> {
         self.vars.get(name).cloned().filter(|value| !value.is_empty())
+    }
+
+    fn reads(&self, path: &Path) {
+        self.read.lock().unwrap().push(path.to_path_buf());
+    }
+
+    fn warns(&self, line: &str) {
+        self.warnings.lock().unwrap().push(line.to_string());
+    }
+
+    fn temporary(&self) -> PathBuf {
+        self.var("TMPDIR").map_or_else(|| "/nowhere".into(), PathBuf::from)
     }
 }
 
@@ -34,7 +49,7 @@ impl Script {
             ("OUT_DIR", folder.join("out").display().to_string()),
             ("TCH_EXTENSION_CACHE", folder.join("cache").display().to_string()),
         ]);
-        Script { folder, vars }
+        Script { folder, vars, warnings: Mutex::default(), read: Mutex::default() }
     }
 
     fn with(mut self, name: &'static str, value: &str) -> Self {
@@ -526,7 +541,12 @@ fn a_header_of_a_cuda_library_is_there_with_cuda_only() {
 #[test]
 fn a_build_that_only_checks_needs_neither_libtorch_nor_a_compiler() {
     let purpose = |vars: &[(&'static str, &str)]| {
-        let script = Script { folder: PathBuf::new(), vars: HashMap::new() };
+        let script = Script {
+            folder: PathBuf::new(),
+            vars: HashMap::new(),
+            warnings: Mutex::default(),
+            read: Mutex::default(),
+        };
         let script = vars.iter().fold(script, |script, (name, value)| script.with(name, value));
         Purpose::of(&script)
     };
