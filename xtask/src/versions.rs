@@ -49,6 +49,14 @@ pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
     Ok(cargo::test(&other, &changes, args))
 }
 
+/// What `.cargo/config.toml` sets in the other workspace.
+pub fn variables(repo: &Repo) -> setup::Changes {
+    let venv = repo.root.join("target/tch-0.26/.venv");
+    let variable =
+        |(name, folder): (&str, &str)| (name.to_string(), Some(venv.join(folder).into()));
+    [("LIBTORCH", "libtorch"), ("CUDA_HOME", "cuda")].map(variable).into()
+}
+
 fn prepare(repo: &Repo) -> Result<(Repo, setup::Changes)> {
     setup::check_platform()?;
     setup::check_glibc()?;
