@@ -182,6 +182,10 @@ fn other_kernels_are_another_library() {
     assert!(!first.exists() && second.exists(), "only the last one is in the target folder");
     let kept = script.folder.join("cache/kernels").join(first.file_name().unwrap());
     assert!(kept.exists(), "older programs need it");
+    // It loads the runtime by its name.
+    let runtime = script.folder.join("libtorch/lib/libcudart.so.13");
+    std::fs::rename(&runtime, runtime.with_file_name("libcudart-01.so.13")).unwrap();
+    assert_ne!(library(&lines(&script)).file_name(), second.file_name());
 }
 
 #[test]
