@@ -215,11 +215,12 @@ fn debug_builds_share_the_kernels() {
 fn with_prebuilt(name: &str) -> (String, Script) {
     let builder = script(name);
     let built = library(&lines(&builder));
-    let folder = scratch(&format!("{name}-prebuilt"));
-    let path = folder.join(built.file_name().unwrap());
+    let user = script(&format!("{name}-user"));
+    let path = user.folder.join("prebuilt").join(built.file_name().unwrap());
+    std::fs::create_dir(path.parent().unwrap()).unwrap();
     std::fs::copy(&built, &path).unwrap();
     let path = path.canonicalize().unwrap().display().to_string();
-    let user = script(&format!("{name}-user")).with("TCH_EXTENSION_KERNELS", &path);
+    let user = user.with("TCH_EXTENSION_KERNELS", &path);
     write_headers(&user, 13);
     (path, user)
 }
