@@ -219,7 +219,9 @@ impl Wanted<'_> {
             contents.push(bytes);
         }
         let script = self.exports.script(&defined);
-        let parts = [facts.as_bytes(), script.as_bytes()];
+        let runtime = toolchain.libtorch.cuda_runtime()?;
+        let runtime_name = runtime.file_name().unwrap_or_default().to_string_lossy();
+        let parts = [facts.as_bytes(), script.as_bytes(), runtime_name.as_bytes()];
         let digest = digest(parts.into_iter().chain(contents.iter().map(Vec::as_slice)));
         let name = format!("{PREFIX}{}.so", &digest[..16]);
 
@@ -240,7 +242,6 @@ impl Wanted<'_> {
             ),
         )?;
         let exports = keep("exports.map", &script)?;
-        let runtime = toolchain.libtorch.cuda_runtime()?;
         let mut arguments = vec!["-shared".to_string(), "-fPIC".to_string(), source];
         arguments.extend(objects.iter().map(|object| object.path.display().to_string()));
         arguments.extend([
@@ -256,7 +257,7 @@ impl Wanted<'_> {
             // The program has loaded the runtime that libtorch loads. In a wheel, it is here.
             format!("-Wl,-rpath,$ORIGIN/../nvidia/cu{}/lib", self.cuda),
             format!("-L{}", runtime.parent().unwrap_or(&folder).display()),
-            format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()),
+            format!("-l:{}", runtime_name),
         ]);
         keep(LINK, &arguments.join("\n"))?;
         let path = folder.join(&name);

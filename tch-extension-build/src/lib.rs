@@ -87,8 +87,9 @@
 //! - `shared`: one shared library for all programs. It is in the folder `kernels` of the cache and in
 //!   the target folder, where programs find it while one of the two exists. The cache keeps the newest
 //!   16 libraries, and all that were built in the last 90 days.
-//! - The path of such a library, which the wheel has: `python3 -m tch_extension kernels` prints it.
-//!   Then no kernel is compiled, and no nvcc is needed. Programs find it where it is now.
+//! - The absolute path of such a library, which the wheel has: `python3 -m tch_extension kernels`
+//!   prints it. Then no kernel is compiled and no nvcc is needed, but CUDA's headers, next to libtorch
+//!   or in `CUDA_HOME`. Programs find it where it is now.
 //!
 //! A library must have the version, the parameters, the families and the architectures that are wanted
 //! (`TORCH_CUDA_ARCH_LIST`, or this machine's GPUs), and be for libtorch's CUDA. Otherwise the build

@@ -13,6 +13,9 @@ use std::path::{Path, PathBuf};
 /// How the name of a function in a CUDA object ends.
 pub const SUFFIX: &str = "_cuda";
 
+/// How the name of a kernel library begins.
+pub const PREFIX: &str = "libtch_extension_kernels-";
+
 /// The generated list of these functions, relative to the repository.
 pub const EXPORTS: &str = "csrc/kernels.map";
 
@@ -36,7 +39,7 @@ pub fn library(messages: &[Value]) -> Option<PathBuf> {
     let lines = |key: &str| script[key].as_array().into_iter().flatten().filter_map(Value::as_str);
     // Such as `dylib:+verbatim=libtch_extension_kernels-0123.so` and `native=/folder`.
     let value = |line: &str| Some(line.split_once('=')?.1.to_string());
-    let is_kernels = |name: &String| name.starts_with("libtch_extension_kernels-");
+    let is_kernels = |name: &String| name.starts_with(PREFIX);
     let name = lines("linked_libs").filter_map(value).find(is_kernels)?;
     let folders = lines("linked_paths").filter_map(value);
     folders.map(|folder| Path::new(&folder).join(&name)).find(|path| path.is_file())

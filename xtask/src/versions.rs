@@ -20,7 +20,8 @@ pub const KNOWN: &str = "0.26; the tch of Cargo.lock needs no option";
 const OTHER: &str = "0.26.0";
 
 /// Entries of the root that the other workspace does not link to: it has its own, or none.
-const NOT_LINKED: [&str; 7] = [".git", ".venv", "target", "dist", "dist.tmp", "runs", "Cargo.lock"];
+const NOT_LINKED: [&str; 8] =
+    [".git", ".venv", "target", "dist", "dist.tmp", "dist.tar.xz", "runs", "Cargo.lock"];
 
 /// Runs `cargo test` with the other version of tch.
 pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
@@ -142,13 +143,17 @@ mod tests {
         let repo = Repo { root: root.join("repo") };
         std::fs::create_dir_all(repo.root.join("src")).unwrap();
         std::fs::create_dir_all(repo.root.join("target")).unwrap();
-        std::fs::write(repo.root.join("Cargo.lock"), "").unwrap();
+        for file in ["Cargo.lock", "dist.tar.xz"] {
+            std::fs::write(repo.root.join(file), "").unwrap();
+        }
         let other = repo.root.join("target/tch-0.26");
         for _ in 0..2 {
             lay_out(&repo, &other).unwrap();
         }
         assert_eq!(std::fs::read_link(other.join("src")).unwrap(), repo.root.join("src"));
-        assert!(!other.join("target").exists() && !other.join("Cargo.lock").exists());
+        for own in ["target", "Cargo.lock", "dist.tar.xz"] {
+            assert!(!other.join(own).exists(), "{own}");
+        }
         std::fs::remove_dir(repo.root.join("src")).unwrap();
         lay_out(&repo, &other).unwrap();
         assert!(!other.join("src").is_symlink(), "what is gone here is gone there");

@@ -208,6 +208,7 @@ impl<'a> Build<'a> {
         let link = std::fs::read_to_string(&place)
             .with_context(|| format!("cannot read {}", place.display()))?;
         let library = old.folder.join(built.file_name().context("a library without a name")?);
+        remove_kernels(&old.folder)?;
         let (program, words) = compiler::split(&old.cxx);
         let mut command = Command::new(program);
         command.args(words).args(link.lines()).args(old.arguments()).arg("-Wl,--strip-all");
@@ -503,6 +504,17 @@ impl OldSystems {
     }
 }
 
+/// Removes the kernel libraries of earlier wheels.
+fn remove_kernels(folder: &Path) -> Result<()> {
+    for file in files_below(folder, "") {
+        if file.to_string_lossy().starts_with(crossing::PREFIX) {
+            std::fs::remove_file(folder.join(&file))
+                .with_context(|| format!("cannot remove {}", folder.join(&file).display()))?;
+        }
+    }
+    Ok(())
+}
+
 fn name_of(library: &Path) -> String {
     library.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
@@ -554,9 +566,7 @@ fn problem_of_needs(dynamic: &str, kernels: Option<&str>) -> Option<String> {
     dynamic.lines().find_map(|line| match line {
         line if line.contains("(RPATH)") || line.contains("(RUNPATH)") => {
             let folders = value(line)?;
-            // Relative to the library.
-            let is_relative = folders.split(':').all(|folder| folder.starts_with("$ORIGIN"));
-            (!is_relative).then(|| format!("it has the path {folders}"))
+            (!folders.split(':').all(is_in_wheel)).then(|| format!("it has the path {folders}"))
         }
         line if line.contains("(NEEDED)") => {
             let library = value(line)?;
@@ -564,6 +574,16 @@ fn problem_of_needs(dynamic: &str, kernels: Option<&str>) -> Option<String> {
         }
         _ => None,
     })
+}
+
+/// Whether a library of the wheel may look for others in this folder: its own, that of the CUDA runtime
+/// beside it, or that of the kernels in the target folder, where the library was built.
+fn is_in_wheel(folder: &str) -> bool {
+    let between = |start: &str, end: &str| folder.strip_prefix(start)?.strip_suffix(end);
+    let is_cuda = |version: &str| version.parse::<u32>().is_ok();
+    folder == "$ORIGIN"
+        || between("$ORIGIN/../nvidia/cu", "/lib").is_some_and(is_cuda)
+        || between("$ORIGIN/build/", "/out/kernels").is_some_and(|script| !script.contains('/'))
 }
 
 fn only_wheel(folder: &Path) -> Result<PathBuf> {
@@ -623,6 +643,16 @@ mod tests {
     }
 
     #[test]
+    fn only_kernels_are_removed() {
+        let scratch = tempfile::tempdir().unwrap();
+        for file in ["old_systems.o", "libtch_extension_kernels-01.so"] {
+            write(&scratch.path().join(file), "").unwrap();
+        }
+        remove_kernels(scratch.path()).unwrap();
+        assert_eq!(files_below(scratch.path(), ""), [PathBuf::from("old_systems.o")]);
+    }
+
+    #[test]
     fn what_torch_does_not_bring_is_refused() {
         let kernels = "libtch_extension_kernels-01.so";
         let needs = |library: &str| {
@@ -643,6 +673,16 @@ mod tests {
             )
         };
         assert_eq!(path("$ORIGIN:$ORIGIN/../nvidia/cu13/lib"), None);
-        assert!(path("$ORIGIN:/home/me").unwrap().contains("/home/me"));
+        assert_eq!(path("$ORIGIN:$ORIGIN/build/tch-extension-01/out/kernels"), None);
+        for folder in [
+            "/home/me",
+            "$ORIGIN/..",
+            "$ORIGIN/../nvidia/cu/lib",
+            "$ORIGIN/../nvidia/cu13/../../lib",
+            "$ORIGIN/build/../../../out/kernels",
+            "",
+        ] {
+            assert!(path(&format!("$ORIGIN:{folder}")).unwrap().ends_with(folder), "{folder}");
+        }
     }
 }

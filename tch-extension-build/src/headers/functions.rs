@@ -73,8 +73,9 @@ pub(super) fn declarations(
 /// How the name of a function in a CUDA object ends.
 const IN_CUDA: &str = "_cuda";
 
-/// The declarations, so that a shared library can export those that CUDA objects define. They may have
-/// been compiled with hidden names.
+/// The declarations. If one of the functions is in a CUDA object, all names are visible, although sources
+/// are compiled with hidden ones: the kernel library must export it. The others are in an archive, from
+/// which a program or library of Rust exports nothing.
 fn exported<'u>(declarations: &str, mut names: impl Iterator<Item = &'u String>) -> String {
     if !names.any(|name| name.ends_with(IN_CUDA)) {
         return declarations.to_string();

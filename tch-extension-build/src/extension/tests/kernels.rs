@@ -182,6 +182,10 @@ fn other_kernels_are_another_library() {
     assert!(!first.exists() && second.exists(), "only the last one is in the target folder");
     let kept = script.folder.join("cache/kernels").join(first.file_name().unwrap());
     assert!(kept.exists(), "older programs need it");
+    // It loads the runtime by its name.
+    let runtime = script.folder.join("libtorch/lib/libcudart.so.13");
+    std::fs::rename(&runtime, runtime.with_file_name("libcudart-01.so.13")).unwrap();
+    assert_ne!(library(&lines(&script)).file_name(), second.file_name());
 }
 
 #[test]
@@ -211,11 +215,12 @@ fn debug_builds_share_the_kernels() {
 fn with_prebuilt(name: &str) -> (String, Script) {
     let builder = script(name);
     let built = library(&lines(&builder));
-    let folder = scratch(&format!("{name}-prebuilt"));
-    let path = folder.join(built.file_name().unwrap());
+    let user = script(&format!("{name}-user"));
+    let path = user.folder.join("prebuilt").join(built.file_name().unwrap());
+    std::fs::create_dir(path.parent().unwrap()).unwrap();
     std::fs::copy(&built, &path).unwrap();
     let path = path.canonicalize().unwrap().display().to_string();
-    let user = script(&format!("{name}-user")).with("TCH_EXTENSION_KERNELS", &path);
+    let user = user.with("TCH_EXTENSION_KERNELS", &path);
     write_headers(&user, 13);
     (path, user)
 }
