@@ -46,7 +46,8 @@ pub fn free_port() -> u16 {
 }
 
 impl Ranks {
-    /// Starts these ranks of `size` with the variables of a launcher; a variable of `vars` wins.
+    /// Starts these ranks of `size` with the variables of a launcher; a variable of `vars` wins. Where
+    /// not each rank can have a GPU of its own, none has one.
     pub fn start(case: &str, ranks: &[usize], size: usize, vars: &[(&str, &str)]) -> Ranks {
         let port = free_port().to_string();
         let (mut children, mut texts, mut readers) = (Vec::new(), Vec::new(), Vec::new());
@@ -56,6 +57,9 @@ impl Ranks {
             command.env(CASE, case).env("RANK", rank.to_string());
             command.env("WORLD_SIZE", size.to_string());
             command.env("MASTER_ADDR", "127.0.0.1").env("MASTER_PORT", &port);
+            if (size as i64) > tch::Cuda::device_count() {
+                command.env("CUDA_VISIBLE_DEVICES", "");
+            }
             command.envs(vars.iter().copied());
             command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
             let mut child = command.spawn().expect("this program, again");

@@ -196,8 +196,10 @@ def it_exports_few_symbols_and_no_path():
 
     path = str(python_ops.LIBRARY)
     dynamic = lines("readelf", "-d", path)
-    paths = [line for line in dynamic if "RPATH" in line or "RUNPATH" in line]
-    equal(paths, [], "paths to libraries")
+    paths = [line.split("[")[1].split("]")[0].split(":") for line in dynamic if "RPATH" in line or "RUNPATH" in line]
+    # The kernel library of tch-extension, if it is shared, is looked for from where this library is.
+    elsewhere = [path for path in sum(paths, []) if not path.startswith("$ORIGIN")]
+    equal(elsewhere, [], "paths to libraries")
     equal(any("NODELETE" in line for line in dynamic), True, "it is never unloaded")
     names = [line.split()[-1] for line in lines("nm", "-D", "--defined-only", path)]
     equal([name for name in names if name.startswith("_Z")], [], "exported names of C++")
