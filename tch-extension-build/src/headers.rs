@@ -474,6 +474,7 @@ namespace at { class Tensor; }
 namespace tch_extension { struct LaunchStatus; }
 struct NormPlan;
 using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
 extern \"C\" {
 // Whether it can.
 bool tch_extension_soft_cap_can(const NormPlan* plan);
@@ -484,6 +485,7 @@ char* tch_extension_soft_cap_of_a_tensor_with_a_long_name(const at::Tensor* cons
                                                           size_t len,
                                                           at::Tensor** result);
 }  // extern \"C\"
+#pragma GCC visibility pop
 // clang-format on
 ";
         assert_eq!(header.unwrap().unwrap(), expected);
