@@ -193,31 +193,7 @@ impl Wanted<'_> {
     ) -> Result<Library> {
         let archs = toolchain.cuda.as_ref().map(|cuda| &cuda.archs[..]);
         let facts = self.facts(archs.unwrap_or_default(), env).text();
-        let mut contents = Vec::new();
-        let mut defined = BTreeSet::new();
-        for object in objects {
-            let bytes = std::fs::read(&object.path)
-                .with_context(|| format!("cannot read {}", object.path.display()))?;
-            let file = object::File::parse(&*bytes)?;
-            for symbol in file.symbols().filter(|symbol| !symbol.is_undefined()) {
-                let name = symbol.name().unwrap_or_default();
-                match symbol.scope() {
-                    SymbolScope::Dynamic => {
-                        defined.insert(name.to_string());
-                    }
-                    SymbolScope::Linkage
-                        if self.exports.names.iter().any(|known| known == name) =>
-                    {
-                        bail!(
-                            "{} hides {name}; include its declaration and define it outside of all namespaces",
-                            object.source.display()
-                        )
-                    }
-                    _ => {}
-                }
-            }
-            contents.push(bytes);
-        }
+        let (defined, contents) = self.read(objects)?;
         let script = self.exports.script(&defined);
         let runtime = toolchain.libtorch.cuda_runtime()?;
         let runtime_name = runtime.file_name().unwrap_or_default().to_string_lossy();
@@ -228,38 +204,10 @@ impl Wanted<'_> {
         let folder = out_dir.join(place::KERNELS);
         std::fs::create_dir_all(&folder)
             .with_context(|| format!("cannot create {}", folder.display()))?;
-        let keep = |file: &str, text: &str| {
-            let path = folder.join(file);
-            std::fs::write(&path, text)
-                .with_context(|| format!("cannot write {}", path.display()))?;
-            Ok::<_, anyhow::Error>(path.display().to_string())
-        };
-        let source = keep(
-            "facts.cpp",
-            &format!(
-                "extern const char {SYMBOL}[];\n__attribute__((section(\"{SECTION}\"), used)) const char {SYMBOL}[] = \
-                 R\"facts({facts})facts\";\n"
-            ),
-        )?;
-        let exports = keep("exports.map", &script)?;
-        let mut arguments = vec!["-shared".to_string(), "-fPIC".to_string(), source];
-        arguments.extend(objects.iter().map(|object| object.path.display().to_string()));
-        arguments.extend([
-            // Undefined symbols are reported now and not when it is loaded. It is never unloaded, because
-            // CUDA keeps pointers to its kernels.
-            "-Wl,-z,defs,-z,nodelete,--as-needed".to_string(),
-            format!("-Wl,-soname,{name}"),
-            // The linker keeps what nothing uses, even with --gc-sections.
-            format!("-Wl,--undefined={SYMBOL}"),
-            // -Wl would split a path at its commas.
-            "-Xlinker".to_string(),
-            format!("--version-script={exports}"),
-            // The program has loaded the runtime that libtorch loads. In a wheel, it is here.
-            format!("-Wl,-rpath,$ORIGIN/../nvidia/cu{}/lib", self.cuda),
-            format!("-L{}", runtime.parent().unwrap_or(&folder).display()),
-            format!("-l:{}", runtime_name),
-        ]);
-        keep(LINK, &arguments.join("\n"))?;
+        let source = written(&folder, "facts.cpp", &source_of(&facts))?;
+        let exports = written(&folder, "exports.map", &script)?;
+        let arguments = self.arguments(objects, &[source, exports], &name, &runtime);
+        written(&folder, LINK, &arguments.join("\n"))?;
         let path = folder.join(&name);
         let partial = folder.join("partial");
         let mut command = toolchain.cxx.command();
@@ -284,6 +232,74 @@ impl Wanted<'_> {
         }
         Ok(Library { path, folders })
     }
+
+    /// The names that the objects define for others, and the objects' contents.
+    fn read(&self, objects: &[Object]) -> Result<(BTreeSet<String>, Vec<Vec<u8>>)> {
+        let mut defined = BTreeSet::new();
+        let mut contents = Vec::new();
+        for object in objects {
+            let bytes = std::fs::read(&object.path)
+                .with_context(|| format!("cannot read {}", object.path.display()))?;
+            let file = object::File::parse(&*bytes)?;
+            for symbol in file.symbols().filter(|symbol| !symbol.is_undefined()) {
+                let name = symbol.name().unwrap_or_default();
+                let is_exported = || self.exports.names.iter().any(|known| known == name);
+                match symbol.scope() {
+                    SymbolScope::Dynamic => _ = defined.insert(name.to_string()),
+                    SymbolScope::Linkage if is_exported() => bail!(
+                        "{} hides {name}; include its declaration and define it outside of all namespaces",
+                        object.source.display()
+                    ),
+                    _ => {}
+                }
+            }
+            contents.push(bytes);
+        }
+        Ok((defined, contents))
+    }
+
+    /// The arguments of the compiler that links.
+    fn arguments(
+        &self,
+        objects: &[Object],
+        [source, exports]: &[String; 2],
+        name: &str,
+        runtime: &Path,
+    ) -> Vec<String> {
+        let mut arguments = vec!["-shared".to_string(), "-fPIC".to_string(), source.clone()];
+        arguments.extend(objects.iter().map(|object| object.path.display().to_string()));
+        arguments.extend([
+            // Undefined symbols are reported now and not when it is loaded. It is never unloaded, because
+            // CUDA keeps pointers to its kernels.
+            "-Wl,-z,defs,-z,nodelete,--as-needed".to_string(),
+            format!("-Wl,-soname,{name}"),
+            // The linker keeps what nothing uses, even with --gc-sections.
+            format!("-Wl,--undefined={SYMBOL}"),
+            // -Wl would split a path at its commas.
+            "-Xlinker".to_string(),
+            format!("--version-script={exports}"),
+            // The program has loaded the runtime that libtorch loads. In a wheel, it is here.
+            format!("-Wl,-rpath,$ORIGIN/../nvidia/cu{}/lib", self.cuda),
+            format!("-L{}", runtime.parent().unwrap_or(Path::new(".")).display()),
+            format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()),
+        ]);
+        arguments
+    }
+}
+
+/// C++ that puts the facts into a section.
+fn source_of(facts: &str) -> String {
+    format!(
+        "extern const char {SYMBOL}[];\n__attribute__((section(\"{SECTION}\"), used)) const char {SYMBOL}[] = \
+         R\"facts({facts})facts\";\n"
+    )
+}
+
+/// Writes a file and returns its path.
+fn written(folder: &Path, name: &str, text: &str) -> Result<String> {
+    let path = folder.join(name);
+    std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(path.display().to_string())
 }
 
 /// The folder, if the loader can search it.
