@@ -583,7 +583,9 @@ fn is_in_wheel(folder: &str) -> bool {
     let is_cuda = |version: &str| version.parse::<u32>().is_ok();
     folder == "$ORIGIN"
         || between("$ORIGIN/../nvidia/cu", "/lib").is_some_and(is_cuda)
-        || between("$ORIGIN/build/", "/out/kernels").is_some_and(|script| !script.contains('/'))
+        || ["$ORIGIN/build/", "$ORIGIN/../build/"]
+            .iter()
+            .any(|start| between(start, "/out/kernels").is_some_and(|script| !script.contains('/')))
 }
 
 fn only_wheel(folder: &Path) -> Result<PathBuf> {
@@ -674,6 +676,7 @@ mod tests {
         };
         assert_eq!(path("$ORIGIN:$ORIGIN/../nvidia/cu13/lib"), None);
         assert_eq!(path("$ORIGIN:$ORIGIN/build/tch-extension-01/out/kernels"), None);
+        assert_eq!(path("$ORIGIN/../build/tch-extension-01/out/kernels"), None);
         for folder in [
             "/home/me",
             "$ORIGIN/..",

@@ -376,14 +376,15 @@ pub fn python_link_args() {
     }
 }
 
-/// Where a library in the target folder, such as `target/debug/libmy_ops.so`, looks for the kernel
-/// library: next to itself, and where it is now. If that is in the target folder, as in
-/// `target/debug/build/tch-extension-0123/out/kernels`, no folder of this machine is named.
+/// Where a library in the target folder looks for the kernel library: next to itself, and where it is
+/// now. If that is in the target folder, too, as in `target/debug/build/tch-extension-0123/out/kernels`,
+/// no folder of this machine is named. The library is `target/debug/libmy_ops.so`, and tests load it
+/// from `target/debug/deps`.
 pub(super) fn from_library(kernels: &[PathBuf], out_dir: &Path) -> Vec<String> {
     let target = out_dir.ancestors().nth(3).unwrap_or(out_dir);
     let inside = kernels.iter().filter_map(|folder| folder.strip_prefix(target).ok());
-    let mut folders: Vec<String> =
-        inside.map(|folder| format!("$ORIGIN/{}", folder.display())).collect();
+    let of_both = |folder: &Path| ["", "../"].map(|up| format!("$ORIGIN/{up}{}", folder.display()));
+    let mut folders: Vec<String> = inside.flat_map(of_both).collect();
     if folders.is_empty() {
         folders = kernels.iter().map(|folder| folder.display().to_string()).collect();
     }

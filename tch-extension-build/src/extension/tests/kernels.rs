@@ -464,7 +464,7 @@ fn a_library_for_python_looks_next_to_itself_and_where_the_kernels_are() {
     assert_eq!(look(&[]), "");
     assert_eq!(
         look(&["/cache/kernels", "/t/debug/build/tch-extension-02/out/kernels"]),
-        "$ORIGIN:$ORIGIN/build/tch-extension-02/out/kernels"
+        "$ORIGIN:$ORIGIN/build/tch-extension-02/out/kernels:$ORIGIN/../build/tch-extension-02/out/kernels"
     );
     assert_eq!(look(&["/site/tch_extension"]), "$ORIGIN:/site/tch_extension");
 }
