@@ -230,9 +230,9 @@ impl Ci {
         Self::run(runs, false)
     }
 
-    /// Runs test programs. With as many threads of libtorch's in each as there are cores, they take
-    /// nearly twice as long, because threads wait for others that have no core. They sleep while they
-    /// wait, where they would otherwise spin.
+    /// Runs test programs. Each has its share of the cores for libtorch's threads, or all of them, and
+    /// then threads wait for others that have no core. They sleep while they wait, where they would
+    /// otherwise spin (docs/lab/methods.md, "Build times").
     fn run(mut runs: Vec<Run>, with_all_threads: bool) -> Result<()> {
         let (at_once, changes) = runner::shares();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
