@@ -207,8 +207,12 @@ impl<'a> Build<'a> {
         let place = built.with_file_name("link");
         let link = std::fs::read_to_string(&place)
             .with_context(|| format!("cannot read {}", place.display()))?;
-        let library = old.folder.join(built.file_name().context("a library without a name")?);
-        remove_kernels(&old.folder)?;
+        // A folder of its own: whoever links the library would find the libraries without code, too.
+        let folder = old.folder.join("kernels");
+        let _ = std::fs::remove_dir_all(&folder);
+        std::fs::create_dir_all(&folder)
+            .with_context(|| format!("cannot make {}", folder.display()))?;
+        let library = folder.join(built.file_name().context("a library without a name")?);
         let (program, words) = compiler::split(&old.cxx);
         let mut command = Command::new(program);
         command.args(words).args(link.lines()).args(old.arguments()).arg("-Wl,--strip-all");
@@ -504,17 +508,6 @@ impl OldSystems {
     }
 }
 
-/// Removes the kernel libraries of earlier wheels.
-fn remove_kernels(folder: &Path) -> Result<()> {
-    for file in files_below(folder, "") {
-        if file.to_string_lossy().starts_with(crossing::PREFIX) {
-            std::fs::remove_file(folder.join(&file))
-                .with_context(|| format!("cannot remove {}", folder.join(&file).display()))?;
-        }
-    }
-    Ok(())
-}
-
 fn name_of(library: &Path) -> String {
     library.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
@@ -642,16 +635,6 @@ mod tests {
         }
         let found = licenses_in(scratch.path());
         assert_eq!(found, [PathBuf::from("LICENSE-MIT"), PathBuf::from("zlib/COPYING")]);
-    }
-
-    #[test]
-    fn only_kernels_are_removed() {
-        let scratch = tempfile::tempdir().unwrap();
-        for file in ["old_systems.o", "libtch_extension_kernels-01.so"] {
-            write(&scratch.path().join(file), "").unwrap();
-        }
-        remove_kernels(scratch.path()).unwrap();
-        assert_eq!(files_below(scratch.path(), ""), [PathBuf::from("old_systems.o")]);
     }
 
     #[test]
