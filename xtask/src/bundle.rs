@@ -37,7 +37,9 @@ struct Parts {
 }
 
 /// A bundle larger than this draws a warning, because it is tedious to copy to another machine.
-const LARGE_MIB: f64 = 200.0;
+const LARGE_MIB: f64 = 64.0;
+/// The bundle as one file.
+const ARCHIVE: &str = "dist.tar.xz";
 /// Larger files are not source files and are not copied.
 const LARGEST_FILE: u64 = 1 << 20;
 
@@ -63,6 +65,8 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     build_rounding(repo, &fresh.join("round_allocations.so"))?;
     write_commit(repo, &fresh.join("commit"))?;
     remove(&place)?;
+    // It would have the programs of an earlier bundle.
+    let _ = std::fs::remove_file(repo.root.join(ARCHIVE));
     std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
     report::print(&summary(&place, &programs)?);
     if options.archive {
@@ -73,7 +77,7 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 
 /// Packs `dist` into `dist.tar.xz`, completely or not at all.
 fn pack(repo: &Repo) -> Result<()> {
-    let (partial, place) = (repo.root.join("dist.tar.tmp"), repo.root.join("dist.tar.xz"));
+    let (partial, place) = (repo.root.join("dist.tar.tmp"), repo.root.join(ARCHIVE));
     let mut command = programs::command("tar", &["--xz", "--create", "--file"]);
     // The programs have much in common, in places that are further apart than the programs are large.
     command
@@ -88,7 +92,7 @@ fn pack(repo: &Repo) -> Result<()> {
     std::fs::rename(&partial, &place)
         .with_context(|| format!("cannot write {}", place.display()))?;
     let size = mib(std::fs::metadata(&place)?.len());
-    report::print(&format!("{:<40}{size:>8.1} MiB\n", "dist.tar.xz"));
+    report::print(&format!("{:<40}{size:>8.1} MiB\n", ARCHIVE));
     Ok(())
 }
 
@@ -309,7 +313,7 @@ fn summary(dist: &Path, programs: &[Program]) -> Result<String> {
     text += &format!("{:<40}{total:>8.1} MiB\n", "dist, with run.sh and files");
     if total > LARGE_MIB {
         say(format_args!(
-            "warning: the bundle is larger than {LARGE_MIB} MiB; `--no-bench` leaves out the benchmarks"
+            "warning: the bundle is larger than {LARGE_MIB} MiB; `--archive` packs it, and `--no-bench` leaves out the benchmarks"
         ));
     }
     Ok(text)

@@ -46,7 +46,7 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     }
     // Tests need the kernels of all instruction sets, and a bundle or a wheel leaves this machine.
     command.env_remove(ISAS);
-    // What the bundle, the wheel and `ci` take apart.
+    // The bundle and the wheel contain the kernel library, and `ci` checks it.
     command.env(KERNELS, "shared");
     for (name, value) in changes {
         match value {

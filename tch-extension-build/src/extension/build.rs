@@ -132,7 +132,7 @@ impl Extension {
         }
 
         if self.kernels.is_some() {
-            // Nobody shall find the library of an earlier build of another form.
+            // The library of an earlier build must not be taken for one of this build.
             let _ = std::fs::remove_dir_all(out_dir.join(place::KERNELS));
         }
         if let (Form::Shared, Some(wanted)) = (&form, &wanted) {
