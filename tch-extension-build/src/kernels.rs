@@ -24,11 +24,6 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 /// The variable that chooses how kernels are linked.
 pub const VARIABLE: &str = "TCH_EXTENSION_KERNELS";
 
-/// The file next to a library with the arguments of its link, one a line.
-pub const LINK: &str = "link";
-
-const PREFIX: &str = "libtch_extension_kernels-";
-
 /// The name of the facts in a library.
 const SYMBOL: &str = "tch_extension_kernel_facts";
 
@@ -199,7 +194,7 @@ impl Wanted<'_> {
         let runtime_name = runtime.file_name().unwrap_or_default().to_string_lossy();
         let parts = [facts.as_bytes(), script.as_bytes(), runtime_name.as_bytes()];
         let digest = digest(parts.into_iter().chain(contents.iter().map(Vec::as_slice)));
-        let name = format!("{PREFIX}{}.so", &digest[..16]);
+        let name = format!("{}{}.so", place::LIBRARY_PREFIX, &digest[..16]);
 
         let folder = out_dir.join(place::KERNELS);
         std::fs::create_dir_all(&folder)
@@ -207,7 +202,7 @@ impl Wanted<'_> {
         let source = written(&folder, "facts.cpp", &source_of(&facts))?;
         let exports = written(&folder, "exports.map", &script)?;
         let arguments = self.arguments(objects, &[source, exports], &name, &runtime);
-        written(&folder, LINK, &arguments.join("\n"))?;
+        written(&folder, place::LINK, &arguments.join("\n"))?;
         let path = folder.join(&name);
         let partial = folder.join("partial");
         let mut command = toolchain.cxx.command();

@@ -153,6 +153,7 @@ mod extension;
 mod fewer;
 #[cfg(feature = "headers")]
 pub mod headers;
+mod identity;
 mod isa;
 mod isolate;
 mod kernels;

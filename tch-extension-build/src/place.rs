@@ -23,6 +23,12 @@ pub const MOST_BYTES: u64 = 2 << 30;
 /// output with the last one.
 pub const KERNELS: &str = "kernels";
 
+/// How the name of a kernel library begins.
+pub const LIBRARY_PREFIX: &str = "libtch_extension_kernels-";
+
+/// The file next to a library, where it was built, with the arguments of its link, one a line.
+pub const LINK: &str = "link";
+
 /// The libraries that the cache keeps however old they are.
 pub const MOST_LIBRARIES: usize = 16;
 

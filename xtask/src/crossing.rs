@@ -4,7 +4,7 @@
 //! even if only C++ calls it. The linker sees to the rest: a program does not link with a function that
 //! is not exported, nor a kernel library that needs a function of the program.
 
-use crate::{cargo, programs};
+use crate::{cargo, place, programs};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -12,9 +12,6 @@ use std::path::{Path, PathBuf};
 
 /// How the name of a function in a CUDA object ends.
 pub const SUFFIX: &str = "_cuda";
-
-/// How the name of a kernel library begins.
-pub const PREFIX: &str = "libtch_extension_kernels-";
 
 /// The generated list of these functions, relative to the repository.
 pub const EXPORTS: &str = "csrc/kernels.map";
@@ -39,7 +36,7 @@ pub fn library(messages: &[Value]) -> Option<PathBuf> {
     let lines = |key: &str| script[key].as_array().into_iter().flatten().filter_map(Value::as_str);
     // Such as `dylib:+verbatim=libtch_extension_kernels-0123.so` and `native=/folder`.
     let value = |line: &str| Some(line.split_once('=')?.1.to_string());
-    let is_kernels = |name: &String| name.starts_with(PREFIX);
+    let is_kernels = |name: &String| name.starts_with(place::LIBRARY_PREFIX);
     let name = lines("linked_libs").filter_map(value).find(is_kernels)?;
     let folders = lines("linked_paths").filter_map(value);
     folders.map(|folder| Path::new(&folder).join(&name)).find(|path| path.is_file())

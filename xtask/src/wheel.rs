@@ -9,7 +9,9 @@ use crate::libtorch::{Libtorch, Rule};
 use crate::repo::{Repo, files_below};
 use crate::report::{self, say};
 use crate::setup::{self, Changes};
-use crate::{cargo, compiler, crossing, glibc, old_systems, pip, programs, versions, wheels};
+use crate::{
+    cargo, compiler, crossing, glibc, old_systems, pip, place, programs, versions, wheels,
+};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -204,7 +206,7 @@ impl<'a> Build<'a> {
                 Some(_) => bail!("the build has linked no kernel library"),
             };
         };
-        let place = built.with_file_name("link");
+        let place = built.with_file_name(place::LINK);
         let link = std::fs::read_to_string(&place)
             .with_context(|| format!("cannot read {}", place.display()))?;
         // A folder of its own: whoever links the library would find the libraries without code, too.
@@ -343,7 +345,8 @@ impl<'a> Build<'a> {
         // Nothing in the library has to be patched.
         let mut arguments = vec!["repair", "--patcher", "none", "--plat", "auto", "-w", &out];
         // The kernels are in the wheel.
-        let others = OF_TORCH.iter().chain(&["libtch_extension_kernels-*.so"]);
+        let kernels = format!("{}*.so", place::LIBRARY_PREFIX);
+        let others = OF_TORCH.iter().copied().chain([kernels.as_str()]);
         arguments.extend(others.flat_map(|library| ["--exclude", library]));
         arguments.push(&packed);
         self.tool("auditwheel", &arguments)?;
