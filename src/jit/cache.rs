@@ -104,7 +104,8 @@ impl Entry {
     fn publish(&self, built: &Built, compiled: &Known, started: SystemTime) -> Result<PathBuf> {
         // Each library gets a new name, because the dynamic loader takes a path that it knows for
         // the file that it knows.
-        let library = unique(&self.folder, "lib").with_extension("so");
+        let extension = built.library.extension().unwrap_or_default();
+        let library = unique(&self.folder, LIBRARY).with_extension(extension);
         std::fs::rename(&built.library, &library)?;
         let name = library.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let manifest = Manifest::new(name, self.request.clone(), built, compiled);
@@ -127,7 +128,7 @@ impl Entry {
             let name = entry.file_name().to_string_lossy().into_owned();
             let _ = if name.starts_with(SCRATCH) {
                 std::fs::remove_dir_all(entry.path())
-            } else if name.starts_with("manifest-part") || name.ends_with(".so") {
+            } else if name.starts_with("manifest-part") || name.starts_with(LIBRARY) {
                 std::fs::remove_file(entry.path())
             } else {
                 Ok(())
@@ -145,6 +146,7 @@ impl Entry {
 
 const MANIFEST: &str = "manifest";
 const SCRATCH: &str = "build";
+const LIBRARY: &str = "lib";
 
 /// Identifies the contents of a source or header. The modification time would not do: archives,
 /// container images and fresh clones set it back or round it, so that changed files look the same

@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
 use tch_extension_build::environment::{Environment, write_message};
-use tch_extension_build::toolchain::{CudaMode, Libtorch, Options, Reuse, Toolchain, is_cuda};
+use tch_extension_build::toolchain::{
+    CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda,
+};
 
 /// Reads environment variables of the process and records which. Prints the commands if the user
 /// wants that.
@@ -62,102 +64,144 @@ fn words(error: impl std::fmt::Display) -> String {
     format!("{error:#}")
 }
 
-/// Compiles and links in `scratch`. Writes inline sources to `folder`, where they stay for
-/// debuggers.
-pub(super) fn build(
-    sources: &Sources,
-    facts: &Facts,
-    includes: &[PathBuf],
-    name: &str,
-    folder: &Path,
-    scratch: &Path,
-) -> Result<Built> {
-    let watcher = Watcher {
-        verbose: sources.verbose,
-        include_root: facts.include_root(),
-        variables: Mutex::default(),
-        folder: folder.to_path_buf(),
-    };
-    let started = Instant::now();
-    let built = run(sources, facts, includes, name, folder, scratch, &watcher)
-        .map_err(|error| Error::Jit { name: name.to_string(), message: error })?;
-    watcher.say(&format!("{name}: built in {:.1} s", started.elapsed().as_secs_f64()));
-    Ok(built)
+/// The macro that is the name of the extension.
+const NAME: &str = "TORCH_EXTENSION_NAME";
+
+/// What one build works with.
+#[derive(Clone, Copy)]
+pub(super) struct Build<'a> {
+    pub sources: &'a Sources,
+    pub facts: &'a Facts,
+    /// The folders of our headers.
+    pub includes: &'a [PathBuf],
+    /// The precompiled headers, if there are any.
+    pub precompiled: Option<&'a Path>,
+    pub name: &'a str,
 }
 
-fn run(
-    sources: &Sources,
-    facts: &Facts,
-    includes: &[PathBuf],
-    name: &str,
-    folder: &Path,
-    scratch: &Path,
-    watcher: &Watcher,
-) -> std::result::Result<Built, String> {
-    let files = sources.write(folder).map_err(words)?;
-    let toolchain = find(&files, sources.archs.as_deref(), facts, watcher)?;
-    let workers = std::thread::available_parallelism().map_or(1, usize::from);
-    let options = options(sources, includes, name, workers);
-    let objects = toolchain.compile(&files, &options, scratch, workers, watcher).map_err(words)?;
-    let library = scratch.join("library.so");
-    toolchain.link_shared(&objects, &sources.link_flags, &library, watcher).map_err(words)?;
-
-    let mut inputs: Vec<PathBuf> =
-        objects.iter().flat_map(|object| object.dependencies()).collect();
-    inputs.sort();
-    inputs.dedup();
-    // Inline sources were written by this build, and are already part of the request.
-    inputs.retain(|path| !path.starts_with(folder));
-    let nvcc = toolchain.cuda.iter().map(|cuda| &cuda.nvcc.path);
-    let programs = std::iter::once(&toolchain.cxx.path).chain(nvcc);
-    let variables = watcher.variables.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    Ok(Built {
-        library,
-        files: inputs,
-        programs: programs.map(|path| path.display().to_string()).collect(),
-        variables: variables.clone(),
-    })
-}
-
-fn find(
-    files: &[PathBuf],
-    archs: Option<&str>,
-    facts: &Facts,
-    watcher: &Watcher,
-) -> std::result::Result<Toolchain, String> {
-    let libtorch = Libtorch::at(&facts.libtorch, watcher).map_err(words)?;
-    if files.iter().any(|file| is_cuda(file)) {
-        return Toolchain::find(libtorch, CudaMode::Required, archs, watcher).map_err(words);
+impl Build<'_> {
+    /// Compiles and links in `scratch`. Writes inline sources to `folder`, where they stay for
+    /// debuggers.
+    pub fn library(&self, folder: &Path, scratch: &Path) -> Result<Built> {
+        self.timed(folder, |watcher| {
+            let files = self.sources.write(folder).map_err(words)?;
+            let toolchain = self.find(&files, watcher)?;
+            let workers = std::thread::available_parallelism().map_or(1, usize::from);
+            let options = self.options(workers);
+            let objects =
+                toolchain.compile(&files, &options, scratch, workers, watcher).map_err(words)?;
+            let library = scratch.join("library.so");
+            toolchain
+                .link_shared(&objects, &self.sources.link_flags, &library, watcher)
+                .map_err(words)?;
+            Ok(self.built(library, &objects, &toolchain, folder, watcher))
+        })
     }
-    // C++ sources may use CUDA's headers, but they need no nvcc.
-    Toolchain::find(libtorch.clone(), CudaMode::IfPresent, archs, watcher)
-        .or_else(|_| Toolchain::find(libtorch, CudaMode::Off, None, watcher))
-        .map_err(words)
-}
 
-fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) -> Options {
-    let ours = [
-        ("TORCH_EXTENSION_NAME", Some(name.to_string())),
-        // torch.utils.cpp_extension defines this, too.
-        ("TORCH_API_INCLUDE_EXTENSION_H", None),
-        ("TCH_EXTENSION_ASKS_FOR_LOAD_ERROR", None),
-    ];
-    let ours = ours.map(|(name, value)| (name.to_string(), value));
-    Options {
-        // Our headers come first, because a folder with Python's headers would bring the real
-        // pybind11.
-        includes: includes.iter().chain(&sources.includes).cloned().collect(),
-        includes_for: Vec::new(),
-        defines: ours.into_iter().chain(sources.defines.iter().cloned()).collect(),
-        cxx_flags: sources.flags.clone(),
-        nvcc_flags: nvcc_flags(&sources.nvcc_flags, workers),
-        for_hopper: Vec::new(),
-        standard: sources.standard.clone(),
-        warnings: true,
-        export_symbols: true,
-        fewer_headers: true,
-        // Whole libraries are kept.
-        reuse: Reuse::Never,
+    /// Precompiles headers in `scratch`. Where that is not possible (with clang, or a flag such as
+    /// `-fsyntax-only`), what is built is an empty file, which no compiler takes.
+    pub fn headers(&self, folder: &Path, scratch: &Path) -> Result<Built> {
+        self.timed(folder, |watcher| {
+            let toolchain = self.find(&[], watcher)?;
+            let mut options = self.options(1);
+            // Each extension has another name, and no header may depend on it.
+            options.defines.retain(|(name, _)| name != NAME);
+            let object = toolchain.precompile(&options, scratch, watcher).map_err(words)?;
+            let objects: Vec<Object> = object.into_iter().collect();
+            let header = scratch.join("extension.gch");
+            let made = objects.first().filter(|object| object.path.exists());
+            let result = match made {
+                Some(object) => std::fs::rename(&object.path, &header),
+                None => std::fs::write(&header, ""),
+            };
+            result.map_err(words)?;
+            Ok(self.built(header, &objects, &toolchain, folder, watcher))
+        })
+    }
+
+    fn timed(
+        &self,
+        folder: &Path,
+        run: impl FnOnce(&Watcher) -> std::result::Result<Built, String>,
+    ) -> Result<Built> {
+        let watcher = Watcher {
+            verbose: self.sources.verbose,
+            include_root: self.facts.include_root(),
+            variables: Mutex::default(),
+            folder: folder.to_path_buf(),
+        };
+        let name = self.name;
+        let started = Instant::now();
+        let built =
+            run(&watcher).map_err(|message| Error::Jit { name: name.to_string(), message })?;
+        watcher.say(&format!("{name}: built in {:.1} s", started.elapsed().as_secs_f64()));
+        Ok(built)
+    }
+
+    fn built(
+        &self,
+        library: PathBuf,
+        objects: &[Object],
+        toolchain: &Toolchain,
+        folder: &Path,
+        watcher: &Watcher,
+    ) -> Built {
+        let mut files: Vec<PathBuf> =
+            objects.iter().flat_map(|object| object.dependencies()).collect();
+        files.sort();
+        files.dedup();
+        // Inline sources were written by this build, and are already part of the request. The headers
+        // that were precompiled are files of their own.
+        files.retain(|path| !path.starts_with(folder) && Some(path.as_path()) != self.precompiled);
+        let nvcc = toolchain.cuda.iter().map(|cuda| &cuda.nvcc.path);
+        let programs = std::iter::once(&toolchain.cxx.path).chain(nvcc);
+        let variables = watcher.variables.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        Built {
+            library,
+            files,
+            programs: programs.map(|path| path.display().to_string()).collect(),
+            variables: variables.clone(),
+        }
+    }
+
+    fn find(&self, files: &[PathBuf], watcher: &Watcher) -> std::result::Result<Toolchain, String> {
+        let archs = self.sources.archs.as_deref();
+        let libtorch = Libtorch::at(&self.facts.libtorch, watcher).map_err(words)?;
+        if files.iter().any(|file| is_cuda(file)) {
+            return Toolchain::find(libtorch, CudaMode::Required, archs, watcher).map_err(words);
+        }
+        // C++ sources may use CUDA's headers, but they need no nvcc.
+        Toolchain::find(libtorch.clone(), CudaMode::IfPresent, archs, watcher)
+            .or_else(|_| Toolchain::find(libtorch, CudaMode::Off, None, watcher))
+            .map_err(words)
+    }
+
+    fn options(&self, workers: usize) -> Options {
+        let sources = self.sources;
+        let ours = [
+            (NAME, Some(self.name.to_string())),
+            // torch.utils.cpp_extension defines this, too.
+            ("TORCH_API_INCLUDE_EXTENSION_H", None),
+            ("TCH_EXTENSION_ASKS_FOR_LOAD_ERROR", None),
+        ];
+        let ours = ours.map(|(name, value)| (name.to_string(), value));
+        Options {
+            // Our headers come first, because a folder with Python's headers would bring the real
+            // pybind11.
+            includes: self.includes.iter().chain(&sources.includes).cloned().collect(),
+            includes_for: Vec::new(),
+            defines: ours.into_iter().chain(sources.defines.iter().cloned()).collect(),
+            cxx_flags: sources.flags.clone(),
+            nvcc_flags: nvcc_flags(&sources.nvcc_flags, workers),
+            for_hopper: Vec::new(),
+            standard: sources.standard.clone(),
+            warnings: true,
+            export_symbols: true,
+            fewer_headers: true,
+            precompiled: self.precompiled.map(Path::to_path_buf),
+            // Whole libraries are kept.
+            reuse: Reuse::Never,
+        }
     }
 }
 

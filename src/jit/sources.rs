@@ -3,6 +3,8 @@
 use std::io::Result;
 use std::path::{Path, PathBuf};
 
+const TORCH: &str = "<torch/extension.h>";
+
 /// Everything that a user states about an extension except its name.
 #[derive(Clone, Debug)]
 pub(super) struct Sources {
@@ -17,6 +19,7 @@ pub(super) struct Sources {
     pub link_flags: Vec<String>,
     pub archs: Option<String>,
     pub standard: String,
+    pub use_pch: bool,
     pub verbose: bool,
 }
 
@@ -34,6 +37,7 @@ impl Default for Sources {
             link_flags: Vec::new(),
             archs: None,
             standard: "c++17".to_string(),
+            use_pch: false,
             verbose: false,
         }
     }
@@ -52,9 +56,30 @@ impl Sources {
         Ok(self)
     }
 
-    /// Everything that determines the library, as one text. `verbose` does not, so it is left out.
+    /// Everything that determines the library, as one text. `verbose` and `use_pch` do not, so they
+    /// are left out.
     pub fn text(&self) -> String {
-        format!("{:#?}", Sources { verbose: false, ..self.clone() })
+        format!("{:#?}", Sources { verbose: false, use_pch: false, ..self.clone() })
+    }
+
+    /// Whether a C++ source includes `torch/extension.h`. A file that cannot be read needs nothing yet.
+    pub fn need_torch(&self) -> bool {
+        let needs = |text: &[u8]| text.windows(TORCH.len()).any(|word| word == TORCH.as_bytes());
+        !self.functions.is_empty()
+            || self.cpp.iter().any(|text| needs(text.as_bytes()))
+            || self.files.iter().any(|file| std::fs::read(file).is_ok_and(|text| needs(&text)))
+    }
+
+    /// What determines a precompiled header: no sources, and no macros, because a compiler leaves a
+    /// precompiled header out if a macro changes something in it.
+    pub fn of_headers(&self) -> Sources {
+        Sources {
+            includes: self.includes.clone(),
+            flags: self.flags.clone(),
+            standard: self.standard.clone(),
+            verbose: self.verbose,
+            ..Sources::default()
+        }
     }
 
     /// Writes the inline sources to `folder`, and returns the paths of all sources.
@@ -86,7 +111,7 @@ impl Sources {
         let lines: String =
             self.functions.iter().map(|name| format!("  m.def(\"{name}\", &{name});\n")).collect();
         format!(
-            "#include <torch/extension.h>\n{}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{lines}}}\n",
+            "#include {TORCH}\n{}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{lines}}}\n",
             joined(texts)
         )
     }

@@ -43,8 +43,8 @@ pub struct Job {
     pub roots: Vec<(&'static str, PathBuf)>,
     /// The compilers and libtorch that are used: [`Toolchain::identity`].
     pub built_for: String,
-    /// An additional argument for a first attempt.
-    pub first: Option<String>,
+    /// Additional arguments for a first attempt, if there are any.
+    pub first: Vec<String>,
     pub object: Object,
 }
 
@@ -185,14 +185,30 @@ impl Unit<'_> {
             .with_context(|| format!("cannot create {}", self.folder.display()))?;
         let path = self.folder.join(object_name(self.source));
         let object = Object { path, source: self.source.to_path_buf() };
-        let first = if self.options.fewer_headers {
-            fewer::macro_for(&text_of(self.source)?)
-        } else {
-            None
-        };
-        let first = first.map(|name| format!("-D{name}"));
+        let first = self.first(language)?;
         let built_for = self.toolchain.identity();
         Ok(Job { language, program, compiler, arguments, roots, built_for, first, object })
+    }
+
+    /// The arguments of a first attempt with fewer headers.
+    fn first(&self, language: Language) -> Result<Vec<String>> {
+        if !self.options.fewer_headers {
+            return Ok(Vec::new());
+        }
+        let text = text_of(self.source)?;
+        let Some(level) = fewer::level_for(&text) else { return Ok(Vec::new()) };
+        let precompiled = self
+            .options
+            .precompiled
+            .as_ref()
+            .filter(|_| language == Language::Cxx && text.contains("<torch/extension.h>"));
+        Ok(match precompiled {
+            Some(header) => {
+                let header = header.with_extension("").display().to_string();
+                vec![fewer::argument(fewer::AUTOGRAD), "-include".to_string(), header]
+            }
+            None => vec![fewer::argument(level)],
+        })
     }
 }
 
@@ -379,6 +395,15 @@ fn prerequisites(rule: &str) -> Vec<PathBuf> {
 }
 
 impl Job {
+    /// Makes this job, whose source is a header, precompile it.
+    pub fn of_header(mut self) -> Self {
+        self.object.path.set_extension("gch");
+        self.first.clear();
+        let language = ["-x", "c++-header"].map(String::from);
+        self.arguments.extend(language.into_iter().chain([fewer::argument(fewer::AUTOGRAD)]));
+        self
+    }
+
     fn run(&self, objects: &Objects, env: &dyn Environment) -> Result<()> {
         if objects.is_once {
             // Without the system's headers.
@@ -464,7 +489,8 @@ impl Job {
             command.arg("-c").arg(&self.object.source).arg("-o").arg(&self.object.path);
             run_compiler(&mut command, &failed, env)
         };
-        let output = match self.first.as_ref().map(|first| run(std::slice::from_ref(first))) {
+        let first = (!self.first.is_empty()).then(|| run(&self.first));
+        let output = match first {
             Some(Ok(output)) => output,
             Some(Err(_)) | None => run(&[])?,
         };
@@ -521,7 +547,7 @@ mod tests {
             arguments: vec!["-c".into(), script],
             roots: Vec::new(),
             built_for: "1".into(),
-            first: None,
+            first: Vec::new(),
             object: Object { path: object, source },
         }
     }

@@ -4,14 +4,21 @@
 //! the rest. Our header of this name leaves most of it out if a macro says so. When a source does
 //! not compile without the rest, it is compiled again with it.
 
-/// The macro that leaves headers out, or `None` if this source uses names from them.
-pub fn macro_for(text: &str) -> Option<String> {
+/// The level at which torch/autograd.h is not left out.
+pub const AUTOGRAD: u32 = 2;
+
+/// The argument that leaves headers out.
+pub fn argument(level: u32) -> String {
+    format!("-DTCH_EXTENSION_FEWER_HEADERS={level}")
+}
+
+/// How few headers a source needs, or `None` if it uses names from all.
+pub fn level_for(text: &str) -> Option<u32> {
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
     if !text.contains("#include") || has(LEFT_OUT) {
         return None;
     }
-    let level = if has(OF_AUTOGRAD) { 2 } else { 1 };
-    Some(format!("TCH_EXTENSION_FEWER_HEADERS={level}"))
+    Some(if has(OF_AUTOGRAD) { AUTOGRAD } else { 1 })
 }
 
 /// Names from headers that are left out at every level. A name that is wrongly in this list, or
@@ -45,12 +52,11 @@ mod tests {
 
     #[test]
     fn a_source_gets_what_it_names() {
-        let of = |text: &str| macro_for(&format!("#include <torch/extension.h>\n{text}"));
-        let level = |level: i32| Some(format!("TCH_EXTENSION_FEWER_HEADERS={level}"));
-        assert_eq!(of("torch::Tensor f(torch::Tensor x) { return x; }"), level(1));
-        assert_eq!(of("struct F : torch::autograd::Function<F> {};"), level(2));
-        assert_eq!(of("torch::NoGradGuard guard;"), level(2));
+        let of = |text: &str| level_for(&format!("#include <torch/extension.h>\n{text}"));
+        assert_eq!(of("torch::Tensor f(torch::Tensor x) { return x; }"), Some(1));
+        assert_eq!(of("struct F : torch::autograd::Function<F> {};"), Some(AUTOGRAD));
+        assert_eq!(of("torch::NoGradGuard guard;"), Some(AUTOGRAD));
         assert_eq!(of("torch::nn::Linear layer(1, 2);"), None);
-        assert_eq!(macro_for("extern \"C\" int f() { return 1; }"), None, "nothing to leave out");
+        assert_eq!(level_for("extern \"C\" int f() { return 1; }"), None, "nothing to leave out");
     }
 }

@@ -220,7 +220,7 @@ impl<'a> Objects<'a> {
         let search = &compiler.search;
         let mut parts = vec!["2".to_string(), format!("{:?}", job.language)];
         parts.extend(kept_arguments(job));
-        parts.push(format!("{:?}", job.first));
+        parts.push(format!("{:?}", (!job.first.is_empty()).then(|| job.first.join(" "))));
         parts.push(compiler.identity.clone().unwrap_or_else(|| job.built_for.clone()));
         let read_by_nvcc = NVCC_VARIABLES.iter().filter(|_| job.language == Language::Cuda);
         let variables = VARIABLES.iter().chain(read_by_nvcc);

@@ -125,6 +125,10 @@ pub struct Options {
     /// it only if that fails. For most sources this takes a third of the time. It needs the public
     /// headers of tch-extension among the `includes`.
     pub fewer_headers: bool,
+    /// What [`Toolchain::precompile`] made. C++ sources that include `torch/extension.h`, and would
+    /// first be compiled with fewer headers, are first compiled with these. If they do not fit, the
+    /// headers themselves are read.
+    pub precompiled: Option<PathBuf>,
     /// Where compiled objects are looked up and kept.
     pub reuse: Reuse,
 }
@@ -154,6 +158,7 @@ impl Default for Options {
             warnings: true,
             export_symbols: false,
             fewer_headers: false,
+            precompiled: None,
             reuse: Reuse::default(),
         }
     }
@@ -244,6 +249,30 @@ impl Toolchain {
         cache.finish(&env.var("CARGO_PKG_NAME").unwrap_or_default());
         result?;
         Ok(jobs.into_iter().map(|job| job.object).collect())
+    }
+
+    /// Compiles the part of `torch/extension.h` that most sources need, into a file in `folder`.
+    /// With it, a source takes a quarter of the time. It serves sources with the same `includes`,
+    /// `cxx_flags` and `standard`, and with more `defines` if they change nothing in the headers.
+    /// Returns the file and the headers that are not libtorch's. `None` for clang, whose precompiled
+    /// headers are others.
+    pub fn precompile(
+        &self,
+        options: &Options,
+        folder: &Path,
+        env: &dyn Environment,
+    ) -> Result<Option<Object>> {
+        if self.cxx.is_clang {
+            return Ok(None);
+        }
+        paths::check("the folder of objects", folder)?;
+        let source = folder.join("extension.h");
+        std::fs::write(&source, "#include <torch/extension.h>\n")
+            .with_context(|| format!("cannot write {}", source.display()))?;
+        let unit = Unit { toolchain: self, source: &source, options, folder: folder.join("cpp") };
+        let job = unit.with_cxx(None)?.of_header();
+        compile::run(std::slice::from_ref(&job), 1, &Objects::open(&Reuse::Never, env), env)?;
+        Ok(Some(job.object))
     }
 
     /// Warns that the CUDA sources are left out, and says how to change that.

@@ -104,7 +104,7 @@ fn two_threads_build_once() {
 #[test]
 fn the_library_finds_libtorch_by_itself() {
     let text = "#include <ATen/ops/zeros.h>\nextern \"C\" int answer() { return at::zeros({42}).numel(); }";
-    let module = extension("needs").cpp(text).flag("-O0").load().unwrap();
+    let module = extension("needs").cpp(text).load().unwrap();
     assert_eq!(number(&module, "answer").unwrap(), 42);
     let bytes = std::fs::read(module.path()).unwrap();
     let text = String::from_utf8_lossy(&bytes);
@@ -258,4 +258,22 @@ fn what_another_user_owns_is_not_trusted() {
     assert_says(&message(load()), &["does not compile"]);
     lchown(&link, Some(OTHER), None).unwrap();
     assert_says(&message(load()), &["owned_link", "link may contain", "it belongs to user 54321"]);
+}
+
+/// The level of the headers is a macro that only a first attempt has, and that attempt fails without
+/// the precompiled ones.
+#[test]
+fn precompiled_headers_are_made_once_and_used() {
+    let cache = scratch();
+    let text = "#include <torch/extension.h>
+                #if TCH_EXTENSION_FEWER_HEADERS != 2
+                #error the headers were read
+                #endif
+                extern \"C\" int answer() { return int(torch::full({1}, NUMBER).item<double>()); }";
+    for (name, value) in [("precompiled_1", "41"), ("precompiled_2", "42")] {
+        let extension = Extension::new(name).cache(cache.path()).flag("-O0").use_pch(true);
+        let module = extension.cpp(text).define("NUMBER", value).load().unwrap();
+        assert_eq!(number(&module, "answer").unwrap().to_string(), value);
+    }
+    assert_eq!(builds(cache.path()), 3, "two libraries and one file of headers");
 }

@@ -5,9 +5,8 @@ use tch_extension::library::{Args, FromOutputs};
 
 fn module() -> &'static Module {
     static MODULE: OnceLock<Result<Module>> = OnceLock::new();
-    let module = MODULE.get_or_init(|| {
-        extension("conversions").source(python_source("conversions.cpp")).flag("-O0").load()
-    });
+    let module = MODULE
+        .get_or_init(|| extension("conversions").source(python_source("conversions.cpp")).load());
     module.as_ref().expect("a module")
 }
 

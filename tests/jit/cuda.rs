@@ -25,7 +25,7 @@ fn cuda_jit_inline() {
 /// The texts of two tests, which are slow to compile and compiled once.
 fn inline() -> &'static Module {
     static MODULE: OnceLock<Result<Module>> = OnceLock::new();
-    MODULE.get_or_init(|| with_reductions(twice()).flag("-O0").load()).as_ref().expect("a module")
+    MODULE.get_or_init(|| with_reductions(twice()).load()).as_ref().expect("a module")
 }
 
 fn twice() -> Extension {
@@ -137,7 +137,6 @@ fn cuda_jit_lltm() {
     }
     let module = extension("lltm_cuda")
         .sources(["lltm_cuda.cpp", "lltm_cuda_kernel.cu"].map(python_source))
-        .flag("-O0")
         .load()
         .unwrap();
     let inputs = python_sources::lltm_inputs(Device::Cpu).map(|input| input.detach());
@@ -160,7 +159,6 @@ fn cuda_jit_older_source() {
     let module = extension("clip_cuda")
         .sources(["clip.cpp", "clip_kernel.cu"].map(python_source))
         .define("WITH_CUDA", None)
-        .flag("-O0")
         .load()
         .unwrap();
     python_sources::check_clip(&module, Device::Cpu, &[Kind::Float]);

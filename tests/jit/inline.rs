@@ -68,7 +68,6 @@ fn all_of_libtorch_s_frontend_is_there() {
              torch::Tensor twice(torch::Tensor x) { return Twice::apply(x); }",
         )
         .functions(["apply_layer", "detached", "twice"])
-        .flag("-O0")
         .load()
         .unwrap();
     let call =
@@ -85,7 +84,6 @@ fn jit_of_two_functions() -> Module {
         .cpp("torch::Tensor cube(torch::Tensor x) { return x * x * x; }")
         .cpp("int64_t length(std::vector<int64_t> values) { return values.size(); }")
         .functions(["cube", "length"])
-        .flag("-O0")
         .load()
         .unwrap()
 }
@@ -94,19 +92,14 @@ fn jit_of_two_functions() -> Module {
 /// could import.
 #[test]
 fn a_stub_for_python_s_import_compiles() {
-    let module =
-        extension("modern").source(python_source("muladd.cpp")).flag("-O0").load().unwrap();
+    let module = extension("modern").source(python_source("muladd.cpp")).load().unwrap();
     let (a, b) = (Tensor::from_slice(&[1.0_f32, 2.0]), Tensor::from_slice(&[3.0_f32, 4.0]));
     let y: Tensor =
         module.operator("tch_test_muladd::muladd").unwrap().call(args![&a, &b, 1.0]).unwrap();
     assert_eq!(y, Tensor::from_slice(&[4.0_f32, 9.0]));
 
     // The namespace in TORCH_LIBRARY is not the extension's name and cannot be registered twice.
-    let again = extension("modern")
-        .source(python_source("muladd.cpp"))
-        .flag("-O0")
-        .define("OTHER", "1")
-        .load();
+    let again = extension("modern").source(python_source("muladd.cpp")).define("OTHER", "1").load();
     assert_says(&message(again), &["modern_v1", "tch_test_muladd"]);
 }
 
@@ -122,7 +115,6 @@ fn a_precision_set_the_newer_way_is_seen() {
                    allow ? at::Float32Precision::TF32 : at::Float32Precision::NONE);\n\
              }",
         )
-        .flag("-O0")
         .load()
         .unwrap();
     // SAFETY: the type is that of the function in the source text.

@@ -33,8 +33,9 @@ fn python_source(file: &str) -> PathBuf {
     root().join("tests/python_sources").join(file)
 }
 
+/// An extension whose headers are compiled once for all tests.
 fn extension(name: &str) -> Extension {
-    Extension::new(name).cache(shared_cache())
+    Extension::new(name).cache(shared_cache()).flag("-O0").use_pch(true)
 }
 
 /// A source without libtorch's headers, which compiles quickly.

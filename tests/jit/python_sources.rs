@@ -22,8 +22,7 @@ fn tensors(module: &Module, operator: &str, arguments: &[&Tensor]) -> Result<Vec
 
 #[test]
 fn linear() {
-    let module =
-        extension("linear_cpp").source(python_source("linear.cpp")).flag("-O0").load().unwrap();
+    let module = extension("linear_cpp").source(python_source("linear.cpp")).load().unwrap();
     let (input, weight, bias) = (leaf(&[4, 3]), leaf(&[2, 3]), leaf(&[2]));
     let forward = module.operator("forward").unwrap();
     assert_eq!(
@@ -59,11 +58,8 @@ fn linear() {
 
 #[test]
 fn layer_norm() {
-    let module = extension("layer_norm_cpp")
-        .source(python_source("layer_norm.cpp"))
-        .flag("-O0")
-        .load()
-        .unwrap();
+    let module =
+        extension("layer_norm_cpp").source(python_source("layer_norm.cpp")).load().unwrap();
     let forward = module.operator("forward").unwrap();
     assert_says(forward.schema(), &["float eps=1.0000000000000001e-05)"]);
     let (input, weight, bias) = (leaf(&[5, 7]), leaf(&[7]), leaf(&[7]));
@@ -117,8 +113,7 @@ fn layer_norm() {
 /// A source in the style of the tutorials of 2019 to 2021: dispatch on `x.type()`, and `AT_CHECK`.
 #[test]
 fn an_older_source() {
-    let module =
-        extension("clip_cpp").source(python_source("clip.cpp")).flag("-O0").load().unwrap();
+    let module = extension("clip_cpp").source(python_source("clip.cpp")).load().unwrap();
     check_clip(&module, Device::Cpu, &[Kind::Double, Kind::Float]);
     let x = Tensor::ones([2, 3], (Kind::Half, Device::Cpu));
     assert_says(&message(clip(&module, &x)), &["\"clip_cpu\" not implemented for 'Half'"]);
@@ -182,8 +177,7 @@ pub fn check_lltm(module: &Module, device: Device) {
 
 #[test]
 fn lltm() {
-    let module =
-        extension("lltm_cpp").source(python_source("lltm.cpp")).flag("-O0").load().unwrap();
+    let module = extension("lltm_cpp").source(python_source("lltm.cpp")).load().unwrap();
     check_lltm(&module, Device::Cpu);
     let inputs = lltm_inputs(Device::Cpu);
     gradcheck(
