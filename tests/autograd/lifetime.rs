@@ -2,6 +2,7 @@
 
 use super::*;
 use std::time::{Duration, Instant};
+use support::gpu::caching_or_skip;
 
 #[test]
 fn the_state_is_dropped_exactly_once() {
@@ -162,11 +163,7 @@ fn long_exp(x: &Tensor, links: usize, seen: &Arc<Mutex<Vec<u64>>>) -> Tensor {
 fn cuda_saved_tensors_are_freed_as_the_backward_goes() {
     let _alone = alone();
     let name = "cuda_saved_tensors_are_freed_as_the_backward_goes";
-    let Some(device) = tch_extension::testing::cuda_or_skip(name) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // Without the caching allocator, libtorch counts no memory.
-        return;
-    }
+    let Some(device) = caching_or_skip(name) else { return };
     let links = 16;
     let seen = Arc::new(Mutex::new(Vec::new()));
     let x = Tensor::zeros([LINK as i64 / 8], (Kind::Double, device)).set_requires_grad(true);
@@ -206,10 +203,7 @@ fn cuda_saved_tensors_are_freed_as_the_backward_goes() {
 fn cuda_a_checkpoint_keeps_inputs_and_outputs_only() {
     let _alone = alone();
     let name = "cuda_a_checkpoint_keeps_inputs_and_outputs_only";
-    let Some(device) = tch_extension::testing::cuda_or_skip(name) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        return;
-    }
+    let Some(device) = caching_or_skip(name) else { return };
     let x = Tensor::zeros([LINK as i64 / 8], (Kind::Double, device)).set_requires_grad(true);
     let allocated = || memory_stats(device).expect("statistics").allocated;
     let before = allocated();

@@ -2,6 +2,7 @@
 
 use super::*;
 use std::sync::atomic::{AtomicBool, Ordering};
+use support::gpu::caching_or_skip;
 use tch_extension::optim::{AdamW, OptimizerConfig};
 
 #[test]

@@ -1,6 +1,7 @@
 //! Kernels from images: cubins and a fatbin by nvcc (`images/add.cu`), and PTX written by hand.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::{Grid, Kernel, Param, params};
 
 /// y = x + a, as in `images/add.cu`.

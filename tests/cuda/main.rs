@@ -33,16 +33,6 @@ fn skip(test: &str, why: &str) {
     let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());
 }
 
-/// Skips tests of the caching allocator when it is off, as it is under some sanitizers.
-fn caching_or_skip(test: &str) -> Option<Device> {
-    let device = cuda_or_skip(test)?;
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        skip(test, "no caching allocator");
-        return None;
-    }
-    Some(device)
-}
-
 /// x, W, b, h and c. Their values are drawn on the CPU, so that the GPU's random generator is not
 /// used.
 fn arguments(device: Device, seed: i64) -> Vec<Tensor> {

@@ -1,6 +1,7 @@
 //! Memory statistics.
 
 use super::*;
+use support::gpu::caching_or_skip;
 
 #[test]
 fn cuda_memory_statistics_go_up_and_down() {

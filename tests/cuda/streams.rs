@@ -1,6 +1,7 @@
 //! Streams, their guards, and events.
 
 use super::*;
+use support::gpu::caching_or_skip;
 
 #[test]
 fn cuda_streams_differ() {

@@ -1,6 +1,7 @@
 //! Tests of what a call keeps for its backward pass, and of which gradients it computes.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
 use tch_extension::testing::cuda_or_skip;
 
@@ -62,7 +63,7 @@ fn tensors_that_change_between_the_passes() {
 /// What is kept, and the peaks of both passes, in units of `[M, H]`.
 #[test]
 fn cuda_memory_is_as_documented() {
-    let Some(device) = cuda_or_skip("cuda_memory_is_as_documented") else { return };
+    let Some(device) = caching_or_skip("cuda_memory_is_as_documented") else { return };
     let (m, d, h) = (4096_i64, 64, 2048);
     let unit = (m * h * 2) as f64;
     let of = |size: &[i64]| Tensor::randn(size, (Kind::BFloat16, device));

@@ -2,7 +2,8 @@
 //! first product. Ways differ only on CUDA in half kinds.
 
 use super::*;
-use support::gpu::is_hopper;
+use support::gpu::{caching_or_skip, is_hopper};
+
 use tch_extension::cuda::Graph;
 use tch_extension::ops::{MlpWay, force, product_plans};
 use tch_extension::testing::{
@@ -84,7 +85,7 @@ fn kernels_and_gelus(device: Device, way: MlpWay, rows: i64) -> (usize, i64) {
 #[test]
 fn cuda_each_way_is_used_where_it_is_forced() {
     let test = "cuda_each_way_is_used_where_it_is_forced";
-    let Some(device) = cuda_or_skip(test) else { return };
+    let Some(device) = caching_or_skip(test) else { return };
     if !is_hopper() {
         eprintln!("skipped: the epilogue was seen on compute capability 9.0 only");
         return;

@@ -2,6 +2,7 @@
 
 use super::*;
 use std::io::Write;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
 
@@ -29,14 +30,7 @@ fn cuda_mixed_devices_are_named() {
 #[test]
 fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // Without the caching allocator, as under memcheck, memory is really freed, and a replay
-        // cannot write to it.
-        let _ = std::io::stderr()
-            .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     for case in [AFFINE, PLAIN].into_iter().chain(all_ways()) {
         for sizes in [[600, 40], [64, 1024], [3, 70_000]] {
             let inputs = case.samples(&[sizes], Kind::Float, device).remove(0).inputs;

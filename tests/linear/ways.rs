@@ -2,6 +2,7 @@
 //! small and for narrow products, with padded copies, and by libtorch.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::Graph;
 use tch_extension::ops::{ProductWay, f_linear, force, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
@@ -52,7 +53,7 @@ fn cuda_gradcheck_by_each_way() {
 /// Negative sums must stay negative. The plan of the same product with a ReLU would make them zero.
 #[test]
 fn cuda_one_kernel_with_a_plan_that_is_kept() {
-    let Some(device) = cuda_or_skip("cuda_one_kernel_with_a_plan_that_is_kept") else { return };
+    let Some(device) = caching_or_skip("cuda_one_kernel_with_a_plan_that_is_kept") else { return };
     let options = (Kind::Float, device);
     let (x, w, b) = (
         Tensor::ones([3, 64, 128], options),

@@ -1,6 +1,7 @@
 //! Tests of `ops::linear_cross_entropy`: against its reference, libtorch's own layer and loss, and
 //! finite differences, in one chunk and in many; its memory; and with bad input.
 
+use support::gpu::caching_or_skip;
 use support::{Suite, leaves};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;
@@ -10,7 +11,7 @@ use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
 use tch_extension::ops::{
     LinearCrossEntropyOptions, f_linear_cross_entropy, linear_cross_entropy_reference,
 };
-use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, cuda_or_skip, devices};
+use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices};
 
 /// What varies besides sizes and kinds.
 #[derive(Clone, Copy, Debug)]
@@ -437,7 +438,7 @@ fn classes_that_are_no_multiple_of_eight() {
 /// The peak above operands and gradients stays within the bound.
 #[test]
 fn cuda_memory_stays_within_the_bound() {
-    let Some(device) = cuda_or_skip("cuda_memory_stays_within_the_bound") else { return };
+    let Some(device) = caching_or_skip("cuda_memory_stays_within_the_bound") else { return };
     let (rows, features, classes) = (8192_i64, 256, 30_000);
     let of = |size: &[i64]| Tensor::randn(size, (Kind::BFloat16, device)).set_requires_grad(true);
     let (input, weight) = (of(&[rows, features]), of(&[classes, features]));

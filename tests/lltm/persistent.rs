@@ -4,6 +4,7 @@
 
 use super::*;
 use std::io::Write;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::{
     Graph, Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32, synchronize,
 };
@@ -125,12 +126,7 @@ pub fn assert_more_steps_are_no_more_kernels(
 
 /// The device, if it has such kernels and graphs can be captured on it.
 pub fn device_with_cache(way: LltmWay, test: &str) -> Option<Device> {
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        let line = format!("SKIPPED {test}: no caching allocator\n");
-        let _ = std::io::stderr().write_all(line.as_bytes());
-        return None;
-    }
-    device_with(way, test)
+    caching_or_skip(test).and_then(|_| device_with(way, test))
 }
 
 #[test]

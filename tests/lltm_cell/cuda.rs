@@ -2,6 +2,7 @@
 
 use super::*;
 use std::io::Write;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
 
@@ -27,10 +28,7 @@ fn cuda_under_autocast_only_the_product_loses_precision() {
 #[test]
 fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if has_no_caching_allocator(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     for (size, is_small) in [
         ([16, 32, 128], true),
         ([64, 256, 512], true),
@@ -65,10 +63,7 @@ fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
 #[test]
 fn cuda_a_small_backward_is_one_kernel() {
     let test = "cuda_a_small_backward_is_one_kernel";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if has_no_caching_allocator(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     let sample = one([16, 32, 128], Kind::Float, device);
     let expected = support::gradients(&fused, &leaves(&sample.inputs), &[0, 1]);
     // A leaf's gradient belongs to the stream on which its first graph was made, so these leaves
@@ -94,17 +89,6 @@ fn cuda_a_small_backward_is_one_kernel() {
             1e-5,
         );
     }
-}
-
-/// Whether the caching allocator is off, as under memcheck. Memory is then really freed, so a
-/// replay cannot write to it, and allocated memory is not counted.
-pub fn has_no_caching_allocator(test: &str) -> bool {
-    let has_none = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
-    if has_none {
-        let _ = std::io::stderr()
-            .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
-    }
-    has_none
 }
 
 fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {

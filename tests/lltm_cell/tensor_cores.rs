@@ -4,6 +4,7 @@
 use super::ways::{by, only_on_cuda};
 use super::*;
 use std::io::Write;
+use support::gpu::{caching_or_skip, has_caching_allocator};
 use tch_extension::cuda::Graph;
 use tch_extension::ops::LltmCellWay;
 use tch_extension::testing::cuda_or_skip;
@@ -67,10 +68,7 @@ fn cuda_half_kinds_by_tensor_cores() {
 #[test]
 fn cuda_half_kinds_by_tensor_cores_take_one_kernel() {
     let test = "cuda_half_kinds_by_tensor_cores_take_one_kernel";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if cuda::has_no_caching_allocator(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     let has_kernel = has_kernel();
     for kind in HALVES {
         for sizes in SIZES {
@@ -97,7 +95,7 @@ fn cuda_half_kinds_by_tensor_cores_take_one_kernel() {
 fn cuda_half_kinds_by_tensor_cores_read_parts_of_matrices() {
     let test = "cuda_half_kinds_by_tensor_cores_read_parts_of_matrices";
     let Some(device) = cuda_or_skip(test) else { return };
-    let can_count = !cuda::has_no_caching_allocator(test) && has_kernel();
+    let can_count = has_caching_allocator() && has_kernel();
     for kind in HALVES {
         let whole = one([150, 80, 128], kind, device).inputs;
         let [input, weight, bias, h, c] = &whole[..] else { unreachable!("five arguments") };

@@ -2,6 +2,7 @@
 //! some sizes and another at others.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::memory_stats;
 use tch_extension::ops::{LltmCellWay, f_lltm_cell, force};
 use tch_extension::testing::cuda_or_skip;
@@ -157,10 +158,7 @@ fn gradients_of(
 #[test]
 fn cuda_a_graph_keeps_three_numbers_an_element() {
     let test = "cuda_a_graph_keeps_three_numbers_an_element";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if cuda::has_no_caching_allocator(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     let (batch, hidden) = (64, 256);
     let leaves = leaves(&one([batch, 32, hidden], Kind::Float, device).inputs);
     for way in WAYS {

@@ -4,6 +4,7 @@
 use super::ways::{inputs, kernels, one};
 use super::*;
 use std::io::Write;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::{Graph, Stream, StreamGuard};
 use tch_extension::ops::{ProductWay, product_plans};
 use tch_extension::testing::cuda_or_skip;
@@ -41,7 +42,7 @@ fn assert_right(arguments: &[Tensor], found: &Tensor) {
 
 #[test]
 fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_agree_with_the_reference_by_hopper") else {
+    let Some(device) = caching_or_skip("cuda_half_kinds_agree_with_the_reference_by_hopper") else {
         return;
     };
     let has_kernel = has_kernel();
@@ -118,7 +119,7 @@ fn cuda_half_kinds_keep_nan_by_hopper() {
 /// graph that is replayed with other numbers.
 #[test]
 fn cuda_half_kinds_are_fastest_by_hopper() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_are_fastest_by_hopper") else { return };
+    let Some(device) = caching_or_skip("cuda_half_kinds_are_fastest_by_hopper") else { return };
     let asked_plans = || product_plans().hits + product_plans().misses;
     for kind in HALVES {
         let arguments = inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], kind, device);
@@ -169,7 +170,8 @@ fn cuda_half_kinds_in_a_new_thread_by_hopper() {
 
 #[test]
 fn cuda_half_kinds_and_others_go_elsewhere_than_hopper() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_go_elsewhere_than_hopper") else {
+    let Some(device) = caching_or_skip("cuda_half_kinds_and_others_go_elsewhere_than_hopper")
+    else {
         return;
     };
     let elsewhere = |arguments: &[Tensor], what: &str| {

@@ -2,6 +2,7 @@
 //! at any address, and a ReLU after the product.
 
 use super::*;
+use support::gpu::has_caching_allocator;
 use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::ops::ProductWay;
 use tch_extension::testing::cuda_or_skip;
@@ -34,12 +35,6 @@ fn assert_right(way: ProductWay, arguments: &[Tensor; 3], what: &str) {
         one(way, arguments).equal(&one(way, arguments)),
         "{what} {kind:?} {way:?}: not the same bits"
     );
-}
-
-/// Whether graphs can be captured. Without libtorch's caching allocator, as under memcheck, an
-/// allocation ends a capture.
-fn can_capture() -> bool {
-    std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_none()
 }
 
 /// The same values in other places: unchanged, transposed, with gaps between rows, and at an
@@ -103,7 +98,10 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
     for size in sizes {
         is_right_in_all_places(ProductWay::Skinny, size, device);
         let arguments = inputs(size, Kind::Half, device);
-        assert!(!can_capture() || kernels(ProductWay::Skinny, &arguments, device) == 1, "{size:?}");
+        assert!(
+            !has_caching_allocator() || kernels(ProductWay::Skinny, &arguments, device) == 1,
+            "{size:?}"
+        );
     }
 }
 
@@ -131,9 +129,9 @@ fn cuda_half_kinds_and_others_padded_products_are_right() {
     for kind in [Kind::Half, Kind::BFloat16] {
         let arguments = inputs([&[65, 33], &[33, 131], &[131]], kind, device);
         // A copy, the product, and a kernel that copies the result without its padding.
-        assert!(!can_capture() || kernels(ProductWay::Padded, &arguments, device) >= 3);
+        assert!(!has_caching_allocator() || kernels(ProductWay::Padded, &arguments, device) >= 3);
     }
-    if !can_capture() {
+    if !has_caching_allocator() {
         return;
     }
     // There is nothing to pad here, so the composite is used.
@@ -157,7 +155,7 @@ fn cuda_half_kinds_and_others_a_relu_behind_the_product_is_right() {
         is_right_in_all_places(ProductWay::Pass, size, device);
     }
     let arguments = inputs([&[256, 64], &[64, 512], &[512]], Kind::Half, device);
-    assert!(!can_capture() || kernels(ProductWay::Pass, &arguments, device) == 2);
+    assert!(!has_caching_allocator() || kernels(ProductWay::Pass, &arguments, device) == 2);
 }
 
 /// Tests the default way, also with tf32, with sizes from each group that was found to be slow.

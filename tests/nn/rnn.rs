@@ -1,5 +1,6 @@
 //! Tests of `nn::lstm` and `nn::gru` as replacements of tch's.
 
+use support::gpu::has_caching_allocator;
 use support::packed::{Packed, is_zero_in_padding, with_padding_of_nan};
 use tch::nn::{GRUState, LSTMState, RNN, RNNConfig, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -254,7 +255,7 @@ fn cuda_two_directions_at_a_time() {
             }
             drop(guard.map(|guard| guard.expect("a guard")));
         }
-        if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        if !has_caching_allocator() {
             continue;
         }
         let (graph, (output, _)) =

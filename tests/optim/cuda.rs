@@ -3,17 +3,11 @@
 use super::reference::Reference;
 use super::updates::{assert_agree, build, rules};
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::amp::{GradScaler, GradScalerOptions};
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
 use tch_extension::train::{Step, StepOptions};
-
-/// A GPU on which graphs can be captured.
-fn gpu(test: &str) -> Option<Device> {
-    let device = cuda_or_skip(test)?;
-    // Graphs need libtorch's caching allocator.
-    std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_none().then_some(device)
-}
 
 /// Leaves with gradients that stay where they are.
 fn with_gradients(device: Device) -> Vec<Tensor> {
@@ -32,7 +26,7 @@ fn refill(leaves: &[Tensor]) {
 #[test]
 fn cuda_replays_are_steps() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_replays_are_steps") else { return };
+    let Some(device) = caching_or_skip("cuda_replays_are_steps") else { return };
     for rule in rules() {
         for max_norm in [None, Some(2.0)] {
             let run = |is_captured: bool| {
@@ -77,7 +71,7 @@ fn cuda_replays_are_steps() {
 fn cuda_graphs_of_tchs_optimizer_repeat_one_step_and_ours_go_on() {
     let _alone = serially();
     let test = "cuda_graphs_of_tchs_optimizer_repeat_one_step_and_ours_go_on";
-    let Some(device) = gpu(test) else { return };
+    let Some(device) = caching_or_skip(test) else { return };
     const REPLAYS: usize = 20;
     // With equal gradients, Adam moves by the learning rate in each step, if it is right.
     let moved = |step: &mut dyn FnMut(), w: &Tensor| {
@@ -116,7 +110,7 @@ fn cuda_graphs_of_tchs_optimizer_repeat_one_step_and_ours_go_on() {
 #[test]
 fn cuda_a_whole_training_step_is_captured() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_a_whole_training_step_is_captured") else { return };
+    let Some(device) = caching_or_skip("cuda_a_whole_training_step_is_captured") else { return };
     let run = |is_captured: bool| {
         tch::manual_seed(42);
         let leaves = leaves(&[&[20, 30], &[30]], Kind::Float, device);
@@ -159,7 +153,7 @@ fn cuda_a_whole_training_step_is_captured() {
 #[test]
 fn cuda_scaled_steps_wait_for_nothing() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_scaled_steps_wait_for_nothing") else { return };
+    let Some(device) = caching_or_skip("cuda_scaled_steps_wait_for_nothing") else { return };
     tch::manual_seed(43);
     let leaves = with_gradients(device);
     let mut optimizer = build(rules()[0], &leaves, 0.01);
@@ -188,7 +182,9 @@ fn cuda_scaled_steps_wait_for_nothing() {
 #[test]
 fn cuda_captures_refuse_what_a_replay_could_not_do() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_captures_refuse_what_a_replay_could_not_do") else { return };
+    let Some(device) = caching_or_skip("cuda_captures_refuse_what_a_replay_could_not_do") else {
+        return;
+    };
     tch::manual_seed(44);
     let leaves = with_gradients(device);
     let mut optimizer = build(rules()[0], &leaves, 0.01);
@@ -213,7 +209,7 @@ fn cuda_captures_refuse_what_a_replay_could_not_do() {
 #[test]
 fn cuda_graphs_go_on_from_a_loaded_state() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_graphs_go_on_from_a_loaded_state") else { return };
+    let Some(device) = caching_or_skip("cuda_graphs_go_on_from_a_loaded_state") else { return };
     for rule in [rules()[0], rules()[4], rules()[8]] {
         tch::manual_seed(47);
         let leaves = with_gradients(device);
@@ -241,7 +237,7 @@ fn cuda_graphs_go_on_from_a_loaded_state() {
 #[test]
 fn cuda_steps_agree_with_the_cpus() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_steps_agree_with_the_cpus") else { return };
+    let Some(device) = caching_or_skip("cuda_steps_agree_with_the_cpus") else { return };
     for rule in rules() {
         let run = |device: Device| {
             tch::manual_seed(45);
@@ -289,7 +285,7 @@ fn cuda_the_norm_is_that_of_the_last_step() {
 fn cuda_captured_steps_follow_masters_with_other_data() {
     let _alone = serially();
     let test = "cuda_captured_steps_follow_masters_with_other_data";
-    let Some(device) = gpu(test) else { return };
+    let Some(device) = caching_or_skip(test) else { return };
     for config in [AdamW::default(), AdamW::default().beta2(0.5).amsgrad(true).maximize(true)] {
         let run = |capture: bool| {
             tch::manual_seed(49);
@@ -324,7 +320,7 @@ fn cuda_captured_steps_follow_masters_with_other_data() {
 #[test]
 fn cuda_large_parameters_are_right() {
     let _alone = serially();
-    let Some(device) = gpu("cuda_large_parameters_are_right") else { return };
+    let Some(device) = caching_or_skip("cuda_large_parameters_are_right") else { return };
     tch::manual_seed(46);
     let leaves: Vec<Tensor> = [[5003, 4001], [1, 77_777], [2048, 1024]]
         .iter()

@@ -1,6 +1,7 @@
 //! Tests of dropout that add_layer_norm and add_rms_norm share.
 
 use super::add_norm::Op;
+use support::gpu::caching_or_skip;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::Graph;
@@ -180,7 +181,7 @@ impl Op {
     /// seed decides which.
     pub fn cuda_graphs_draw_new_numbers_in_each_replay(self) {
         let test = "cuda_graphs_draw_new_numbers_in_each_replay";
-        let Some(device) = cuda_or_skip(test) else { return };
+        let Some(device) = caching_or_skip(test) else { return };
         let x = Tensor::ones([64, 256], (Kind::Float, device)).set_requires_grad(true);
         let residual = Tensor::zeros([64, 256], (Kind::Float, device));
         let run = || {

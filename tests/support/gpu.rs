@@ -1,5 +1,26 @@
 //! Which GPU the tests run on, determined independently of the library.
 
+use std::io::Write;
+use tch::Device;
+use tch_extension::testing::cuda_or_skip;
+
+/// Whether libtorch's caching allocator is on, which it is not under some sanitizers. Without it, no
+/// memory is counted, an allocation ends a capture, and a replay writes to memory that was freed.
+pub fn has_caching_allocator() -> bool {
+    std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_none()
+}
+
+/// The GPU, or `None` and a line on stderr if a test needs the caching allocator and it is off.
+pub fn caching_or_skip(test: &str) -> Option<Device> {
+    let device = cuda_or_skip(test)?;
+    if has_caching_allocator() {
+        return Some(device);
+    }
+    let line = format!("SKIPPED {test}: no caching allocator\n");
+    let _ = std::io::stderr().write_all(line.as_bytes());
+    None
+}
+
 /// Whether the first GPU has compute capability 9.0.
 pub fn is_hopper() -> bool {
     let query = ["--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"];

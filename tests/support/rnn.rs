@@ -2,6 +2,7 @@
 
 use std::io::Write;
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
+use support::gpu::has_caching_allocator;
 use support::{KINDS, Suite, gradients, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -289,7 +290,7 @@ impl Rnn {
                 for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
                     assert!(found.equal(expected), "{way:?} {sizes:?} on two streams");
                 }
-                if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+                if !has_caching_allocator() {
                     continue;
                 }
                 let call = || force(way, || (self.fused)(&inputs));

@@ -5,6 +5,7 @@ mod arguments;
 mod kinds;
 mod values;
 
+use support::gpu::caching_or_skip;
 use support::{KINDS, Suite, leaves};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -250,7 +251,7 @@ fn each_subset_of_the_gradients() {
 /// What is kept, and the peaks of both passes, in units of `[M, H]`.
 #[test]
 fn cuda_memory_is_as_documented() {
-    let Some(device) = cuda_or_skip("cuda_memory_is_as_documented") else { return };
+    let Some(device) = caching_or_skip("cuda_memory_is_as_documented") else { return };
     let (m, d, h) = (4096_i64, 64, 2048);
     let unit = (m * h * 2) as f64;
     let of = |size: &[i64]| Tensor::randn(size, (Kind::BFloat16, device));

@@ -1,6 +1,7 @@
 //! Errors of captures, memory, streams and threads.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::{
     Graph, Stream, StreamGuard, device_count, empty_cache, memory_stats, synchronize,
 };

@@ -1,6 +1,7 @@
 //! A captured run is the run without graphs, bit by bit.
 
 use super::*;
+use support::gpu::caching_or_skip;
 
 #[test]
 fn cuda_a_captured_run_is_the_run_without_graphs() {

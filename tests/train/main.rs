@@ -7,13 +7,12 @@ mod graphs;
 mod optim;
 mod steps;
 
-use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::{Autocast, GradScaler, GradScalerOptions, Optimizer};
-use tch_extension::testing::{cuda_or_skip, devices};
+use tch_extension::testing::{devices};
 use tch_extension::train::{Step, StepOptions, StepOutput, StepStats};
 use tch_extension::{Error, Result};
 
@@ -22,18 +21,6 @@ use tch_extension::{Error, Result};
 fn serially() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Skips tests of graphs without a GPU, and when the caching allocator is off, as it is under some
-/// sanitizers.
-fn caching_or_skip(test: &str) -> Option<Device> {
-    let device = cuda_or_skip(test)?;
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        let line = format!("SKIPPED {test}: no caching allocator\n");
-        let _ = std::io::stderr().write_all(line.as_bytes());
-        return None;
-    }
-    Some(device)
 }
 
 /// AdamW of plain operations, whose numbers are all tensors on the device.

@@ -1,6 +1,7 @@
 //! Steps with the optimizers of `tch_extension::optim`.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::optim::{self, OptimizerConfig};
 
 fn fused(device: Device, dropout: f64) -> (Model, optim::Optimizer) {

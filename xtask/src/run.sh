@@ -28,6 +28,8 @@ LIBTORCH      a libtorch 2.11.0; without it, the torch of python3 (or of $PYTHON
 OUT           where logs and results go; by default the current folder
 SANITIZE_FILTER    names of the tests to sanitize contain this; by default `cuda`
 SANITIZE_TOOLS     those to run; by default memcheck, memcheck_rounded, initcheck, racecheck and synccheck
+SANITIZE_LANES     tests sanitized at the same time, each in a process of its own; by default half of the cores
+SANITIZE_SECONDS   a test that takes longer has failed; by default there is no limit
 COMPUTE_SANITIZER  the program; by default from PATH, CUDA_HOME, /usr/local/cuda or next to libtorch
 TEXT
 }
@@ -190,18 +192,27 @@ find_sanitizer() {
 # memcheck_rounded checks only those, with all allocations rounded up to 16 bytes.
 copies_of_fewer_than_16_bytes=(backward_ring backward_in_place)
 
-# sanitize_one TOOL PROGRAM LOG ARGUMENTS… runs the program under the tool. The tool's findings go
-# to LOG, the program's output to LOG.out.
-sanitize_one() {
-  local tool=$1 program=$2 log=$3 settings=() options=() kernel
+# Sets `skip` to the arguments that leave out what must not run under a tool.
+skipped_under() {
   # Tests with gigabytes of data take hours under a sanitizer, and other tests run the same kernels
   # on less.
-  local skip=(--skip more_than_two_to_the_31)
+  skip=(--skip more_than_two_to_the_31)
   # The tools run one kernel after another, so that nothing overtakes a long kernel on another
   # stream, and take memory of the GPU while they run. These tests prove nothing under them.
   skip+=(--skip cuda_a_kernel_waits_for_work_on_the_current_stream --skip cuda_the_first_replay_draws_the_next_numbers)
   skip+=(--skip cuda_many_launches_need_no_memory)
-  shift 3
+  # initcheck does not see what cuBLAS' products in half kinds and in tf32 write: it even reports
+  # libtorch's own operators that read such a product. For initcheck, tf32 products are computed in
+  # plain float instead, and the tests in half kinds and under autocast are skipped.
+  [[ $1 == initcheck ]] && skip+=(--skip cuda_half_kinds --skip cuda_under_autocast)
+  return 0
+}
+
+# sanitize_one TOOL PROGRAM LOG TEST ARGUMENTS… runs one test under the tool. The tool's findings go
+# to LOG, the program's output to LOG.out.
+sanitize_one() {
+  local tool=$1 program=$2 log=$3 test=$4 settings=() options=() kernel
+  shift 4
   # Without caching, every tensor is an allocation of its own. libtorch's allocator would otherwise
   # hand out pieces of large blocks, and the tool does not report an overrun inside such a block.
   case $tool in
@@ -217,18 +228,13 @@ sanitize_one() {
     esac
   done
   [[ $tool == memcheck_rounded ]] && settings+=("LD_PRELOAD=$here/round_allocations.so")
-  # initcheck does not see what cuBLAS' products in half kinds and in tf32 write: it even reports
-  # libtorch's own operators that read such a product. For initcheck, tf32 products are computed in
-  # plain float instead, and the tests in half kinds and under autocast are skipped.
-  if [[ $tool == initcheck ]]; then
-    settings+=(NVIDIA_TF32_OVERRIDE=0)
-    skip+=(--skip cuda_half_kinds --skip cuda_under_autocast)
-  fi
+  [[ $tool == initcheck ]] && settings+=(NVIDIA_TF32_OVERRIDE=0)
   rm -f "$log" "$log.out"
   # Findings are recognised by our names in the backtrace. Host frames are left out of it, because
   # even libtorch's kernels are called by a program of ours.
-  (cd "$here/files" && exec env "${settings[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "${tool%_rounded}" "${options[@]}" \
-    --show-backtrace device --print-limit 100000 --log-file "$log" "$program" "$@" "${skip[@]}" --test-threads=1) >"$log.out" 2>&1
+  (cd "$here/files" && exec timeout "${SANITIZE_SECONDS:-0}" env "${settings[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 \
+    "$sanitizer" --tool "${tool%_rounded}" "${options[@]}" --show-backtrace device --print-limit 100000 --log-file "$log" \
+    "$program" --exact "$test" "$@" --test-threads=1) >"$log.out" 2>&1
 }
 
 # racecheck ignores bar.arrive: it even reports a race in the PTX manual's own example of it
@@ -251,68 +257,90 @@ error_summary() {
     printf 'NO SUMMARY: the tool failed, see %s' "$1"
 }
 
+# Runs one test under one tool and says what came out.
 sanitize_clean() {
-  local tool=$1 program=$2 filter=$3 name log status ours passed left_out
+  local tool=$1 program=$2 test=$3 name log status ours passed left_out verdict=clean
   name=${program##*/}
-  log=$out/sanitize-$tool-$name.log
-  sanitize_one "$tool" "$program" "$log" "$filter"
+  log=$out/sanitize-$tool-$name-${test//::/.}.log
+  sanitize_one "$tool" "$program" "$log" "$test"
   status=$?
   ours=$(findings "$tool" 'tch_extension' "$log")
   passed=$(count passed "$log.out")
-  printf '%-16s %-24s %3d passed, %d findings of ours, exit status %d; %s\n' "$tool" "$name" "$passed" "$ours" \
-    "$status" "$(error_summary "$log")"
-  left_out=$(findings every-tool 'tch_extension' "$log")
-  ((left_out == ours)) || printf '%-16s %-24s %d in lltm'"'"'s grids left out, whose bar.arrive it does not know (docs/lab/methods.md)\n' \
-    "$tool" "$name" $((left_out - ours))
-  ((ours == 0 && passed > 0 && status == 0)) && grep -q 'SUMMARY' "$log"
+  if ((ours > 0 || passed == 0 || status != 0)) || ! grep -q 'SUMMARY' "$log"; then
+    verdict="FAILED, $ours findings of ours, exit status $status; $(error_summary "$log")"
+  fi
+  left_out=$(($(findings every-tool 'tch_extension' "$log") - ours))
+  ((left_out == 0)) || verdict+=", $left_out in lltm's grids left out, whose bar.arrive it does not know (docs/lab/methods.md)"
+  verdict "$tool" "$name" "$test: $verdict"
+}
+
+# Prints a line, and adds it to `sanitize.txt`.
+verdict() {
+  printf '%-16s %-20s %s\n' "$@" | tee -a "$out/sanitize.txt"
 }
 
 sanitize_planted() {
   local tool=$1 test=$2 program=$here/tests/planted log=$out/sanitize-$1-$2.log ours
   if [[ ! -x $program ]]; then
-    printf '%-16s %-24s NOT RUN: the bundle has no tests/planted\n' "$tool" "$test"
-    return 1
+    verdict "$tool" planted "$test: NOT RUN, because the bundle has no tests/planted"
+    return
   fi
-  sanitize_one "$tool" "$program" "$log" --include-ignored --exact "$test"
+  sanitize_one "$tool" "$program" "$log" "$test" --include-ignored
   ours=$(findings "$tool" 'tch_extension|planted' "$log")
   if ((ours == 0)); then
-    printf '%-16s %-24s NOT FOUND, so a clean result means nothing; %s\n' "$tool" "$test" "$(error_summary "$log")"
-    return 1
+    verdict "$tool" planted "$test: NOT FOUND, so a clean result means nothing; $(error_summary "$log")"
+  else
+    verdict "$tool" planted "$test: found, as it must be"
   fi
-  printf '%-16s %-24s found, as it must be; %s\n' "$tool" "$test" "$(error_summary "$log")"
 }
 
-# Reads the whole list. A pipe into `grep -q` would be closed early, which sometimes kills the
-# program.
-has_tests() {
-  [[ $("$1" --list "$2" 2>/dev/null) == *': test'* ]]
+# The GPUs, device N first, so that each lane has another one as its device 0.
+gpus_from() {
+  local all=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr '\n' ',')}
+  awk -v first="$1" -F, '{ if ($NF == "") NF--; for (i = 0; i < NF; i++) printf "%s%s", (i ? "," : ""), $((i + first) % NF + 1) }' <<<"$all"
+}
+
+# in_a_lane COMMAND… starts a command once a lane is free.
+in_a_lane() {
+  while (($(jobs -rp | wc -l) >= lanes)); do wait -n; done
+  CUDA_VISIBLE_DEVICES=$(gpus_from "$started") "$@" &
+  started=$((started + 1))
 }
 
 run_sanitize() {
-  local filter=${SANITIZE_FILTER:-cuda} programs program tool failed=0 checked=0
+  local filter=${SANITIZE_FILTER:-cuda} lanes=${SANITIZE_LANES:-$((($(nproc) + 1) / 2))} programs program tool test skip
+  local checks=() listed=0 before started=0 good i
   find_sanitizer
   programs=$(test_programs "$@") || exit 1
   for program in $programs; do
     [[ ${program##*/} != planted ]] || continue
-    if ! has_tests "$program" "$filter"; then
-      # A program that the user names must be checked, so it is an error if it has no such test.
-      (($# == 0)) || fail "no test of ${program##*/} has \`$filter\` in its name"
-      continue
-    fi
-    checked=$((checked + 1))
+    before=$listed
     for tool in ${SANITIZE_TOOLS:-memcheck memcheck_rounded initcheck racecheck synccheck}; do
-      [[ $tool != memcheck_rounded || ${program##*/} == layer_norm ]] || continue
-      sanitize_clean "$tool" "$program" "$filter" || failed=$((failed + 1))
+      skipped_under "$tool"
+      while read -r test; do
+        listed=$((listed + 1))
+        [[ $tool != memcheck_rounded || ${program##*/} == layer_norm ]] || continue
+        checks+=("$tool $program $test")
+      done < <("$program" --list "$filter" "${skip[@]}" 2>/dev/null | sed -n 's/: test$//p')
     done
+    # A program that the user names must be checked, so it is an error if it has no such test.
+    ((listed > before || $# == 0)) || fail "no test of ${program##*/} has \`$filter\` in its name"
   done
-  ((checked > 0)) || fail "no test's name contains \`$filter\`, so nothing was checked"
-  sanitize_planted memcheck planted_overrun || failed=$((failed + 1))
-  sanitize_planted racecheck planted_race || failed=$((failed + 1))
-  if ((failed > 0)); then
-    printf '%d checks FAILED; logs are in %s\n' "$failed" "$out"
+  ((listed > 0)) || fail "no test's name contains \`$filter\`, so nothing was checked"
+  : >"$out/sanitize.txt"
+  for i in "${checks[@]}"; do
+    read -r tool program test <<<"$i"
+    in_a_lane sanitize_clean "$tool" "$program" "$test"
+  done
+  in_a_lane sanitize_planted memcheck planted_overrun
+  in_a_lane sanitize_planted racecheck planted_race
+  wait
+  good=$(grep -cE ': (clean|found)' "$out/sanitize.txt")
+  if ((good < started)); then
+    printf '%d of %d checks FAILED; logs are in %s\n' $((started - good)) "$started" "$out"
     return 1
   fi
-  printf 'no finding of ours; the planted faults were found\n'
+  printf 'no finding of ours in %d checks; the planted faults were found\n' ${#checks[@]}
 }
 
 # --- main -----------------------------------------------------------------------------------------
