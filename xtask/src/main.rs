@@ -22,6 +22,7 @@ mod cuda;
 mod doctor;
 mod glibc;
 mod headers;
+mod left_out;
 mod libtorch;
 mod misuse;
 mod old_systems;
