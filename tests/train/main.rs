@@ -12,7 +12,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::nn::{self, Module};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::{Autocast, GradScaler, GradScalerOptions, Optimizer};
-use tch_extension::testing::{devices};
+use tch_extension::testing::devices;
 use tch_extension::train::{Step, StepOptions, StepOutput, StepStats};
 use tch_extension::{Error, Result};
 
