@@ -71,6 +71,13 @@ impl Entry {
         Ok(Locked { library: self.build(build)?, _lock: lock })
     }
 
+    /// The files that went into the library, without waiting for a lock.
+    pub fn files(&self) -> Option<Vec<PathBuf>> {
+        let manifest = Manifest::read(&self.folder.join(MANIFEST))?;
+        let files = manifest.facts.iter().filter(|[kind, ..]| kind == "file");
+        Some(files.map(|[_, path, _]| path.into()).collect())
+    }
+
     /// Returns the library if it is up to date, without waiting for a lock.
     pub fn current(&self) -> Option<PathBuf> {
         let manifest = Manifest::read(&self.folder.join(MANIFEST))?;

@@ -1,6 +1,6 @@
 //! Runs one build with the compilers of tch-extension-build, in a folder of the cache.
 
-use super::cache::Built;
+use super::cache::{Built, Entry, Locked};
 use super::{Facts, Sources};
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -10,7 +10,7 @@ use std::sync::Mutex;
 use std::time::Instant;
 use tch_extension_build::environment::{Environment, write_message};
 use tch_extension_build::toolchain::{
-    CudaMode, Libtorch, Object, Options, Reuse, Toolchain, is_cuda,
+    CudaMode, Libtorch, Object, Options, PRECOMPILED, Reuse, Toolchain, is_cuda, takes_precompiled,
 };
 
 /// Reads environment variables of the process and records which. Prints the commands if the user
@@ -74,9 +74,9 @@ pub(super) struct Build<'a> {
     pub facts: &'a Facts,
     /// The folders of our headers.
     pub includes: &'a [PathBuf],
-    /// The precompiled headers, if there are any.
-    pub precompiled: Option<&'a Path>,
     pub name: &'a str,
+    /// The folder of the cache.
+    pub root: &'a Path,
 }
 
 impl Build<'_> {
@@ -87,26 +87,51 @@ impl Build<'_> {
             let files = self.sources.write(folder).map_err(words)?;
             let toolchain = self.find(&files, watcher)?;
             let workers = std::thread::available_parallelism().map_or(1, usize::from);
-            let options = self.options(workers);
+            let precompiled = self.precompiled(&files);
+            let mut options = self.options(workers);
+            options.precompiled = precompiled.as_ref().map(|found| found.library.clone());
             let objects =
                 toolchain.compile(&files, &options, scratch, workers, watcher).map_err(words)?;
             let library = scratch.join("library.so");
             toolchain
                 .link_shared(&objects, &self.sources.link_flags, &library, watcher)
                 .map_err(words)?;
-            Ok(self.built(library, &objects, &toolchain, folder, watcher))
+            let mut built = self.built(library, &objects, &toolchain, folder, watcher);
+            if let Some(found) = precompiled {
+                // The compiler lists no file that went into them.
+                built.files.retain(|path| *path != found.text());
+                built.files.extend(found.files);
+            }
+            Ok(built)
         })
     }
 
+    /// The precompiled headers, if one of the sources takes them. The first build with these flags
+    /// makes them. Where that fails, the build goes on without.
+    fn precompiled(&self, files: &[PathBuf]) -> Option<Precompiled> {
+        if !self.sources.use_pch || !files.iter().any(|file| takes_precompiled(file)) {
+            return None;
+        }
+        let sources = self.sources.of_headers();
+        let name = "precompiled";
+        let request = format!("{}{:?}\n{}", self.facts.text(), self.includes, sources.text());
+        let build = Build { sources: &sources, name, ..*self };
+        let entry = Entry::new(self.root, name, request);
+        let make = || entry.library(|folder, scratch| build.headers(folder, scratch)).ok();
+        // Whoever makes them holds the lock alone, and others should be able to use them, too.
+        drop(make()?);
+        Precompiled::of(&entry, make()?)
+    }
+
     /// Precompiles headers in `scratch`. Where that is not possible (with clang, or a flag such as
-    /// `-fsyntax-only`), what is built is an empty file, which no compiler takes.
+    /// `-fsyntax-only`, or because they do not compile by themselves), an empty file says so.
     pub fn headers(&self, folder: &Path, scratch: &Path) -> Result<Built> {
         self.timed(folder, |watcher| {
             let toolchain = self.find(&[], watcher)?;
             let mut options = self.options(1);
             // Each extension has another name, and no header may depend on it.
             options.defines.retain(|(name, _)| name != NAME);
-            let object = toolchain.precompile(&options, scratch, watcher).map_err(words)?;
+            let object = toolchain.precompile(&options, scratch, watcher).ok().flatten();
             let objects: Vec<Object> = object.into_iter().collect();
             let header = scratch.join("extension.gch");
             let made = objects.first().filter(|object| object.path.exists());
@@ -150,9 +175,8 @@ impl Build<'_> {
             objects.iter().flat_map(|object| object.dependencies()).collect();
         files.sort();
         files.dedup();
-        // Inline sources were written by this build, and are already part of the request. The headers
-        // that were precompiled are files of their own.
-        files.retain(|path| !path.starts_with(folder) && Some(path.as_path()) != self.precompiled);
+        // Inline sources were written by this build, and are already part of the request.
+        files.retain(|path| !path.starts_with(folder));
         let nvcc = toolchain.cuda.iter().map(|cuda| &cuda.nvcc.path);
         let programs = std::iter::once(&toolchain.cxx.path).chain(nvcc);
         let variables = watcher.variables.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -198,10 +222,40 @@ impl Build<'_> {
             warnings: true,
             export_symbols: true,
             fewer_headers: true,
-            precompiled: self.precompiled.map(Path::to_path_buf),
+            precompiled: None,
             // Whole libraries are kept.
             reuse: Reuse::Never,
         }
+    }
+}
+
+/// Precompiled headers that stay in the cache as long as this is held.
+struct Precompiled {
+    library: PathBuf,
+    /// The headers in it that are neither libtorch's nor the system's.
+    files: Vec<PathBuf>,
+    _locked: Locked,
+}
+
+impl Precompiled {
+    /// `None` if they could not be made.
+    fn of(entry: &Entry, locked: Locked) -> Option<Self> {
+        let library = locked.library.clone();
+        if library.metadata().ok()?.len() == 0 {
+            return None;
+        }
+        let found = Precompiled { library, files: entry.files()?, _locked: locked };
+        let text = found.text();
+        // What a compiler reads if it does not take the file. Several processes may write the same.
+        if !text.exists() {
+            std::fs::write(text, PRECOMPILED).ok()?;
+        }
+        Some(found)
+    }
+
+    /// The file beside them with the text that was compiled.
+    fn text(&self) -> PathBuf {
+        self.library.with_extension("")
     }
 }
 

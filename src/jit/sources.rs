@@ -3,8 +3,6 @@
 use std::io::Result;
 use std::path::{Path, PathBuf};
 
-const TORCH: &str = "<torch/extension.h>";
-
 /// Everything that a user states about an extension except its name.
 #[derive(Clone, Debug)]
 pub(super) struct Sources {
@@ -62,14 +60,6 @@ impl Sources {
         format!("{:#?}", Sources { verbose: false, use_pch: false, ..self.clone() })
     }
 
-    /// Whether a C++ source includes `torch/extension.h`. A file that cannot be read needs nothing yet.
-    pub fn need_torch(&self) -> bool {
-        let needs = |text: &[u8]| text.windows(TORCH.len()).any(|word| word == TORCH.as_bytes());
-        !self.functions.is_empty()
-            || self.cpp.iter().any(|text| needs(text.as_bytes()))
-            || self.files.iter().any(|file| std::fs::read(file).is_ok_and(|text| needs(&text)))
-    }
-
     /// What determines a precompiled header: no sources, and no macros, because a compiler leaves a
     /// precompiled header out if a macro changes something in it.
     pub fn of_headers(&self) -> Sources {
@@ -111,7 +101,7 @@ impl Sources {
         let lines: String =
             self.functions.iter().map(|name| format!("  m.def(\"{name}\", &{name});\n")).collect();
         format!(
-            "#include {TORCH}\n{}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{lines}}}\n",
+            "#include <torch/extension.h>\n{}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{lines}}}\n",
             joined(texts)
         )
     }

@@ -5,7 +5,7 @@ use crate::environment::Environment;
 use crate::fewer;
 use crate::objects::{self, Entry, Found, Inputs, Objects};
 use crate::search::Search;
-use crate::toolchain::{Cuda, Options, Toolchain, text_of};
+use crate::toolchain::{Cuda, Options, Toolchain, takes_precompiled, text_of};
 use anyhow::{Context, Result, bail};
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -185,30 +185,23 @@ impl Unit<'_> {
             .with_context(|| format!("cannot create {}", self.folder.display()))?;
         let path = self.folder.join(object_name(self.source));
         let object = Object { path, source: self.source.to_path_buf() };
-        let first = self.first(language)?;
+        let first = self.first()?;
         let built_for = self.toolchain.identity();
         Ok(Job { language, program, compiler, arguments, roots, built_for, first, object })
     }
 
     /// The arguments of a first attempt with fewer headers.
-    fn first(&self, language: Language) -> Result<Vec<String>> {
+    fn first(&self) -> Result<Vec<String>> {
         if !self.options.fewer_headers {
             return Ok(Vec::new());
         }
-        let text = text_of(self.source)?;
-        let Some(level) = fewer::level_for(&text) else { return Ok(Vec::new()) };
-        let precompiled = self
-            .options
-            .precompiled
-            .as_ref()
-            .filter(|_| language == Language::Cxx && text.contains("<torch/extension.h>"));
-        Ok(match precompiled {
-            Some(header) => {
-                let header = header.with_extension("").display().to_string();
-                vec![fewer::argument(fewer::AUTOGRAD), "-include".to_string(), header]
-            }
-            None => vec![fewer::argument(level)],
-        })
+        let precompiled = self.options.precompiled.as_ref();
+        if let Some(header) = precompiled.filter(|_| takes_precompiled(self.source)) {
+            let header = header.with_extension("").display().to_string();
+            return Ok(vec![fewer::argument(fewer::AUTOGRAD), "-include".to_string(), header]);
+        }
+        let level = fewer::level_for(&text_of(self.source)?);
+        Ok(level.map(fewer::argument).into_iter().collect())
     }
 }
 
@@ -485,7 +478,10 @@ impl Job {
         let list = self.object.path.with_extension("d");
         let run = |first: &[String]| {
             let mut command = Command::new(&self.program);
-            command.args(first).args(&self.arguments).arg(list_flag).arg("-MF").arg(&list);
+            // If the program is a wrapper, the compiler's name comes before all flags.
+            let words = self.arguments.iter().take_while(|word| !word.starts_with('-')).count();
+            let (words, flags) = self.arguments.split_at(words);
+            command.args(words).args(first).args(flags).arg(list_flag).arg("-MF").arg(&list);
             command.arg("-c").arg(&self.object.source).arg("-o").arg(&self.object.path);
             run_compiler(&mut command, &failed, env)
         };

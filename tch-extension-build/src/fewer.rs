@@ -21,6 +21,15 @@ pub fn level_for(text: &str) -> Option<u32> {
     Some(if has(OF_AUTOGRAD) { AUTOGRAD } else { 1 })
 }
 
+/// Whether the headers at the level [`AUTOGRAD`], without anything before them, are what this source
+/// begins with.
+pub fn takes_precompiled(text: &str) -> bool {
+    let first = text.lines().map(str::trim_start).find(|line| line.starts_with('#'));
+    let words = first.map(|line| line.split_whitespace().collect::<String>());
+    words.is_some_and(|line| line.starts_with("#include<torch/extension.h>"))
+        && level_for(text).is_some()
+}
+
 /// Names from headers that are left out at every level. A name that is wrongly in this list, or
 /// missing from it, costs only compile time.
 const LEFT_OUT: &[&str] = &[
@@ -49,6 +58,19 @@ const OF_AUTOGRAD: &[&str] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn macros_before_the_headers_count() {
+        assert!(takes_precompiled("// torch\n # include <torch/extension.h> // all\nint f();"));
+        for other in [
+            "#define STRIP_ERROR_MESSAGES\n#include <torch/extension.h>\n",
+            "#include <vector>\n#include <torch/extension.h>\n",
+            "#include <torch/extension.h>\ntorch::nn::Linear layer(1, 2);",
+            "int f();",
+        ] {
+            assert!(!takes_precompiled(other), "{other}");
+        }
+    }
 
     #[test]
     fn a_source_gets_what_it_names() {

@@ -35,6 +35,7 @@ pub use crate::compile::Object;
 use crate::compile::{self, Job, Unit};
 pub use crate::cxx::Cxx;
 use crate::environment::Environment;
+use crate::fewer;
 use crate::isa;
 pub use crate::libtorch::Libtorch;
 use crate::objects::Objects;
@@ -125,12 +126,23 @@ pub struct Options {
     /// it only if that fails. For most sources this takes a third of the time. It needs the public
     /// headers of tch-extension among the `includes`.
     pub fewer_headers: bool,
-    /// What [`Toolchain::precompile`] made. C++ sources that include `torch/extension.h`, and would
-    /// first be compiled with fewer headers, are first compiled with these. If they do not fit, the
-    /// headers themselves are read.
+    /// What [`Toolchain::precompile`] made, for the first attempt at sources that
+    /// [`takes_precompiled`] accepts. The compiler reads the headers themselves if it does not fit.
+    /// [`Object::dependencies`] leaves out what went into it.
     pub precompiled: Option<PathBuf>,
     /// Where compiled objects are looked up and kept.
     pub reuse: Reuse,
+}
+
+/// The text of the header that [`Toolchain::precompile`] compiles.
+pub const PRECOMPILED: &str = "#include <torch/extension.h>\n";
+
+/// Whether a source can be compiled with the headers of [`Toolchain::precompile`]: it is C++ for no
+/// instruction set in particular, its first directive includes `torch/extension.h`, so that no macro
+/// comes before, and it needs nothing from the headers that are left out.
+pub fn takes_precompiled(source: &Path) -> bool {
+    let takes = |text: String| !is_cpu_kernel(&text) && fewer::takes_precompiled(&text);
+    !is_cuda(source) && text_of(source).is_ok_and(takes)
 }
 
 /// Where compiled objects are looked up and kept.
@@ -251,11 +263,10 @@ impl Toolchain {
         Ok(jobs.into_iter().map(|job| job.object).collect())
     }
 
-    /// Compiles the part of `torch/extension.h` that most sources need, into a file in `folder`.
-    /// With it, a source takes a quarter of the time. It serves sources with the same `includes`,
-    /// `cxx_flags` and `standard`, and with more `defines` if they change nothing in the headers.
-    /// Returns the file and the headers that are not libtorch's. `None` for clang, whose precompiled
-    /// headers are others.
+    /// Compiles the part of `torch/extension.h` that most sources need, into a file in `folder`. It
+    /// serves sources with the same `includes`, `cxx_flags` and `standard`, and with more `defines`
+    /// if they change nothing in the headers. Beside a file `x.gch` there must be a file `x` with the
+    /// text [`PRECOMPILED`]. `None` for clang, whose precompiled headers are others.
     pub fn precompile(
         &self,
         options: &Options,
@@ -267,7 +278,7 @@ impl Toolchain {
         }
         paths::check("the folder of objects", folder)?;
         let source = folder.join("extension.h");
-        std::fs::write(&source, "#include <torch/extension.h>\n")
+        std::fs::write(&source, PRECOMPILED)
             .with_context(|| format!("cannot write {}", source.display()))?;
         let unit = Unit { toolchain: self, source: &source, options, folder: folder.join("cpp") };
         let job = unit.with_cxx(None)?.of_header();
@@ -323,7 +334,7 @@ impl Toolchain {
             if let Some(cuda) = &self.cuda {
                 jobs.push(unit("cuda").with_nvcc(cuda, env)?);
             }
-        } else if text_of(source)?.contains("TCH_EXTENSION_CPU_KERNEL") {
+        } else if is_cpu_kernel(&text_of(source)?) {
             for made in isa::compilations(self.only_isa) {
                 jobs.push(unit(&made.folder).with_cxx(Some((made.isa, &made.flags)))?);
             }
@@ -393,6 +404,11 @@ fn link_folder(command: &mut Command, folder: &Path) {
 /// Whether this source is compiled by nvcc.
 pub fn is_cuda(source: &Path) -> bool {
     source.extension().is_some_and(|extension| extension == "cu")
+}
+
+/// Whether this C++ source is compiled for each CPU instruction set.
+fn is_cpu_kernel(text: &str) -> bool {
+    text.contains("TCH_EXTENSION_CPU_KERNEL")
 }
 
 pub(crate) fn text_of(source: &Path) -> Result<String> {

@@ -1,6 +1,7 @@
 //! Tests of `GradScaler` that the trace in `trace.rs` does not cover.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch::nn::{self, OptimizerConfig};
 use tch_extension::testing::{cuda_or_skip, devices};
 
@@ -395,10 +396,7 @@ fn cuda_parameters_on_several_devices() {
 fn cuda_unscale_and_update_do_not_wait() {
     let _alone = alone();
     let test = "cuda_unscale_and_update_do_not_wait";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        return skip(test, "no caching allocator");
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     let mut scaler = scaler(8.0);
     let leaves = [leaf(&[1.0, 2.0], Kind::Float, device), leaf(&[1.0], Kind::Double, device)];
     for leaf in &leaves {

@@ -2,6 +2,7 @@
 //! in.
 
 use super::*;
+use support::gpu::caching_or_skip;
 
 #[test]
 fn grad_mode_left_on() {
@@ -81,10 +82,7 @@ fn cuda_work_on_another_stream() {
 
 #[test]
 fn cuda_what_cannot_be_captured() {
-    let Some(device) = cuda_or_skip("cuda_what_cannot_be_captured") else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        return;
-    }
+    let Some(device) = caching_or_skip("cuda_what_cannot_be_captured") else { return };
     let waiting = |inputs: &[Tensor]| {
         let sum = inputs[0].f_sum(Kind::Double)?.f_double_value(&[])?;
         Ok(&inputs[0] * &inputs[1] + 0.0 * sum)

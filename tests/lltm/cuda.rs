@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::persistent::Tf32;
-use std::io::Write;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
 
@@ -148,10 +148,7 @@ fn cuda_float_in_tf32_agrees_with_the_reference() {
 #[test]
 fn cuda_a_small_step_is_one_kernel_of_the_graph() {
     let test = "cuda_a_small_step_is_one_kernel_of_the_graph";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if no_caching(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     for kind in KINDS {
         let kernels = |steps| {
             let inputs = leaves(&one([steps, 16, 32, 128], kind, device).inputs);
@@ -170,26 +167,12 @@ fn cuda_a_small_step_is_one_kernel_of_the_graph() {
     }
 }
 
-/// Whether the caching allocator is off, as under memcheck. Memory is then really freed, and a
-/// replay cannot write to it.
-pub fn no_caching(test: &str) -> bool {
-    let is_off = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
-    if is_off {
-        let _ = std::io::stderr()
-            .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
-    }
-    is_off
-}
-
 /// A step consists of its product and one kernel. All work is on the current stream and therefore
 /// in the graph.
 #[test]
 fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
     let test = "cuda_a_step_is_the_product_and_one_kernel_of_the_graph";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if no_caching(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     let (few, many) = (8, 24);
     for (kind, [batch, features, hidden]) in
         [(Kind::Float, [16, 32, 128]), (Kind::BFloat16, [64, 128, 512]), (Kind::Float, [3, 4, 5])]

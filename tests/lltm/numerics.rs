@@ -1,6 +1,7 @@
 //! Tests how far results drift over long sequences.
 
 use super::*;
+use support::gpu::caching_or_skip;
 
 /// The largest difference from the exact outputs and gradients, where each tensor's differences are
 /// divided by its largest exact value.
@@ -67,15 +68,7 @@ fn results_stay_close_over_thousands_of_steps() {
 /// The memory that is kept between forward and backward is linear in T.
 #[test]
 fn cuda_memory_is_linear_in_the_steps() {
-    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_memory_is_linear_in_the_steps")
-    else {
-        return;
-    };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // Without the caching allocator, as under memcheck, libtorch counts no memory.
-        eprintln!("SKIPPED cuda_memory_is_linear_in_the_steps: no caching allocator");
-        return;
-    }
+    let Some(device) = caching_or_skip("cuda_memory_is_linear_in_the_steps") else { return };
     let (batch, features, hidden) = (16, 32, 64);
     let kept = |steps: i64| {
         let leaves = leaves(&one([steps, batch, features, hidden], Kind::Float, device).inputs);

@@ -1,11 +1,11 @@
 //! Tests of sequences of one step, which the cell computes.
 
 use super::*;
-use crate::cuda::{captured, no_caching};
+use crate::cuda::captured;
+use support::gpu::caching_or_skip;
 use tch_extension::amp::Autocast;
 use tch_extension::cuda::Graph;
 use tch_extension::ops::f_lltm_cell;
-use tch_extension::testing::cuda_or_skip;
 
 /// Cells in one kernel and, on the CPU, by a product; rows that are not whole vectors; no rows,
 /// features or columns.
@@ -124,10 +124,7 @@ fn one_step_has_the_bits_of_the_cell() {
 #[test]
 fn cuda_one_step_is_the_kernels_of_the_cell() {
     let test = "cuda_one_step_is_the_kernels_of_the_cell";
-    let Some(device) = cuda_or_skip(test) else { return };
-    if no_caching(test) {
-        return;
-    }
+    let Some(device) = caching_or_skip(test) else { return };
     let nodes = |graph: &Graph| (graph.kernels(), graph.other_nodes());
     let assert_is_the_cell = |inputs: &[Tensor], what: &str| {
         let expected = fused(inputs).expect("outputs");

@@ -363,7 +363,7 @@ fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
 #[test]
 fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
     let name = "cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor";
-    let Some(device) = cuda_or_skip(name) else { return };
+    let Some(device) = caching_or_skip(name) else { return };
     for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
         for shared in [&[1, 64, 48][..], &[64, 48]] {
             let kernels = |lhs: &[i64]| {

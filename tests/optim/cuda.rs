@@ -237,7 +237,7 @@ fn cuda_graphs_go_on_from_a_loaded_state() {
 #[test]
 fn cuda_steps_agree_with_the_cpus() {
     let _alone = serially();
-    let Some(device) = caching_or_skip("cuda_steps_agree_with_the_cpus") else { return };
+    let Some(device) = cuda_or_skip("cuda_steps_agree_with_the_cpus") else { return };
     for rule in rules() {
         let run = |device: Device| {
             tch::manual_seed(45);
@@ -320,7 +320,7 @@ fn cuda_captured_steps_follow_masters_with_other_data() {
 #[test]
 fn cuda_large_parameters_are_right() {
     let _alone = serially();
-    let Some(device) = caching_or_skip("cuda_large_parameters_are_right") else { return };
+    let Some(device) = cuda_or_skip("cuda_large_parameters_are_right") else { return };
     tch::manual_seed(46);
     let leaves: Vec<Tensor> = [[5003, 4001], [1, 77_777], [2048, 1024]]
         .iter()

@@ -1,12 +1,12 @@
 //! Packages for a GPU.
 
 use super::*;
+use support::gpu::caching_or_skip;
 use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
-use tch_extension::testing::cuda_or_skip;
 
 /// The GPU and the folder of packages for it. Python compiles them there.
 fn gpu_packages(test: &str) -> Option<(Device, &'static Path)> {
-    let device = cuda_or_skip(test)?;
+    let device = caching_or_skip(test)?;
     Some((device, packages::packages_for("cuda", test)?))
 }
 

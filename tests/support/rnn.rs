@@ -2,7 +2,7 @@
 
 use std::io::Write;
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-use support::gpu::has_caching_allocator;
+use support::gpu::{caching_or_skip, has_caching_allocator};
 use support::{KINDS, Suite, gradients, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -311,10 +311,7 @@ impl Rnn {
 
     /// All steps of a direction are one kernel in each of these ways, in the half kinds and in tf32.
     pub fn more_steps_are_no_more_kernels(&self, test: &str) {
-        let Some(device) = cuda_or_skip(test) else { return };
-        if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-            return;
-        }
+        let Some(device) = caching_or_skip(test) else { return };
         let _switch = Tf32::allow();
         for (way, [batch, features, hidden]) in [
             (RnnWay::Cluster, [16, 8, 128]),

@@ -232,7 +232,7 @@ sanitize_one() {
   rm -f "$log" "$log.out"
   # Findings are recognised by our names in the backtrace. Host frames are left out of it, because
   # even libtorch's kernels are called by a program of ours.
-  (cd "$here/files" && exec timeout "${SANITIZE_SECONDS:-0}" env "${settings[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 \
+  (cd "$here/files" && exec timeout -k 10 "${SANITIZE_SECONDS:-0}" env "${settings[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 \
     "$sanitizer" --tool "${tool%_rounded}" "${options[@]}" --show-backtrace device --print-limit 100000 --log-file "$log" \
     "$program" --exact "$test" "$@" --test-threads=1) >"$log.out" 2>&1
 }
@@ -266,7 +266,9 @@ sanitize_clean() {
   status=$?
   ours=$(findings "$tool" 'tch_extension' "$log")
   passed=$(count passed "$log.out")
-  if ((ours > 0 || passed == 0 || status != 0)) || ! grep -q 'SUMMARY' "$log"; then
+  if grep -q '^SKIPPED ' "$log.out"; then
+    verdict="skipped, $(grep -m 1 '^SKIPPED ' "$log.out" | sed 's/.*: //')"
+  elif ((ours > 0 || passed == 0 || status != 0)) || ! grep -q 'SUMMARY' "$log"; then
     verdict="FAILED, $ours findings of ours, exit status $status; $(error_summary "$log")"
   fi
   left_out=$(($(findings every-tool 'tch_extension' "$log") - ours))
@@ -294,39 +296,50 @@ sanitize_planted() {
   fi
 }
 
-# The GPUs, device N first, so that each lane has another one as its device 0.
-gpus_from() {
-  local all=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | tr '\n' ',')}
-  awk -v first="$1" -F, '{ if ($NF == "") NF--; for (i = 0; i < NF; i++) printf "%s%s", (i ? "," : ""), $((i + first) % NF + 1) }' <<<"$all"
-}
-
-# in_a_lane COMMAND… starts a command once a lane is free.
+# in_a_lane COMMAND… starts a command once a lane is free. Each has another one of the GPUs as its
+# device 0.
 in_a_lane() {
   while (($(jobs -rp | wc -l) >= lanes)); do wait -n; done
-  CUDA_VISIBLE_DEVICES=$(gpus_from "$started") "$@" &
+  (
+    ((${#gpus[@]} == 0)) || export CUDA_VISIBLE_DEVICES=$(rotated $((started % ${#gpus[@]})))
+    "$@"
+  ) &
   started=$((started + 1))
 }
 
+# The GPUs, from number N on.
+rotated() {
+  local order=("${gpus[@]:$1}" "${gpus[@]:0:$1}")
+  (IFS=, && printf '%s' "${order[*]}")
+}
+
 run_sanitize() {
-  local filter=${SANITIZE_FILTER:-cuda} lanes=${SANITIZE_LANES:-$((($(nproc) + 1) / 2))} programs program tool test skip
-  local checks=() listed=0 before started=0 good i
+  local filter=${SANITIZE_FILTER:-cuda} programs program tool tests test skip lanes most gpus=() checks=() listed=0 before started=0 good i
   find_sanitizer
+  IFS=', ' read -r -a gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | tr '\n' ' ')}"
+  # A sanitizer takes memory of its GPU.
+  lanes=$((($(nproc) + 1) / 2)) most=$((16 * (${#gpus[@]} > 0 ? ${#gpus[@]} : 1)))
+  lanes=${SANITIZE_LANES:-$((lanes < most ? lanes : most))}
+  [[ $lanes =~ ^[1-9][0-9]*$ ]] || fail "SANITIZE_LANES is $lanes, not a number of tests"
+  # Jobs in the background do not see the keyboard's interrupt.
+  trap 'trap - INT TERM; kill 0' INT TERM
   programs=$(test_programs "$@") || exit 1
   for program in $programs; do
     [[ ${program##*/} != planted ]] || continue
     before=$listed
     for tool in ${SANITIZE_TOOLS:-memcheck memcheck_rounded initcheck racecheck synccheck}; do
       skipped_under "$tool"
-      while read -r test; do
+      tests=$("$program" --list "$filter" "${skip[@]}" 2>/dev/null) || fail "${program##*/} cannot list its tests"
+      for test in $(sed -n 's/: test$//p' <<<"$tests"); do
         listed=$((listed + 1))
         [[ $tool != memcheck_rounded || ${program##*/} == layer_norm ]] || continue
         checks+=("$tool $program $test")
-      done < <("$program" --list "$filter" "${skip[@]}" 2>/dev/null | sed -n 's/: test$//p')
+      done
     done
     # A program that the user names must be checked, so it is an error if it has no such test.
     ((listed > before || $# == 0)) || fail "no test of ${program##*/} has \`$filter\` in its name"
   done
-  ((listed > 0)) || fail "no test's name contains \`$filter\`, so nothing was checked"
+  ((${#checks[@]} > 0)) || fail "no test's name contains \`$filter\`, or no tool is for it, so nothing was checked"
   : >"$out/sanitize.txt"
   for i in "${checks[@]}"; do
     read -r tool program test <<<"$i"
@@ -335,12 +348,13 @@ run_sanitize() {
   in_a_lane sanitize_planted memcheck planted_overrun
   in_a_lane sanitize_planted racecheck planted_race
   wait
-  good=$(grep -cE ': (clean|found)' "$out/sanitize.txt")
+  good=$(grep -cE ': (clean|skipped|found)' "$out/sanitize.txt")
   if ((good < started)); then
     printf '%d of %d checks FAILED; logs are in %s\n' $((started - good)) "$started" "$out"
     return 1
   fi
-  printf 'no finding of ours in %d checks; the planted faults were found\n' ${#checks[@]}
+  printf 'no finding of ours in %d checks (%d more were skipped); the planted faults were found\n' \
+    "$(grep -c ': clean' "$out/sanitize.txt")" "$(grep -c ': skipped' "$out/sanitize.txt")"
 }
 
 # --- main -----------------------------------------------------------------------------------------

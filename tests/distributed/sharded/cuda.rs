@@ -3,6 +3,7 @@
 use super::*;
 use crate::gpus_or_skip;
 use std::time::Duration;
+use support::gpu::caching_or_skip;
 use tch_extension::amp::{GradScaler, GradScalerOptions};
 use tch_extension::distributed::Compression;
 use tch_extension::testing::cuda_or_skip;
@@ -36,10 +37,7 @@ fn cuda_steps_of_one_rank_are_those_of_an_ordinary_optimizer() {
 /// A captured step with a scaler, of one batch and of several.
 #[test]
 fn cuda_graphs_of_a_step() {
-    let Some(device) = cuda_or_skip("cuda_graphs_of_a_step") else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        return;
-    }
+    let Some(device) = caching_or_skip("cuda_graphs_of_a_step") else { return };
     for accumulate in [1, 3] {
         let run = |capture: bool| {
             let sizes: [&[i64]; 3] = [&[10, 20], &[20], &[20, 1]];
