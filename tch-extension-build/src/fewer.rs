@@ -61,7 +61,7 @@ mod tests {
 
     #[test]
     fn macros_before_the_headers_count() {
-        assert!(takes_precompiled("// torch\n # include <torch/extension.h> // all\nint f();"));
+        assert!(takes_precompiled("// torch\n  #include <torch/extension.h> // all\nint f();"));
         for other in [
             "#define STRIP_ERROR_MESSAGES\n#include <torch/extension.h>\n",
             "#include <vector>\n#include <torch/extension.h>\n",

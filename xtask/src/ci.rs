@@ -35,6 +35,9 @@ const ARCHS: &str = "TORCH_CUDA_ARCH_LIST";
 const NEWEST: &str = "9.0a";
 const OLDEST_AND_NEWEST: &str = "7.5;9.0a";
 
+/// Tells tests that they run in full.
+const FULL_TESTS: &str = "TCH_EXTENSION_FULL";
+
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
@@ -84,6 +87,9 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     if std::env::var_os(ARCHS).is_none() {
         let archs = if is_full { OLDEST_AND_NEWEST } else { NEWEST };
         ready.changes.push((ARCHS.to_string(), Some(archs.into())));
+    }
+    if is_full {
+        ready.changes.push((FULL_TESTS.to_string(), Some("1".into())));
     }
     if std::env::var_os(NVCC_FLAGS.0).is_none() && !setup::has_gpu() {
         ready.changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
@@ -292,7 +298,7 @@ impl Ci {
             let mut command = versions::command(&self.repo, &[])?;
             command.env("CARGO_INCREMENTAL", "0").env("OMP_WAIT_POLICY", "passive");
             command.envs(self.changes.iter().filter_map(|(name, value)| {
-                let is_set_here = [ARCHS, NVCC_FLAGS.0].contains(&name.as_str());
+                let is_set_here = [ARCHS, NVCC_FLAGS.0, FULL_TESTS].contains(&name.as_str());
                 Some((name, value.as_ref()?)).filter(|_| is_set_here)
             }));
             return cargo::run(&mut command);
