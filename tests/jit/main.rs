@@ -33,9 +33,11 @@ fn python_source(file: &str) -> PathBuf {
     root().join("tests/python_sources").join(file)
 }
 
-/// An extension whose headers are compiled once for all tests.
+/// An extension whose headers are compiled once for all tests. A first attempt that the precompiled
+/// headers do not fit fails.
 fn extension(name: &str) -> Extension {
-    Extension::new(name).cache(shared_cache()).flag("-O0").use_pch(true)
+    let extension = Extension::new(name).cache(shared_cache()).use_pch(true);
+    extension.flag("-O0").flag("-Winvalid-pch").flag("-Werror=invalid-pch")
 }
 
 /// A source without libtorch's headers, which compiles quickly.
