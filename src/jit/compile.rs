@@ -131,16 +131,15 @@ impl Build<'_> {
             let mut options = self.options(1);
             // Each extension has another name, and no header may depend on it.
             options.defines.retain(|(name, _)| name != NAME);
-            let object = toolchain.precompile(&options, scratch, watcher).ok().flatten();
-            let objects: Vec<Object> = object.into_iter().collect();
+            let made = toolchain.precompile(&options, scratch, watcher).ok().flatten();
+            let made = made.filter(|object| object.path.exists());
             let header = scratch.join("extension.gch");
-            let made = objects.first().filter(|object| object.path.exists());
-            let result = match made {
+            match &made {
                 Some(object) => std::fs::rename(&object.path, &header),
                 None => std::fs::write(&header, ""),
-            };
-            result.map_err(words)?;
-            Ok(self.built(header, &objects, &toolchain, folder, watcher))
+            }
+            .map_err(words)?;
+            Ok(self.built(header, made.as_slice(), &toolchain, folder, watcher))
         })
     }
 

@@ -144,6 +144,7 @@
 //! built on it.
 
 pub mod arch;
+mod command;
 mod compile;
 #[doc(hidden)]
 pub mod content;

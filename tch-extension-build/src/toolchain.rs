@@ -31,8 +31,9 @@
 //! ```
 
 use crate::arch::{self, Arch, Choice};
+use crate::command::Unit;
 pub use crate::compile::Object;
-use crate::compile::{self, Job, Unit};
+use crate::compile::{self, Job};
 pub use crate::cxx::Cxx;
 use crate::environment::Environment;
 use crate::fewer;

@@ -1,4 +1,4 @@
-//! Which GPU the tests run on, determined independently of the library.
+//! What CUDA tests run on: which GPU, determined independently of the library, and which allocator.
 
 use std::io::Write;
 use tch::Device;

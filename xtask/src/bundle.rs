@@ -420,6 +420,20 @@ mod tests {
     }
 
     #[test]
+    fn a_skipped_test_is_not_clean_and_hides_no_finding() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path();
+        let skips = "[[ $1 == --list ]] && { echo cuda_a: test; exit; }\n\
+                     echo 'SKIPPED cuda_a: no cache'; echo 'test result: ok. 1 passed; 0 failed'";
+        script(&folder.join("tests/skips"), skips);
+        let (good, text) = sanitize(folder, &["skips"], "memcheck", "");
+        assert!(good && text.contains("cuda_a: skipped, no cache"), "{text}");
+        assert!(text.contains("in 0 checks (1 more were skipped)"), "{text}");
+        let (good, text) = sanitize(folder, &["skips"], "memcheck", "========= at tch_extension");
+        assert!(!good && text.contains("cuda_a: FAILED, 1 findings of ours"), "{text}");
+    }
+
+    #[test]
     fn copies_of_fewer_than_16_bytes_have_a_check_of_their_own() {
         let scratch = tempfile::tempdir().unwrap();
         let folder = scratch.path();

@@ -65,6 +65,15 @@ pub fn only_checks(command: &mut Command) -> &mut Command {
     command.env("TCH_EXTENSION_CHECK", "1").env_remove("TCH_EXTENSION_CUDA")
 }
 
+/// The variable that names the folder in which cargo compiles.
+pub const TARGET: &str = "CARGO_TARGET_DIR";
+
+/// The folder in which cargo compiles here. Crates of other workspaces are compiled there, too, so
+/// that what they share is compiled once.
+pub fn target_folder(repo: &Repo) -> PathBuf {
+    std::env::var_os(TARGET).map_or_else(|| repo.root.join("target"), PathBuf::from)
+}
+
 /// A `cargo test` of all packages but gpt, or of those that the arguments name with `-p`. Words before
 /// the options name test programs of the package `tests`: `lstm` is `--test lstm`.
 pub fn test(repo: &Repo, changes: &Changes, args: &[String]) -> Command {

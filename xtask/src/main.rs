@@ -22,7 +22,6 @@ mod cuda;
 mod doctor;
 mod glibc;
 mod headers;
-mod left_out;
 mod libtorch;
 mod misuse;
 mod old_systems;

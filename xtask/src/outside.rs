@@ -40,9 +40,7 @@ pub const EXAMPLE: &str = "examples/extension";
 pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) -> Command {
     let mut command = cargo::command(repo, changes, args);
     command.current_dir(folder).env_remove("LD_LIBRARY_PATH");
-    if std::env::var_os("CARGO_TARGET_DIR").is_none() {
-        command.env("CARGO_TARGET_DIR", repo.root.join("target"));
-    }
+    command.env(cargo::TARGET, cargo::target_folder(repo));
     command
 }
 

@@ -19,8 +19,6 @@ pub const KNOWN: &str = "0.26; the tch of Cargo.lock needs no option";
 /// The version of tch that is supported in addition to the one in Cargo.lock.
 const OTHER: &str = "0.26.0";
 
-const TARGET: &str = "CARGO_TARGET_DIR";
-
 /// Entries of the root that the other workspace does not link to: it has its own, or none.
 const NOT_LINKED: [&str; 8] =
     [".git", ".venv", "target", "dist", "dist.tmp", "dist.tar.xz", "runs", "Cargo.lock"];
@@ -74,10 +72,7 @@ fn prepare(repo: &Repo) -> Result<(Repo, setup::Changes)> {
         .map(|variable| (variable.to_string(), None))
         .into();
     changes.extend(named);
-    // What does not depend on tch is then compiled once for both versions.
-    if std::env::var_os(TARGET).is_none() {
-        changes.push((TARGET.to_string(), Some(repo.root.join("target").into())));
-    }
+    changes.push((cargo::TARGET.to_string(), Some(cargo::target_folder(repo).into())));
     lock(repo, &other, &changes)?;
     Ok((other, changes))
 }
