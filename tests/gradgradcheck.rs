@@ -164,3 +164,29 @@ fn lltm_cell_passes() -> Result<()> {
     let [input, weight, bias] = [variable(&[2, 3]), variable(&[6, 5]), variable(&[6])];
     check(cell, &[&input, &weight, &bias, &variable(&[2, 2]), &variable(&[2, 2])])
 }
+
+/// x², whose gradient has this factor if a graph is recorded, and else the right one.
+struct Square(f64);
+
+impl Function for Square {
+    const NAME: &'static str = "square";
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let x = inputs.get(0)?;
+        saver.save(x);
+        Ok((x * x).into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let factor = if ctx.create_graph() { self.0 } else { 2.0 };
+        Ok((grads.get(0)? * ctx.saved(0)? * factor).into())
+    }
+}
+
+#[test]
+fn the_second_derivative_is_that_of_the_gradients_without_a_graph() {
+    let square = |factor: f64| move |inputs: &[Tensor]| apply(Square(factor), &[Some(&inputs[0])]);
+    check(square(2.0), &[&variable(&[3])]).unwrap();
+    assert_refused(check(square(3.0), &[&variable(&[3])]), &["gradgradcheck (", "output 0, input 0"]);
+}

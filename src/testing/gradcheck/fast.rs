@@ -78,8 +78,7 @@ impl Gradcheck<'_> {
         let at = |step: f64| -> Result<Vec<Vec<f64>>> {
             let moved = u.iter().enumerate().map(|(index, u)| elements.value(index) + step * u);
             elements.set_all(&moved.collect::<Vec<_>>())?;
-            let found = self.call()?;
-            outputs.iter().map(|&index| components(found.get(index)?)).collect()
+            self.components_at(outputs)
         };
         let eps = self.options.eps;
         let (low, high) = (at(-eps)?, at(eps)?);

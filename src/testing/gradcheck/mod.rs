@@ -117,11 +117,16 @@ where
     O: Into<Tensors>,
 {
     let function = |inputs: &[Tensor]| function(inputs).map(Into::into);
-    Gradcheck::new(&function, inputs, options)?.run()
+    Gradcheck::new(&function, &function, inputs, options)?.run()
 }
 
+/// The function whose gradients are checked.
+type Checked<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensors>;
+
 struct Gradcheck<'a> {
-    function: &'a dyn Fn(&[Tensor]) -> Result<Tensors>,
+    function: Checked<'a>,
+    /// Computes the same outputs where only their values are read, for the numerical derivatives.
+    values: Checked<'a>,
     options: &'a GradcheckOptions,
     inputs: Vec<Tensor>,
     /// The inputs that require grad.
@@ -135,7 +140,7 @@ struct Variable {
     elements: Elements,
 }
 
-#[derive(Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 struct Output {
     size: Vec<i64>,
     kind: Kind,
@@ -152,7 +157,8 @@ impl Output {
 
 impl<'a> Gradcheck<'a> {
     fn new(
-        function: &'a dyn Fn(&[Tensor]) -> Result<Tensors>,
+        function: Checked<'a>,
+        values: Checked<'a>,
         originals: &[&Tensor],
         options: &'a GradcheckOptions,
     ) -> Result<Self> {
@@ -188,7 +194,7 @@ impl<'a> Gradcheck<'a> {
                 "return its result",
             ));
         }
-        Ok(Gradcheck { function, options, inputs, variables, outputs })
+        Ok(Gradcheck { function, values, options, inputs, variables, outputs })
     }
 
     fn run(&self) -> Result<()> {
@@ -218,9 +224,32 @@ impl<'a> Gradcheck<'a> {
 
     fn call(&self) -> Result<Tensors> {
         let outputs = (self.function)(&self.inputs)?;
-        let now = signature(&outputs)?;
+        self.compare_signature(signature(&outputs)?)?;
+        Ok(outputs)
+    }
+
+    /// The components of each of `outputs`, at the inputs' present values.
+    fn components_at(&self, outputs: &[usize]) -> Result<Vec<Vec<f64>>> {
+        let found = (self.values)(&self.inputs)?;
+        let mut now = signature(&found)?;
+        for (now, first) in now.iter_mut().zip(&self.outputs) {
+            match (now.as_mut(), first) {
+                (Some(now), Some(first)) => now.requires_grad = first.requires_grad,
+                // An absent gradient means zero.
+                _ => now.clone_from(first),
+            }
+        }
+        self.compare_signature(now)?;
+        let zeros = |index: usize| vec![0.0; self.components_of_output(index)];
+        let of = |&index: &usize| {
+            found.optional(index).map_or_else(|| Ok(zeros(index)), components)
+        };
+        outputs.iter().map(of).collect()
+    }
+
+    fn compare_signature(&self, now: Vec<Option<Output>>) -> Result<()> {
         if now == self.outputs {
-            return Ok(outputs);
+            return Ok(());
         }
         let nothing = &None;
         let differing = (0..now.len().max(self.outputs.len()))
@@ -287,8 +316,7 @@ impl<'a> Gradcheck<'a> {
         outputs: &[usize],
     ) -> Result<Vec<Vec<f64>>> {
         elements.set(element, value)?;
-        let found = self.call()?;
-        outputs.iter().map(|&index| components(found.get(index)?)).collect()
+        self.components_at(outputs)
     }
 
     /// For each variable, computes the Jacobian of output `index` with backward passes, twice.
