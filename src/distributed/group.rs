@@ -331,12 +331,9 @@ impl ProcessGroup {
         self.inner.follows.store(true, Ordering::Relaxed);
         let own = lock(&self.inner.failed).clone();
         let is_own = own.is_some();
-        let cause = own.map(|message| format!("the group has failed: {message}")).or_else(|| {
-            let store = &self.inner.signals;
-            let key =
-                [FAILED, DROPPED].into_iter().find(|key| store.check(key).unwrap_or(false))?;
-            Some(String::from_utf8_lossy(&store.get(key).ok()?).into_owned())
-        });
+        let cause = own
+            .map(|message| format!("the group has failed: {message}"))
+            .or_else(|| left_message(&self.inner.signals));
         let reason = without_source(reason);
         if let Some(cause) = cause.as_ref().filter(|_| !is_own) {
             report::consequence(cause);
@@ -374,6 +371,12 @@ impl ProcessGroup {
     fn place(&self, reason: &str) -> String {
         format!("rank {} of {}: {reason}", self.rank(), self.size())
     }
+}
+
+/// What a rank has left in the group's store that failed or dropped its group.
+fn left_message(store: &Store) -> Option<String> {
+    let key = [FAILED, DROPPED].into_iter().find(|key| store.check(key).unwrap_or(false))?;
+    Some(String::from_utf8_lossy(&store.get(key).ok()?).into_owned())
 }
 
 /// Ends a group that was neither shut down nor given up. No other rank is waited for: this one may

@@ -484,7 +484,13 @@ fn an_error_of_a_program_reaches_the_others() {
     ];
     for (fails, words) in cases {
         super::unchecked(3, Duration::from_secs(20), |group| {
+            let joined = |rank: usize| format!("joined/{rank}");
+            group.store().set(&joined(group.rank()), b"")?;
             if group.rank() == 1 {
+                // A rank that is not connected yet would have no operation that fails.
+                for rank in [0, 2] {
+                    group.store().wait(&joined(rank), group.timeout())?;
+                }
                 let _ = fails(group);
                 return Ok(());
             }
@@ -499,6 +505,19 @@ fn an_error_of_a_program_reaches_the_others() {
         })
         .expect("all ranks");
     }
+}
+
+/// The others may still connect when a rank that has joined fails: the failure is the cause.
+#[test]
+fn an_error_of_a_program_reaches_a_rank_that_joins() {
+    let options =
+        GroupOptions { check: false, ..GroupOptions::with_timeout(Duration::from_secs(2)) };
+    let store = Store::hash(options.timeout).expect("a store");
+    let own = store.prefix(&format!("{}/", options.name)).expect("the group's part");
+    own.set("tch_extension/failed", b"rank 1: the data end early").expect("set");
+    let error = ProcessGroup::with_store(&store, 0, 2, &options).expect_err("nobody joins");
+    let words = "ProcessGroup::with_store: rank 0 of 2: rank 1: the data end early (";
+    assert!(error.to_string().starts_with(words), "{error}");
 }
 
 /// As a program does that returns an error between two operations.

@@ -1,7 +1,7 @@
 //! How ranks come together: a group of all, and one of some of them.
 
-use super::{GroupOptions, Inner, OnNcclError, ProcessGroup, lock};
-use crate::distributed::{Env, Store, TcpStoreOptions, failed};
+use super::{GroupOptions, Inner, OnNcclError, ProcessGroup, left_message, lock};
+use crate::distributed::{Env, Store, TcpStoreOptions, failed, report};
 use crate::ffi::distributed as ffi;
 use crate::{Error, Result};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -98,8 +98,14 @@ impl ProcessGroup {
             abort_on_error: options.on_nccl_error == OnNcclError::Abort,
             device: gpu,
         };
-        let group = ffi::Group::new(store.handle(), &parts)
-            .map_err(|reason| failed(op, format!("rank {rank} of {size}: {reason}")))?;
+        let group = ffi::Group::new(store.handle(), &parts).map_err(|reason| {
+            // A rank that has joined may fail before this one is connected.
+            let cause = left_message(&own).map(|cause| {
+                report::consequence(&cause);
+                format!("{cause} ({reason})")
+            });
+            failed(op, format!("rank {rank} of {size}: {}", cause.unwrap_or(reason)))
+        })?;
         let inner = Inner {
             abandoned: Mutex::new(Vec::new()),
             group,
