@@ -188,5 +188,8 @@ impl Function for Square {
 fn the_second_derivative_is_that_of_the_gradients_without_a_graph() {
     let square = |factor: f64| move |inputs: &[Tensor]| apply(Square(factor), &[Some(&inputs[0])]);
     check(square(2.0), &[&variable(&[3])]).unwrap();
-    assert_refused(check(square(3.0), &[&variable(&[3])]), &["gradgradcheck (", "output 0, input 0"]);
+    assert_refused(
+        check(square(3.0), &[&variable(&[3])]),
+        &["gradgradcheck (", "output 0, input 0"],
+    );
 }

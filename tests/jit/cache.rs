@@ -293,12 +293,17 @@ fn a_change_inside_precompiled_headers_is_seen() {
     let folder = scratch();
     let config = folder.path().join("config.h");
     let write = |text: &str| std::fs::write(&config, text).unwrap();
+    // Most of what `torch/extension.h` includes is left out, which halves the time.
+    let torch = folder.path().join("headers/torch");
+    std::fs::create_dir_all(&torch).unwrap();
+    for name in ["autograd", "cuda", "enum", "fft", "nested", "sparse", "special", "utils"] {
+        std::fs::write(torch.join(name).with_extension("h"), "").unwrap();
+    }
+    std::fs::write(torch.join("types.h"), "#include <ATen/core/TensorBody.h>\n").unwrap();
     let load = || {
         Extension::new("inside")
-            .cpp(
-                "#include <torch/extension.h>\n\
-                 extern \"C\" int answer() { return int(torch::full({1}, VALUE).item<double>()); }",
-            )
+            .cpp("#include <torch/extension.h>\nextern \"C\" int answer() { return VALUE; }")
+            .include(folder.path().join("headers"))
             .flag("-O0")
             .flag("-include")
             .flag(config.to_str().unwrap())
@@ -310,6 +315,6 @@ fn a_change_inside_precompiled_headers_is_seen() {
     write("#pragma once\n#define VALUE 1\n");
     assert_eq!(number(&load(), "answer").unwrap(), 1);
     // The headers do not compile by themselves any more, because they are no extension.
-    write("#ifndef TORCH_EXTENSION_NAME\n#error no extension\n#endif\n#define VALUE 2\n");
+    write("#ifndef TORCH_EXTENSION_NAME\n#include <absent.h>\n#endif\n#define VALUE 2\n");
     assert_eq!(number(&load(), "answer").unwrap(), 2);
 }

@@ -241,9 +241,8 @@ impl<'a> Gradcheck<'a> {
         }
         self.compare_signature(now)?;
         let zeros = |index: usize| vec![0.0; self.components_of_output(index)];
-        let of = |&index: &usize| {
-            found.optional(index).map_or_else(|| Ok(zeros(index)), components)
-        };
+        let of =
+            |&index: &usize| found.optional(index).map_or_else(|| Ok(zeros(index)), components);
         outputs.iter().map(of).collect()
     }
 
