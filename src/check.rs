@@ -92,13 +92,12 @@ impl<'a> Check<'a> {
         match self.tensor.device() {
             Device::Cpu => Ok(self),
             Device::Cuda(_) if crate::cuda::is_compiled() => Ok(self),
-            device @ Device::Cuda(_) => Err(self.refuse(
-                "a CPU tensor, because this build has no CUDA kernels",
+            device @ Device::Cuda(_) => Err(no_cuda_kernels(self.op, self.argument, device)),
+            device => Err(self.refuse(
+                "a CPU or CUDA tensor",
                 format!("{device:?}"),
-                "build with a libtorch that has CUDA and an nvcc (cargo xtask doctor says what is missing), or \
-                 move it with to_device(Device::Cpu)",
+                "move it with to_device",
             )),
-            device => Err(self.refuse("a CPU or CUDA tensor", format!("{device:?}"), "move it with to_device")),
         }
     }
 
@@ -207,6 +206,13 @@ impl<'a> Check<'a> {
     ) -> Error {
         Error::argument(self.op, self.argument, expected, got, hint)
     }
+}
+
+pub(crate) fn no_cuda_kernels(op: &str, argument: &str, device: Device) -> Error {
+    let expected = "a CPU tensor, because this build has no CUDA kernels";
+    let hint = "build with a libtorch that has CUDA and an nvcc (cargo xtask doctor says what is missing), or move it \
+                with to_device(Device::Cpu)";
+    Error::argument(op, argument, expected, format!("{device:?}"), hint)
 }
 
 /// What to do where an argument is of kind `found`, and `whose` is of kind `kind`: which of the two is

@@ -20,6 +20,7 @@ pub mod jit;
 pub mod kernels;
 pub mod library;
 pub mod nn;
+pub mod operator;
 pub mod ops;
 #[cfg(feature = "optim")]
 pub mod optim;

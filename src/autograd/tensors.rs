@@ -91,6 +91,11 @@ impl Tensors {
         self.0.as_slice().get(index).and_then(Option::as_ref)
     }
 
+    /// Takes the tensor at `index` out of the list.
+    pub(crate) fn take(&mut self, index: usize) -> Option<Tensor> {
+        self.0.as_mut_slice().get_mut(index)?.take()
+    }
+
     /// The only tensor of a list of one.
     ///
     /// # Errors

@@ -2,6 +2,7 @@
 //! operator need to know about all its tensors, and one makes all its outputs. In tch, each such
 //! question is a call and a check for an error, and often an allocation.
 
+use super::pointers::Pointers;
 use super::take_message;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
@@ -68,8 +69,20 @@ pub(crate) fn facts<const N: usize>(tensors: [Option<&Tensor>; N]) -> Result<[Fa
     }
 }
 
+/// Writes the facts of each tensor in a list. There is room for as many.
+pub(crate) fn facts_into(tensors: &[Option<&Tensor>], facts: &mut [Facts]) -> Result<()> {
+    let pointers = Pointers::new(tensors.iter().copied());
+    let pointers = pointers.as_slice();
+    assert_eq!(pointers.len(), facts.len(), "as many facts as tensors");
+    // SAFETY: the pointers are null or borrowed from live tensors, and both arrays have as many
+    // entries.
+    let message =
+        unsafe { tch_extension_facts(pointers.as_ptr(), pointers.len(), facts.as_mut_ptr()) };
+    take_message(message).map_or(Ok(()), |message| Err(Error::Torch(message)))
+}
+
 impl Facts {
-    const NONE: Facts = Facts {
+    pub const NONE: Facts = Facts {
         data: null(),
         sizes: [0; MOST_DIMS],
         strides: [0; MOST_DIMS],
@@ -119,6 +132,11 @@ impl Facts {
                 usize::try_from(index).ok().filter(|_| crate::cuda::is_compiled()).map(Device::Cuda)
             }
         }
+    }
+
+    /// The sizes, if there are not too many of them.
+    pub fn all_sizes(&self) -> Option<&[i64]> {
+        self.sizes.get(..usize::try_from(self.dim).ok()?)
     }
 
     /// Whether this is a tensor with the other's kind and device.

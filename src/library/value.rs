@@ -128,6 +128,11 @@ impl<'a> Args<'a> {
         Args { positional: Vec::with_capacity(8), named: Vec::new() }
     }
 
+    /// A list of arguments by position.
+    pub(crate) fn positional(positional: Vec<Value<'a>>) -> Self {
+        Args { positional, named: Vec::new() }
+    }
+
     /// Adds the next argument by position.
     #[must_use]
     pub fn arg(mut self, value: impl Into<Value<'a>>) -> Self {

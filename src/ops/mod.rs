@@ -100,16 +100,12 @@ pub mod parts {
     pub use super::cross_entropy::parts::*;
     #[cfg(feature = "mlp")]
     pub use super::gelu_mlp::parts::*;
-    #[cfg(feature = "gemm")]
-    pub use super::linear::parts::*;
     #[cfg(feature = "loss")]
     pub use super::linear_cross_entropy::parts::*;
     #[cfg(feature = "recurrent")]
     pub use super::lltm::parts::*;
     #[cfg(feature = "recurrent")]
     pub use super::lltm_cell::parts::*;
-    #[cfg(feature = "gemm")]
-    pub use super::matmul_add_relu::parts::*;
     #[cfg(feature = "norm")]
     pub use super::norm::parts::*;
     #[cfg(feature = "recurrent")]
@@ -118,6 +114,16 @@ pub mod parts {
     pub use super::rope::parts::*;
     #[cfg(feature = "mlp")]
     pub use super::swiglu_mlp::parts::*;
+}
+
+/// Operators of which each is one definition: an [`Operator`](crate::operator::Operator). The package
+/// tch-extension-python registers them.
+#[doc(hidden)]
+pub mod definitions {
+    #[cfg(feature = "gemm")]
+    pub use super::linear::{Linear, LinearIn, LinearOut};
+    #[cfg(feature = "gemm")]
+    pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
 }
 
 /// Exports the functions and the ways of each operator.

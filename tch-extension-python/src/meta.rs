@@ -178,24 +178,3 @@ pub fn likes<const N: usize>(tensors: [Option<&Tensor>; N], needs: Needs) -> Res
     let made: Vec<Tensor> = tensors.into_iter().enumerate().map(like).collect::<Result<_>>()?;
     made.try_into().map_err(|_| Error::msg("internal error: the number changed"))
 }
-
-/// The sizes to which two lists of sizes broadcast.
-///
-/// # Errors
-/// If they do not.
-pub fn broadcast(a: &[SymInt], b: &[SymInt]) -> Result<Vec<SymInt>> {
-    let dims = a.len().max(b.len());
-    let of = |size: &[SymInt], dim: usize| {
-        (dim + size.len()).checked_sub(dims).and_then(|place| size.get(place).cloned())
-    };
-    let one = SymInt::from(1);
-    (0..dims)
-        .map(|dim| match (of(a, dim), of(b, dim)) {
-            (Some(a), None) => Ok(a),
-            (None, Some(b)) => Ok(b),
-            (Some(a), Some(b)) if b == one || a == b => Ok(a),
-            (Some(a), Some(b)) if a == one => Ok(b),
-            _ => Err(Error::msg("the sizes do not broadcast")),
-        })
-        .collect()
-}

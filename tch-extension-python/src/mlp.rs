@@ -224,7 +224,7 @@ mod gelu_mlp {
         const BACKWARD: &'static str = "gelu_mlp_backward";
         const INPUTS: usize = 5;
         const OUTPUTS: usize = 1;
-        const KEPT: &'static [usize] = &[1, 2];
+        const KEPT: u64 = 0b110;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, w1, w2) = (inputs.get(0)?, inputs.get(1)?, inputs.get(3)?);
@@ -411,7 +411,7 @@ mod swiglu_mlp {
         const BACKWARD: &'static str = "swiglu_mlp_backward";
         const INPUTS: usize = 4;
         const OUTPUTS: usize = 1;
-        const KEPT: &'static [usize] = &[1, 2, 3];
+        const KEPT: u64 = 0b1110;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, w_gate) = (inputs.get(0)?, inputs.get(1)?);

@@ -7,11 +7,12 @@ use crate::ffi::exceptions;
 use crate::ffi::library::Operator;
 use crate::library::define::{define_at, implement_at};
 use crate::{Error, Result};
+use std::borrow::Cow;
 
 /// An argument in a schema.
 pub struct Argument {
     /// Its name.
-    pub name: &'static str,
+    pub name: Cow<'static, str>,
     /// Its type.
     pub schema: String,
     /// Its default value.

@@ -189,7 +189,7 @@ macro_rules! operators {
                 let mut arguments = Vec::new();
                 $(
                     arguments.push($crate::library::expansion::Argument {
-                        name: stringify!($argument),
+                        name: stringify!($argument).into(),
                         schema: <$type as $crate::library::expansion::ArgumentType>::schema(index),
                         default: $crate::operators!(@default $type $(, $default)?),
                         written: <$type as $crate::library::expansion::ArgumentType>::WRITTEN,

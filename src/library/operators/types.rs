@@ -69,6 +69,11 @@ impl Default {
         Default { text: text.to_string(), value }
     }
 
+    /// A list of ints.
+    pub fn ints(items: &[i64]) -> Self {
+        Default::list(items, int)
+    }
+
     fn list<T>(items: &[T], item: impl Fn(&T) -> Default) -> Self {
         let items = items.iter().map(item);
         let (texts, values): (Vec<_>, Vec<_>) = items.map(|item| (item.text, item.value)).unzip();

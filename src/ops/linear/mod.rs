@@ -1,20 +1,20 @@
 //! The linear layer's operator.
 
 use super::gemm::{self, Way};
+use super::rows;
 use super::way::forced;
-use super::{count_rows, rows};
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use crate::check::Check;
-use crate::{Result, check};
+use crate::Result;
+use crate::amp::CastPolicy;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Second, Slots, call,
+};
 use tch::{Kind, Tensor};
 
 mod kernels;
-pub(super) mod parts;
 
 pub(super) use kernels::bias_grad;
 
-const OP: &str = "linear";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// A linear layer: every row of the input times the weight, plus the bias.
@@ -73,16 +73,7 @@ pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor 
 /// If an argument has another kind, device or shape than stated (the error names the argument), or
 /// if libtorch or CUDA fails.
 pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    check!(OP, input).defined()?;
-    check!(OP, weight).defined()?;
-    bias.map(|bias| check!(OP, bias).defined()).transpose()?;
-    match autocast_inputs(CastPolicy::LowerPrecision, &[Some(input), Some(weight), bias])? {
-        Some(cast) => match &cast[..] {
-            [Some(input), Some(weight), bias] => applied(input, weight, bias.as_ref()),
-            _ => unreachable!("as many as came"),
-        },
-        None => applied(input, weight, bias),
-    }
+    Ok(call(Linear {}, &LinearIn { input, weight, bias })?.output)
 }
 
 /// [`linear`] in plain tch operations, without checks of its own.
@@ -93,95 +84,87 @@ pub fn linear_reference(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
     Ok(input.f_linear(weight, bias)?)
 }
 
-fn applied(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let function = Linear { way: forced(), ..Default::default() };
-    apply(function, &[Some(input), Some(weight), bias])?.single()
+crate::signature! {
+    /// [`linear`] as an operator.
+    pub Linear: LinearIn -> LinearOut = "linear"(input, weight, bias?) -> (output)
 }
 
-fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
-    let input = &check!(OP, input).kind_in(&KINDS)?.supported_device()?;
-    let check_like = |argument: Check<'_>| -> Result<()> { argument.like(input).map(|_| ()) };
-    check_like(check!(OP, weight))?;
-    bias.map(|bias| check_like(check!(OP, bias))).transpose()?;
+impl Operator for Linear {
+    type Kept = ();
+    type Plan = Way;
 
-    let size = input.tensor().size();
-    let Some(&features) = size.last() else {
-        return Err(input.refuse("shape [..., in]", "a single number, []", "view it as [1]"));
-    };
-    if count_rows(&size).is_none() {
-        return Err(input.refuse(
-            "leading sizes whose product fits 64 bits",
-            format!("{size:?}"),
-            "",
-        ));
+    const AUTOCAST: [Option<CastPolicy>; 2] = [Some(CastPolicy::LowerPrecision); 2];
+    const SECOND: Second = Second::Itself;
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<Way> {
+        Ok(forced())
     }
-    check!(OP, weight).dim(2, "[out, in]")?;
-    let out = weight.size2()?.0;
-    check!(OP, weight).shape("[out, in]", &[out, features])?;
-    bias.map(|bias| check!(OP, bias).shape("[out]", &[out])).transpose()?;
-    Ok(())
-}
 
-#[derive(Default)]
-struct Linear {
-    way: Way,
-    /// Kept here so that the input itself need not be saved for its own gradient.
-    input_size: Vec<i64>,
-}
-
-/// The positions of the inputs. The first two are also their slots among the saved tensors.
-mod place {
-    pub const INPUT: usize = 0;
-    pub const WEIGHT: usize = 1;
-    pub const BIAS: usize = 2;
-}
-
-impl Function for Linear {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (input, weight, bias) =
-            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let output = forward(input, weight, bias, self.way)?;
-        // Each of the two is needed only for the gradient of the other.
-        saver.save_optional(Some(input).filter(|_| saver.needs_input_grad(place::WEIGHT)));
-        saver.save_optional(Some(weight).filter(|_| saver.needs_input_grad(place::INPUT)));
-        if saver.needs_graph() {
-            self.input_size = input.size();
+    fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+        let input = of.input.kind_in(&KINDS)?.supported_device()?;
+        let weight = of.weight.like(input)?;
+        let bias = of.bias.as_ref().map(|bias| bias.like(input)).transpose()?;
+        let Some((features, leading)) = input.sizes().split_last() else {
+            return Err(input.refuse("shape [..., in]", "a single number, []", "view it as [1]"));
+        };
+        if count_rows(leading).is_none() {
+            let expected = "leading sizes whose product fits 64 bits";
+            return Err(input.refuse(expected, format!("{:?}", input.sizes()), ""));
         }
-        Ok(output.into())
+        let out = weight.dim(2, "[out, in]")?.sizes()[0].clone();
+        weight.shape("[out, in]", &[out.clone(), features.clone()])?;
+        bias.map(|bias| bias.shape("[out]", std::slice::from_ref(&out))).transpose()?;
+        Ok(Made::only(LinearOut { output: input.clone().with_last(out) }))
     }
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let needs_bias = ctx.needs_input_grad(place::BIAS);
-        let saved = |needed: bool, slot| needed.then(|| ctx.saved(slot)).transpose();
-        let factors = Factors {
-            input: saved(ctx.needs_input_grad(place::WEIGHT), place::INPUT)?,
-            weight: saved(ctx.needs_input_grad(place::INPUT), place::WEIGHT)?,
+    /// Each of the two is needed only for the gradient of the other.
+    fn reads(&self, needs: &Needs<Self>) -> Needs<Self> {
+        LinearIn { input: needs.weight, weight: needs.input, bias: false }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let LinearIn { input, weight, bias } = call.of;
+        let output = match gemm::linear(input, weight, bias, call.plan)? {
+            Some(output) => output,
+            // Only here the arguments have to be checked: the other ways accept valid ones only.
+            None => {
+                call.check()?;
+                composite(input, weight, bias)?
+            }
         };
-        let grad = grads.get(0)?;
-        let gradients = match ctx.create_graph() {
-            true => differentiable_backward(grad, &factors, &self.input_size, needs_bias),
-            false => backward(grad, &factors, &self.input_size, needs_bias, self.way),
-        };
-        Ok(gradients?.into())
+        Ok(Made::only(LinearOut { output }))
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let (needs_bias, way) = (again.needs.bias, again.plan);
+        let size = again.metas()?.input.sizes().to_vec();
+        let Some(grad) = grads.output else { return Ok(LinearIn::none()) };
+        match again.is_recorded {
+            true => differentiable_gradients(&grad, &again.of, &size, needs_bias),
+            false => kernels_gradients(&grad, &again.of, &size, needs_bias, way),
+        }
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        Ok(LinearOut { output: linear_reference(of.input, of.weight, of.bias)? })
     }
 }
 
-/// The output. The sizes and kinds of the arguments are checked here.
+/// The output for arguments that fit.
 pub(super) fn forward(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
     way: Way,
 ) -> Result<Tensor> {
-    if let Some(output) = gemm::linear(input, weight, bias, way)? {
-        return Ok(output);
+    match gemm::linear(input, weight, bias, way)? {
+        Some(output) => Ok(output),
+        None => composite(input, weight, bias),
     }
-    // Only here the arguments have to be checked: the other ways accept valid ones only.
-    check_arguments(input, weight, bias)?;
+}
+
+/// [`forward`] by libtorch's operator.
+fn composite(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     // If the input is not a matrix, its strides decide whether libtorch adds the bias inside the
     // product or after it, with one rounding more.
     if input.dim() == 2 {
@@ -194,30 +177,26 @@ pub(super) fn forward(
     reshaped(&output, &size)
 }
 
+/// The product of the sizes that are known; `None` if it exceeds 64 bits, which it may without elements.
+fn count_rows<D: Dim>(leading: &[D]) -> Option<i64> {
+    let mut known = leading.iter().filter_map(D::number);
+    known.try_fold(1_i64, |rows, size| rows.checked_mul(size))
+}
+
 /// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes
 /// views that cannot be changed in place later.
 pub(super) fn reshaped(tensor: &Tensor, size: &[i64]) -> Result<Tensor> {
     Ok(tensor.f_internal_unsafe_view(size)?)
 }
 
-/// What the backward pass reads of the arguments. Each is there if the gradient of the other is
-/// needed.
-struct Factors {
-    input: Option<Tensor>,
-    weight: Option<Tensor>,
-}
-
-/// The gradients of input, weight and bias that are needed.
-type Gradients = [Option<Tensor>; 3];
-
 /// The gradients, by the kernels of this crate or by libtorch's.
-fn backward(
+fn kernels_gradients(
     grad: &Tensor,
-    factors: &Factors,
+    factors: &Gradients<Linear>,
     input_size: &[i64],
     needs_bias: bool,
     way: Way,
-) -> Result<Gradients> {
+) -> Result<Gradients<Linear>> {
     let product = |lhs: &Tensor, rhs: &Tensor| match gemm::product(lhs, rhs, way)? {
         Some(product) => Ok(product),
         None => Ok(lhs.f_mm(rhs)?),
@@ -225,13 +204,13 @@ fn backward(
     gradients(grad, factors, input_size, needs_bias, product, kernels::bias_grad)
 }
 
-/// [`backward`] by operations that libtorch can differentiate.
-fn differentiable_backward(
+/// The same by operations that libtorch can differentiate.
+fn differentiable_gradients(
     grad: &Tensor,
-    factors: &Factors,
+    factors: &Gradients<Linear>,
     input_size: &[i64],
     needs_bias: bool,
-) -> Result<Gradients> {
+) -> Result<Gradients<Linear>> {
     let product = |lhs: &Tensor, rhs: &Tensor| Ok(lhs.f_mm(rhs)?);
     let sum = |grad: &Tensor| -> Result<Tensor> {
         Ok(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?)
@@ -239,22 +218,23 @@ fn differentiable_backward(
     gradients(grad, factors, input_size, needs_bias, product, sum)
 }
 
-/// `dy W`, `dyᵀ x` and `Σ dy` over the rows.
+/// `dy W`, `dyᵀ x` and `Σ dy` over the rows. Each factor is there if the gradient of the other is
+/// needed.
 fn gradients(
     grad: &Tensor,
-    factors: &Factors,
+    factors: &Gradients<Linear>,
     input_size: &[i64],
     needs_bias: bool,
     product: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
     sum: impl Fn(&Tensor) -> Result<Tensor>,
-) -> Result<Gradients> {
+) -> Result<Gradients<Linear>> {
     let grad = &rows(grad)?;
     let of_input =
         |weight: &Tensor| -> Result<Tensor> { Ok(product(grad, weight)?.f_view(input_size)?) };
     let of_weight = |input: &Tensor| product(&grad.f_transpose(0, 1)?, &rows(input)?);
-    Ok([
-        factors.weight.as_ref().map(of_input).transpose()?,
-        factors.input.as_ref().map(of_weight).transpose()?,
-        needs_bias.then(|| sum(grad)).transpose()?,
-    ])
+    Ok(LinearIn {
+        input: factors.weight.as_ref().map(of_input).transpose()?,
+        weight: factors.input.as_ref().map(of_weight).transpose()?,
+        bias: needs_bias.then(|| sum(grad)).transpose()?,
+    })
 }

@@ -4,17 +4,18 @@ use super::gemm::{self, Way};
 use super::linear::bias_grad as column_sums;
 use super::rows;
 use super::way::forced;
+use crate::Result;
 use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::ffi::tensor::plain;
-use crate::{Result, check};
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Second, Slots, call,
+};
 use tch::{Kind, Tensor};
 
 mod kernels;
-pub(super) mod parts;
 mod plan;
 
-const OP: &str = "matmul_add_relu";
 /// The kinds that the product's operands may have.
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 /// The kinds that a bias may have: whole numbers can be added to a product of any of `KINDS`.
@@ -116,16 +117,7 @@ pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
 /// If an argument has another kind, device or shape than stated (the error names the argument), or
 /// if libtorch or CUDA fails.
 pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    check!(OP, lhs).defined()?;
-    check!(OP, rhs).defined()?;
-    check!(OP, bias).defined()?;
-    match autocast_inputs(CastPolicy::LowerPrecision, &[Some(lhs), Some(rhs)])? {
-        Some(cast) => match &cast[..] {
-            [Some(lhs), Some(rhs)] => applied(lhs, rhs, bias),
-            _ => unreachable!("as many as came"),
-        },
-        None => applied(lhs, rhs, bias),
-    }
+    Ok(call(MatmulAddRelu {}, &MatmulAddReluIn { lhs, rhs, bias })?.output)
 }
 
 /// [`matmul_add_relu`] in plain tch operations, without checks of its own.
@@ -136,81 +128,127 @@ pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> R
     Ok(lhs.f_matmul(rhs)?.f_add(bias)?.f_relu()?)
 }
 
-fn applied(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    apply(MatmulAddRelu { way: forced(), shapes: None }, &[Some(lhs), Some(rhs), Some(bias)])?
-        .single()
+crate::signature! {
+    /// [`matmul_add_relu`] as an operator.
+    pub MatmulAddRelu: MatmulAddReluIn -> MatmulAddReluOut = "matmul_add_relu"(lhs, rhs, bias) -> (output)
 }
 
-fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
-    let lhs = check!(OP, lhs).kind_in(&KINDS)?.supported_device()?;
-    let rhs = check!(OP, rhs).like(&lhs)?;
-    let bias = check!(OP, bias).kind_in(&BIAS_KINDS)?.same_device_as(&lhs)?;
-    let (lhs_size, rhs_size) = (lhs.tensor().size(), rhs.tensor().size());
-    for (argument, size) in [(lhs, &lhs_size), (rhs, &rhs_size)] {
-        if size.is_empty() {
-            return Err(argument.refuse(
-                "at least 1 dimension",
-                "a single number, []",
-                "multiply by it",
-            ));
+impl Operator for MatmulAddRelu {
+    type Kept = ();
+    type Plan = Way;
+
+    const SECOND: Second = Second::Itself;
+    const READS_OUTPUTS: u64 = 0b1;
+
+    /// As libtorch does for the two operations, the bias is left as it is.
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        let factors = [Some(of.lhs), Some(of.rhs)];
+        let cast = autocast_inputs(CastPolicy::LowerPrecision, &factors)?;
+        Ok(cast.map(|mut cast| {
+            cast.push(Some(of.bias.shallow_clone()));
+            cast
+        }))
+    }
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<Way> {
+        Ok(forced())
+    }
+
+    fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+        let lhs = of.lhs.kind_in(&KINDS)?.supported_device()?;
+        let rhs = of.rhs.like(lhs)?;
+        let bias = of.bias.kind_in(&BIAS_KINDS)?.same_device_as(lhs)?;
+        for factor in [lhs, rhs] {
+            if factor.sizes().is_empty() {
+                let (expected, got) = ("at least 1 dimension", "a single number, []");
+                return Err(factor.refuse(expected, got, "multiply by it"));
+            }
         }
+        let (lhs_size, rhs_size) = (lhs.sizes(), rhs.sizes());
+        let inner = &lhs_size[lhs_size.len() - 1];
+        if rhs_size[rhs_size.len().saturating_sub(2)].differs(inner) {
+            let names = if rhs_size.len() == 1 { "[K]" } else { "[..., K, N]" };
+            let expected = format!("shape {names} with K = {inner:?}, as lhs {lhs_size:?}");
+            return Err(rhs.refuse(expected, format!("{rhs_size:?}"), ""));
+        }
+        let Some(product) = product_size(lhs_size, rhs_size) else {
+            let expected =
+                format!("leading dimensions that broadcast with lhs' {:?}", batch(lhs_size));
+            return Err(rhs.refuse(expected, format!("{:?}", batch(rhs_size)), ""));
+        };
+        let Some(size) = broadcast(&product, bias.sizes()) else {
+            let expected = format!("a shape that broadcasts with the product's {product:?}");
+            return Err(bias.refuse(expected, format!("{:?}", bias.sizes()), ""));
+        };
+        let kind =
+            result_kind((lhs.kind(), !product.is_empty()), (bias.kind(), !bias.sizes().is_empty()));
+        Ok(Made::only(MatmulAddReluOut { output: lhs.sized(size).of_kind(kind) }))
     }
-    let inner = lhs_size[lhs_size.len() - 1];
-    if rhs_size[rhs_size.len().saturating_sub(2)] != inner {
-        let names = if rhs_size.len() == 1 { "[K]" } else { "[..., K, N]" };
-        return Err(rhs.refuse(
-            format!("shape {names} with K = {inner}, as lhs {lhs_size:?}"),
-            format!("{rhs_size:?}"),
-            "",
-        ));
+
+    /// Each factor is needed only for the gradient of the other.
+    fn reads(&self, needs: &Needs<Self>) -> Needs<Self> {
+        MatmulAddReluIn { lhs: needs.rhs, rhs: needs.lhs, bias: false }
     }
-    let (lhs_batch, rhs_batch) = (batch(&lhs_size), batch(&rhs_size));
-    if broadcast(lhs_batch, rhs_batch).is_none() {
-        return Err(rhs.refuse(
-            format!("leading dimensions that broadcast with lhs' {lhs_batch:?}"),
-            format!("{rhs_batch:?}"),
-            "",
-        ));
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let MatmulAddReluIn { lhs, rhs, bias } = call.of;
+        let output = match gemm::matmul_add_relu(lhs, rhs, bias, call.plan)? {
+            Some(output) => output,
+            // Only here the arguments have to be checked: the other ways accept valid ones only.
+            None => {
+                call.check()?;
+                add_relu(product(lhs, rhs, call.plan)?, bias)?
+            }
+        };
+        Ok(Made::only(MatmulAddReluOut { output }))
     }
-    let Some(product) = product_size(&lhs_size, &rhs_size) else { return Ok(()) };
-    if broadcast(&product, &bias.tensor().size()).is_none() {
-        return Err(bias.refuse(
-            format!("a shape that broadcasts with the product's {product:?}"),
-            format!("{:?}", bias.tensor().size()),
-            "",
-        ));
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let metas = again.metas()?;
+        let (Some(grad), Some(out)) = (grads.output, &again.outputs.output) else {
+            return Ok(MatmulAddReluIn::none());
+        };
+        // y is only compared with 0. As a part of the graph it would get no gradient.
+        let out = if again.is_recorded { out.f_detach()? } else { out.shallow_clone() };
+        let way = (!again.is_recorded).then_some(again.plan);
+        gradients(&grad, &again.of, &out, &metas, again.needs.bias, way)
     }
-    Ok(())
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        Ok(MatmulAddReluOut { output: matmul_add_relu_reference(of.lhs, of.rhs, of.bias)? })
+    }
 }
 
 /// The leading dimensions of a factor.
-fn batch(size: &[i64]) -> &[i64] {
+fn batch<D>(size: &[D]) -> &[D] {
     &size[..size.len().saturating_sub(2)]
 }
 
 /// The size of `matmul`'s result, if the factors fit together.
-fn product_size(lhs: &[i64], rhs: &[i64]) -> Option<Vec<i64>> {
+fn product_size<D: Dim>(lhs: &[D], rhs: &[D]) -> Option<Vec<D>> {
     let mut size = broadcast(batch(lhs), batch(rhs))?;
     if lhs.len() > 1 {
-        size.push(lhs[lhs.len() - 2]);
+        size.push(lhs[lhs.len() - 2].clone());
     }
-    if rhs.len() > 1 {
-        size.push(rhs[rhs.len() - 1]);
+    if let [_, .., columns] = rhs {
+        size.push(columns.clone());
     }
     Some(size)
 }
 
 /// The size to which two sizes broadcast, if they do.
-fn broadcast(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
+fn broadcast<D: Dim>(a: &[D], b: &[D]) -> Option<Vec<D>> {
     let dims = a.len().max(b.len());
-    let of = |size: &[i64], dim: usize| {
-        (dim + size.len()).checked_sub(dims).map_or(1, |place| size[place])
+    let of = |size: &[D], dim: usize| {
+        (dim + size.len()).checked_sub(dims).map_or(D::from(1), |place| size[place].clone())
     };
     (0..dims)
         .map(|dim| match (of(a, dim), of(b, dim)) {
-            (a, b) if a == b || b == 1 => Some(a),
-            (1, b) => Some(b),
-            _ => None,
+            (a, b) if b.number() == Some(1) => Some(a),
+            (a, b) if a.number() == Some(1) => Some(b),
+            (a, b) if a.differs(&b) => None,
+            // A symbol is another number than 1, so the two are equal.
+            (a, b) => Some(if a.number().is_some() { a } else { b }),
         })
         .collect()
 }
@@ -229,132 +267,32 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
     if product == Kind::Double || bias == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-struct MatmulAddRelu {
-    way: Way,
-    /// Kept if there can be a backward pass.
-    shapes: Option<Shapes>,
-}
-
-/// What the backward pass needs to know of the arguments. It is kept so that the backward does not
-/// look at the tensors themselves: tensors that were changed in place since the forward then cause
-/// no version error.
-struct Shapes {
-    lhs: Vec<i64>,
-    rhs: Vec<i64>,
-    /// The kind of `lhs`, `rhs` and their product.
-    kind: Kind,
-    bias: Vec<i64>,
-    bias_kind: Kind,
-}
-
-/// The positions of the inputs. The first two are also their slots among the saved tensors.
-mod place {
-    pub const LHS: usize = 0;
-    pub const RHS: usize = 1;
-    pub const BIAS: usize = 2;
-}
-
-/// Saved after the factors: the output.
-const OUT: usize = 2;
-
-impl Function for MatmulAddRelu {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (lhs, rhs, bias) =
-            (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let out = forward(lhs, rhs, bias, self.way)?;
-        if saver.needs_graph() {
-            self.shapes = Some(Shapes {
-                lhs: lhs.size(),
-                rhs: rhs.size(),
-                kind: lhs.f_kind()?,
-                bias: bias.size(),
-                bias_kind: bias.f_kind()?,
-            });
-        }
-        // Each of the two is needed only for the gradient of the other.
-        saver.save_optional(Some(lhs).filter(|_| saver.needs_input_grad(place::RHS)));
-        saver.save_optional(Some(rhs).filter(|_| saver.needs_input_grad(place::LHS)));
-        saver.save(&out);
-        Ok(out.into())
-    }
-
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let Some(shapes) = &self.shapes else {
-            return Ok(Tensors::from([None, None, None]));
-        };
-        let needs_bias = ctx.needs_input_grad(place::BIAS);
-        let saved = |needed: bool, slot| needed.then(|| ctx.saved(slot)).transpose();
-        let mut saved = Saved {
-            lhs: saved(ctx.needs_input_grad(place::RHS), place::LHS)?,
-            rhs: saved(ctx.needs_input_grad(place::LHS), place::RHS)?,
-            out: ctx.saved(OUT)?,
-        };
-        let grad = grads.get(0)?;
-        let gradients = if ctx.create_graph() {
-            // y is only compared with 0. As a part of the graph it would get no gradient.
-            saved.out = saved.out.f_detach()?;
-            gradients(grad, &saved, shapes, needs_bias, None)
-        } else {
-            backward(grad, &saved, shapes, needs_bias, self.way)
-        };
-        Ok(gradients?.into())
-    }
-}
-
-/// The output, which is contiguous. The sizes and kinds of the arguments are checked here.
-fn forward(lhs: &Tensor, rhs: &Tensor, bias: &Tensor, way: Way) -> Result<Tensor> {
-    if let Some(out) = gemm::matmul_add_relu(lhs, rhs, bias, way)? {
-        return Ok(out);
-    }
-    // Only here the arguments have to be checked: the other ways accept valid ones only.
-    check_arguments(lhs, rhs, bias)?;
-    add_relu(product(lhs, rhs, way)?, bias)
-}
-
-/// What the backward pass reads. Each factor is there if the gradient of the other is needed.
-struct Saved {
-    lhs: Option<Tensor>,
-    rhs: Option<Tensor>,
-    out: Tensor,
-}
-
-/// The gradients of lhs, rhs and bias that are needed.
-type Gradients = [Option<Tensor>; 3];
-
-/// The gradients, by the kernels of this crate or by libtorch's.
-fn backward(
-    grad: &Tensor,
-    saved: &Saved,
-    shapes: &Shapes,
-    needs_bias: bool,
-    way: Way,
-) -> Result<Gradients> {
-    gradients(grad, saved, shapes, needs_bias, Some(way))
-}
-
-/// [`backward`], or, if `way` is `None`, the same by operations that libtorch can differentiate.
+/// The gradients, by the kernels of this crate or by libtorch's; or, if `way` is `None`, by operations
+/// that libtorch can differentiate.
 fn gradients(
     grad: &Tensor,
-    saved: &Saved,
-    shapes: &Shapes,
+    factors: &Gradients<MatmulAddRelu>,
+    out: &Tensor,
+    metas: &Metas<MatmulAddRelu, i64>,
     needs_bias: bool,
     way: Option<Way>,
-) -> Result<Gradients> {
-    let (grad_z, grad_bias) = mask(grad, &saved.out, shapes, needs_bias, way)?;
-    let (lhs, rhs) = (saved.lhs.as_ref(), saved.rhs.as_ref());
-    let product = product_size(&shapes.lhs, &shapes.rhs);
+) -> Result<Gradients<MatmulAddRelu>> {
+    let (grad_z, bias) = mask(grad, out, &metas.bias, needs_bias, way)?;
+    let (lhs, rhs) = (factors.lhs.as_ref(), factors.rhs.as_ref());
+    let (lhs_size, rhs_size) = (metas.lhs.sizes(), metas.rhs.sizes());
+    let product = product_size(lhs_size, rhs_size);
     let Some(product) = product.filter(|_| lhs.is_some() || rhs.is_some()) else {
-        return Ok([None, None, grad_bias]);
+        return Ok(MatmulAddReluIn { lhs: None, rhs: None, bias });
     };
-    let grad = grad_z.f_sum_to_size(product.as_slice())?.f_to_kind(shapes.kind)?;
-    let grad = grad.f_reshape(as_matrices(&shapes.lhs, &shapes.rhs, &product).as_slice())?;
-    let of_lhs = |rhs: &Tensor| lhs_gradient(&grad, rhs, &shapes.lhs, way);
-    let of_rhs = |lhs: &Tensor| rhs_gradient(&grad, lhs, &shapes.rhs, way);
-    Ok([rhs.map(of_lhs).transpose()?, lhs.map(of_rhs).transpose()?, grad_bias])
+    let grad = grad_z.f_sum_to_size(product.as_slice())?.f_to_kind(metas.lhs.kind())?;
+    let grad = grad.f_reshape(as_matrices(lhs_size, rhs_size, &product).as_slice())?;
+    let of_lhs = |rhs: &Tensor| lhs_gradient(&grad, rhs, lhs_size, way);
+    let of_rhs = |lhs: &Tensor| rhs_gradient(&grad, lhs, rhs_size, way);
+    Ok(MatmulAddReluIn {
+        lhs: rhs.map(of_lhs).transpose()?,
+        rhs: lhs.map(of_rhs).transpose()?,
+        bias,
+    })
 }
 
 /// The product of the detached factors. For tensors that require grad, matmul takes another path,
@@ -395,11 +333,11 @@ fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
 fn mask(
     grad: &Tensor,
     out: &Tensor,
-    shapes: &Shapes,
+    bias: &Meta<i64>,
     needs_bias: bool,
     way: Option<Way>,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let size = shapes.bias.as_slice();
+    let size = bias.sizes();
     let place = Bias::new(size, &out.size());
     let (grad_z, sums) = match way {
         Some(_) => masked_by_kernel(grad, out, place.columns().filter(|_| needs_bias))?,
@@ -413,7 +351,7 @@ fn mask(
         None if place == Bias::Full => grad_z.f_reshape(size)?,
         None => grad_z.f_sum_to_size(size)?,
     };
-    Ok((grad_z, Some(grad_bias.f_to_kind(shapes.bias_kind)?)))
+    Ok((grad_z, Some(grad_bias.f_to_kind(bias.kind())?)))
 }
 
 /// `dz`, and the sums of its columns if their number is given.

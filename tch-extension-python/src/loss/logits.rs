@@ -137,7 +137,7 @@ mod cross_entropy {
         const BACKWARD: &'static str = "cross_entropy_backward";
         const INPUTS: usize = 3;
         const OUTPUTS: usize = 1;
-        const KEPT: &'static [usize] = &[1];
+        const KEPT: u64 = 0b10;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, target, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));

@@ -141,7 +141,7 @@ mod layer_norm {
         const BACKWARD: &'static str = "layer_norm_backward";
         const INPUTS: usize = 3;
         const OUTPUTS: usize = 1;
-        const KEPT: &'static [usize] = &[1, 2];
+        const KEPT: u64 = 0b110;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (weight, bias) = (inputs.optional(1), inputs.optional(2));
@@ -283,7 +283,7 @@ mod rms_norm {
         const BACKWARD: &'static str = "rms_norm_backward";
         const INPUTS: usize = 2;
         const OUTPUTS: usize = 1;
-        const KEPT: &'static [usize] = &[1];
+        const KEPT: u64 = 0b10;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             call!("rms_norm", inputs.get(0)?, &self.shape, inputs.optional(1), Some(self.eps))

@@ -231,7 +231,7 @@ mod add_layer_norm {
         const BACKWARD: &'static str = "add_layer_norm_backward";
         const INPUTS: usize = 4;
         const OUTPUTS: usize = 2;
-        const KEPT: &'static [usize] = &[0, 2, 3];
+        const KEPT: u64 = 0b1101;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, residual) = (inputs.get(0)?, inputs.get(1)?);
@@ -390,7 +390,7 @@ mod add_rms_norm {
         const BACKWARD: &'static str = "add_rms_norm_backward";
         const INPUTS: usize = 3;
         const OUTPUTS: usize = 2;
-        const KEPT: &'static [usize] = &[0, 2];
+        const KEPT: u64 = 0b101;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, residual, weight) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));

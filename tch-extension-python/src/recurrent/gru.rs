@@ -78,7 +78,7 @@ impl Pair for Gru {
     const BACKWARD: &'static str = "gru_backward";
     const INPUTS: usize = 6;
     const OUTPUTS: usize = 2;
-    const KEPT: &'static [usize] = &[];
+    const KEPT: u64 = 0;
 
     fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
         let (input, h, w) = arguments(inputs)?;

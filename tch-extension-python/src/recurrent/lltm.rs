@@ -178,7 +178,7 @@ mod lltm_cell {
         const BACKWARD: &'static str = "lltm_cell_backward";
         const INPUTS: usize = 5;
         const OUTPUTS: usize = 2;
-        const KEPT: &'static [usize] = &[1, 2];
+        const KEPT: u64 = 0b110;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, weight, bias) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));
@@ -337,7 +337,7 @@ mod sequence {
         const BACKWARD: &'static str = "lltm_backward";
         const INPUTS: usize = 5;
         const OUTPUTS: usize = 3;
-        const KEPT: &'static [usize] = &[];
+        const KEPT: u64 = 0;
 
         fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
             let (input, weight, bias) = (inputs.get(0)?, inputs.get(1)?, inputs.optional(2));

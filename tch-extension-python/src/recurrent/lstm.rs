@@ -83,7 +83,7 @@ impl Pair for Lstm {
     const BACKWARD: &'static str = "lstm_backward";
     const INPUTS: usize = 7;
     const OUTPUTS: usize = 3;
-    const KEPT: &'static [usize] = &[];
+    const KEPT: u64 = 0;
 
     fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
         let (input, (h, c), w) = arguments(inputs)?;

@@ -6,6 +6,11 @@ use tch_extension::library::{self, Operator, SymInt, empty, new_empty, sizes};
 use tch_extension::view::{view, view_mut};
 use tch_extension::{Error, Result, args};
 
+#[path = "../../support/unit_rows.rs"]
+mod unit_rows;
+
+tch_extension::register! { namespace registered; unit_rows::UnitRows }
+
 tch_extension::operators! {
     namespace registered;
 

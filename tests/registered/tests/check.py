@@ -63,6 +63,13 @@ def eager():
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(a.detach(), b.detach())
         refused(lambda: ops.product(dual, dual), "forward-mode AD")
+    rows = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    weight, mask = torch.rand(4, dtype=torch.float64, requires_grad=True), torch.rand(3).double()
+    for check in torch.autograd.gradcheck, torch.autograd.gradgradcheck:
+        assert check(lambda x, w: ops.unit_rows(x, w, mask, 2.0), (rows, weight))
+        assert check(lambda x: ops.unit_rows(x, None, mask)[0], (rows,))
+    refused(lambda: ops.unit_rows(rows, weight, weight), "unit_rows: mask: expected shape [N] = [3], got [4]")
+    refused(lambda: ops.unit_rows(rows[0], weight, mask), "unit_rows: x: expected 2 dimensions [N, D]")
     tensors, _, absent, integer, real, flag = ops.every_type([a.detach()], [None], None, eps=2.0)
     assert torch.equal(tensors, a + 1)
     assert (absent, integer, real, flag) == (None, -7, 2.0, True)
@@ -80,6 +87,11 @@ def opcheck():
         ("sum_all", ([a, b],)),
         ("scale_", (plain, 2.0)),
         ("square", (a,)),
+        ("unit_rows", (a, leaf(3), torch.rand(2))),
+        ("unit_rows", (plain, None, torch.rand(2), 0.5)),
+        ("unit_rows_forward", (plain, torch.rand(3), torch.rand(2), 0.5, 0)),
+        ("unit_rows_forward", (plain, torch.rand(3), torch.rand(2), 0.5, 0b11)),
+        ("unit_rows_backward", (plain, plain[:, 0], plain[:, 1] + 3, plain, plain, None, torch.rand(2), 0.5, 1)),
         ("rows", (plain, 2)),
         ("rows", (plain, 2, torch.float16)),
     ]:
@@ -122,6 +134,20 @@ def compile():
     assert count.frame_count == 1, count.frame_count
 
 
+    def unit(x, weight, mask):
+        y, norm = ops.unit_rows(x, weight, mask, 2.0)
+        return (y * y.sin()).sum() + (norm * norm).sum()
+
+    count = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(unit, backend=count, fullgraph=True, dynamic=True)
+    for n in 4, 5, 9:
+        x, weight, mask = leaf(n, n + 1), leaf(n + 1), torch.rand(n)
+        ours = torch.autograd.grad(compiled(x, weight, mask), (x, weight))
+        theirs = torch.autograd.grad(unit(x, weight, mask), (x, weight))
+        assert all(map(torch.allclose, ours, theirs))
+    assert count.frame_count == 1, count.frame_count
+
+
 def transforms():
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils.checkpoint import checkpoint
@@ -131,6 +157,14 @@ def transforms():
     assert torch.allclose(torch.func.grad(square)(x), 4 * x)
     assert torch.allclose(torch.vmap(torch.func.grad(square))(x), 4 * x)
     assert torch.allclose(torch.vmap(lambda x: ops.product(x, x))(x), 2 * x * x)
+    rows, weight, mask = torch.randn(5, 3, 4).double(), torch.rand(4).double(), torch.rand(3).double()
+    length = lambda x, w: (ops.unit_rows(x, w, mask)[0] ** 3).sum() + ops.unit_rows(x, w, mask)[1].sum()
+    plain = lambda x, w: ((x / x.norm(dim=1, keepdim=True) * mask[:, None] * w) ** 3).sum() + x.norm(dim=1).sum()
+    for transform in (
+        lambda f: torch.vmap(torch.func.grad(f, argnums=(0, 1)), (0, None))(rows, weight),
+        lambda f: torch.func.jacrev(torch.func.grad(f))(rows[0], weight),
+    ):
+        assert all(map(torch.allclose, transform(length), transform(plain)))
     y = leaf(3)
     checkpoint(square, y, use_reentrant=False).backward()
     assert torch.allclose(y.grad, 4 * y)
@@ -150,7 +184,9 @@ def twice():
         torch.ops.load_library(copy)
         text = error_of(copy)
         says = "registered::muladd is defined already, registered at tests/registered/src/lib.rs:"
-        assert says in text and "\n" not in text, text
+        # One line for each use of a macro.
+        assert says in text and "registered::unit_rows is defined already" in text, text
+        assert len(text.split("\n")) == 2, text
     assert error_of(library) is None
     assert torch.equal(ops.square(torch.ones(2)), torch.ones(2))
 

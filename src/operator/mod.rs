@@ -1,0 +1,332 @@
+//! One definition of an operator, from which everything else follows: the node of the graph, casts
+//! under autocast, and what torch.compile, torch.func and vmap need.
+//!
+//! [`signature!`](crate::signature!) writes what an operator takes and returns, once, with names in
+//! place of positions. [`Operator`] is what it does: a rule for kinds and sizes, a forward pass, a
+//! backward pass, and the same formula in operations of tch. [`call`] runs it, as part of the graph,
+//! and [`register!`](crate::register!) registers it with libtorch's dispatcher.
+//!
+//! ```
+//! use tch::{Kind, Tensor};
+//! use tch_extension::Result;
+//! use tch_extension::operator::*;
+//!
+//! tch_extension::signature! {
+//!     pub Softcap: SoftcapIn -> SoftcapOut = "softcap"(x, cap: f64) -> (y)
+//! }
+//!
+//! impl Operator for Softcap {
+//!     type Kept = ();
+//!     type Plan = ();
+//!
+//!     fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+//!         let x = of.x.kind_in(&[Kind::Float, Kind::Double])?;
+//!         Ok(Made::only(SoftcapOut { y: x.sized(x.sizes()) }))
+//!     }
+//!
+//!     // A kernel would write to the tensors that `call.allocate()` makes.
+//!     fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+//!         call.check()?;
+//!         Ok(Made::only(SoftcapOut { y: (call.of.x / self.cap).tanh() * self.cap }))
+//!     }
+//!
+//!     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+//!         let slope = again.of.x.zip(grads.y).map(|(x, grad)| (1.0 - (x / self.cap).tanh().square()) * grad);
+//!         Ok(SoftcapIn { x: slope })
+//!     }
+//!
+//!     fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+//!         Ok(SoftcapOut { y: (of.x / self.cap).tanh() * self.cap })
+//!     }
+//! }
+//!
+//! // In Python: torch.ops.operator_example.softcap(x, 30.0)
+//! tch_extension::register! { namespace operator_example; Softcap }
+//!
+//! # fn main() -> Result<()> {
+//! let x = Tensor::from_slice(&[1.0, 40.0]).set_requires_grad(true);
+//! let y = call(Softcap { cap: 30.0 }, &SoftcapIn { x: &x })?.y;
+//! y.sum(Kind::Double).backward();
+//! assert!(x.grad().double_value(&[1]) < 0.3);
+//! # Ok(())
+//! # }
+//! ```
+
+mod meta;
+mod node;
+mod register;
+mod signature;
+mod slots;
+#[doc(hidden)]
+pub mod traced;
+
+pub use meta::{Dim, Meta};
+pub use signature::{OptionType, Signature};
+pub use slots::{Borrowed, Described, Each, Leaf, Names, Own, Slots, bits};
+#[doc(no_inline)]
+pub use tch::Tensor;
+
+use crate::Result;
+use crate::amp::{CastPolicy, autocast_inputs};
+use crate::autograd::apply;
+use crate::check::Check;
+use crate::ffi::facts::{Facts, facts_into};
+use node::Node;
+use tch::Device;
+
+/// What [`signature!`](crate::signature!) and [`register!`](crate::register!) expand to. It is no
+/// stable API.
+#[doc(hidden)]
+pub mod expansion {
+    pub use super::register::definitions;
+    pub use super::signature::{
+        Inputs, Registered, read_tensor, tensor_argument, with_defaults_last,
+    };
+}
+
+/// The tensors that an operator takes.
+pub type Args<'a, O> = <<O as Signature>::In as Slots>::Of<Borrowed<'a>>;
+/// Kinds and sizes of the tensors that an operator takes.
+pub type Metas<O, D> = <<O as Signature>::In as Slots>::Of<Described<Meta<D>>>;
+/// Which of an operator's tensors need a gradient.
+pub type Needs<O> = <<O as Signature>::In as Slots>::Of<Each<bool>>;
+/// The gradients of an operator's tensors. Those that are not needed may be absent.
+pub type Gradients<O> = <<O as Signature>::In as Slots>::Of<Each<Option<Tensor>>>;
+/// The incoming gradients, one for each output. They are absent where nothing depends on the output.
+pub type Incoming<O> = <<O as Signature>::Out as Slots>::Of<Each<Option<Tensor>>>;
+/// The tensors that an operator returns.
+pub type Outputs<O> = <<O as Signature>::Out as Slots>::Of<Own>;
+
+/// What an operator does.
+///
+/// A value is what the operator takes besides tensors. It becomes a part of the graph, and several
+/// threads may read it.
+pub trait Operator: Signature {
+    /// What the forward pass keeps for the backward pass, besides arguments and outputs: `()`, or a
+    /// list of [`slots!`](crate::slots!).
+    type Kept: Slots;
+    /// What the forward pass decides and the backward pass must know, such as which of several
+    /// kernels runs. `()` if there is nothing.
+    type Plan: Copy + Default + Send + Sync + 'static;
+
+    /// The kind to which autocast casts the arguments on the CPU, and on CUDA. In forward and backward
+    /// pass, autocast is off.
+    const AUTOCAST: [Option<CastPolicy>; 2] = [None; 2];
+    /// Where second derivatives come from.
+    const SECOND: Second = Second::Reference;
+    /// The outputs that the backward pass reads: one bit for each, the first one lowest.
+    const READS_OUTPUTS: u64 = 0;
+
+    /// Casts arguments where it does not suffice to cast each to one kind: `None` if there is nothing
+    /// to cast. By default it does what [`AUTOCAST`](Operator::AUTOCAST) says.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        autocast::<Self>(Self::In::tensors(of).as_ref())
+    }
+
+    /// Decides how a call is computed.
+    ///
+    /// # Errors
+    /// When it cannot be computed.
+    fn plan(&self, _of: &Args<'_, Self>, _needs: &Needs<Self>) -> Result<Self::Plan> {
+        Ok(Self::Plan::default())
+    }
+
+    /// Checks kinds and sizes of the arguments, and says those of the outputs and of what is kept for
+    /// the gradients that are needed. It runs before a kernel ([`Call::check`],
+    /// [`Call::allocate`]), and in place of the operator while a program is traced. Sizes may be
+    /// symbols then, which it must not compare.
+    ///
+    /// # Errors
+    /// When an argument has another kind, device or size than the operator takes.
+    fn rule<D: Dim>(&self, of: &Metas<Self, D>, needs: &Needs<Self>)
+    -> Result<Made<Self, Meta<D>>>;
+
+    /// Which arguments the backward pass reads, if these gradients are needed. By default all.
+    fn reads(&self, _needs: &Needs<Self>) -> <Self::In as Slots>::Of<Each<bool>> {
+        Self::In::each(|_| true)
+    }
+
+    /// Computes the outputs, and what is kept. Grad mode and autocast are off.
+    ///
+    /// # Errors
+    /// When the arguments do not fit, or libtorch or CUDA fails.
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>>;
+
+    /// Computes the gradients that are needed.
+    ///
+    /// # Errors
+    /// When libtorch or CUDA fails.
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>>;
+
+    /// Computes the outputs by differentiable operations of tch.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>>;
+}
+
+/// Where second derivatives come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Second {
+    /// From [`Operator::reference`], which is differentiated in place of the backward pass whenever a
+    /// graph of the gradients is recorded. All arguments are saved.
+    Reference,
+    /// From the backward pass itself, which then consists of differentiable operations
+    /// ([`Again::is_recorded`]). Only the arguments that it reads are saved.
+    Itself,
+}
+
+/// What a forward pass makes: tensors, or their kinds and sizes.
+pub struct Made<O: Operator, T> {
+    /// The outputs.
+    pub outputs: <O::Out as Slots>::Of<Described<T>>,
+    /// What the backward pass will read.
+    pub kept: <O::Kept as Slots>::Of<Each<Option<T>>>,
+}
+
+impl<O: Operator<Kept = ()>, T> Made<O, T> {
+    /// Outputs alone.
+    pub fn only(outputs: <O::Out as Slots>::Of<Described<T>>) -> Self {
+        Made { outputs, kept: () }
+    }
+}
+
+/// A call of an operator, as its forward pass sees it.
+pub struct Call<'a, O: Operator> {
+    /// The operator.
+    pub operator: &'a O,
+    /// The arguments.
+    pub of: Args<'a, O>,
+    /// Which of them need a gradient.
+    pub needs: &'a Needs<O>,
+    /// What [`Operator::plan`] decided.
+    pub plan: O::Plan,
+}
+
+impl<O: Operator> Call<'_, O> {
+    /// Runs the operator's rule.
+    ///
+    /// # Errors
+    /// The rule's.
+    pub fn check(&self) -> Result<Made<O, Meta<i64>>> {
+        let tensors = O::In::tensors(&self.of);
+        let metas = O::In::described(O::NAME, describe::<O>(tensors.as_ref())?)?;
+        self.operator.rule(&metas, self.needs)
+    }
+
+    /// Runs the operator's rule and makes what it says: contiguous tensors, for a kernel that writes
+    /// every element.
+    ///
+    /// # Errors
+    /// The rule's, or one of libtorch.
+    pub fn allocate(&self) -> Result<Made<O, Tensor>> {
+        self.check()?.map(|meta| meta.allocate())
+    }
+}
+
+impl<O: Operator, T> Made<O, T> {
+    fn map<U>(self, make: impl Fn(&T) -> Result<U>) -> Result<Made<O, U>> {
+        let mut outputs = O::Out::descriptions(self.outputs).into_iter();
+        let outputs = O::Out::described(O::NAME, |_| {
+            outputs.next().flatten().as_ref().map(&make).transpose()
+        })?;
+        let mut kept = Vec::new();
+        for made in O::Kept::items(self.kept) {
+            kept.push(made.as_ref().map(&make).transpose()?);
+        }
+        let mut kept = kept.into_iter();
+        Ok(Made { outputs, kept: O::Kept::each(|_| kept.next().flatten()) })
+    }
+}
+
+/// A call of an operator, as its backward pass sees it.
+pub struct Again<'a, O: Operator> {
+    /// The arguments that the backward pass reads, according to [`Operator::reads`].
+    pub of: Gradients<O>,
+    /// What the forward pass kept.
+    pub kept: <O::Kept as Slots>::Of<Each<Option<Tensor>>>,
+    /// The outputs that the backward pass reads, according to
+    /// [`READS_OUTPUTS`](Operator::READS_OUTPUTS).
+    pub outputs: Incoming<O>,
+    known: &'a [Option<Meta<i64>>],
+    /// Which gradients are needed.
+    pub needs: Needs<O>,
+    /// What [`Operator::plan`] decided.
+    pub plan: O::Plan,
+    /// Whether the gradients become a part of the graph. They must then be computed by differentiable
+    /// operations. It is never set with [`Second::Reference`].
+    pub is_recorded: bool,
+}
+
+impl<O: Operator> Again<'_, O> {
+    /// Kinds and sizes of all arguments, also of those that were not saved.
+    ///
+    /// # Errors
+    /// When an argument was absent that must be there.
+    pub fn metas(&self) -> Result<Metas<O, i64>> {
+        O::In::described(O::NAME, |index| Ok(self.known.get(index).cloned().flatten()))
+    }
+}
+
+/// Describes the argument with an index by kind and sizes.
+fn describe<O: Operator>(
+    tensors: &[Option<&Tensor>],
+) -> Result<impl Fn(usize) -> Result<Option<Meta<i64>>>> {
+    let mut facts = O::In::array(|_| Facts::NONE);
+    facts_into(tensors, facts.as_mut())?;
+    Ok(move |index: usize| {
+        let Some(tensor) = tensors[index] else { return Ok(None) };
+        let name = O::In::NAMES[index];
+        match Meta::from_facts(O::NAME, name, &facts.as_ref()[index]) {
+            Some(meta) => Ok(Some(meta)),
+            // Another kind, or more dimensions.
+            None => Meta::of(O::NAME, name, tensor).map(Some),
+        }
+    })
+}
+
+/// Runs an operator and, if grad mode is on and an argument requires grad, makes it part of the graph.
+/// Under autocast, the arguments are cast first.
+///
+/// # Errors
+/// When the arguments do not fit, and when libtorch or CUDA fails.
+#[track_caller]
+pub fn call<O: Operator>(operator: O, of: &Args<'_, O>) -> Result<Outputs<O>> {
+    let tensors = O::In::tensors(of);
+    let tensors = tensors.as_ref();
+    for (tensor, name) in tensors.iter().zip(O::In::NAMES) {
+        if let Some(tensor) = tensor {
+            Check::new(O::NAME, name, tensor).defined()?;
+        }
+    }
+    match operator.cast(of)? {
+        Some(cast) => {
+            let cast: Vec<Option<&Tensor>> = cast.iter().map(Option::as_ref).collect();
+            applied(operator, &cast)
+        }
+        None => applied(operator, tensors),
+    }
+}
+
+#[track_caller]
+fn applied<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Outputs<O>> {
+    let mut outputs = apply(Node::new(operator), tensors)?;
+    O::Out::own(O::NAME, |index| outputs.take(index))
+}
+
+/// The casts of an operator's arguments that its policy asks for.
+fn autocast<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Option<Vec<Option<Tensor>>>> {
+    let [cpu, cuda] = O::AUTOCAST;
+    if cpu == cuda {
+        return cpu.map_or(Ok(None), |policy| autocast_inputs(policy, tensors));
+    }
+    let policy = match tensors.iter().flatten().next().map(|tensor| tensor.device()) {
+        Some(Device::Cpu) => cpu,
+        Some(Device::Cuda(_)) => cuda,
+        _ => None,
+    };
+    policy.map_or(Ok(None), |policy| autocast_inputs(policy, tensors))
+}

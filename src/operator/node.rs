@@ -1,0 +1,122 @@
+//! How a call of an operator becomes a node of the graph.
+
+use super::{Again, Call, Meta, Operator, Second, Slots, describe};
+use crate::Result;
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
+use tch::Tensor;
+
+/// A call of an operator. Its saved tensors are its arguments, what it keeps, and its outputs, in this
+/// order; what the backward pass does not read is absent.
+pub(super) struct Node<O: Operator> {
+    operator: O,
+    plan: O::Plan,
+    /// What is known of the arguments, if there is a graph.
+    known: Vec<Option<Meta<i64>>>,
+}
+
+impl<O: Operator> Node<O> {
+    pub fn new(operator: O) -> Self {
+        Node { operator, plan: O::Plan::default(), known: Vec::new() }
+    }
+
+    const KEPT: usize = O::In::NAMES.len();
+    const OUTPUTS: usize = Self::KEPT + O::Kept::NAMES.len();
+}
+
+/// Kinds and sizes of all arguments.
+pub(super) fn known<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Vec<Option<Meta<i64>>>> {
+    let describe = describe::<O>(tensors)?;
+    let mut known = Vec::with_capacity(tensors.len());
+    for index in 0..tensors.len() {
+        known.push(describe(index)?);
+    }
+    Ok(known)
+}
+
+impl<O: Operator> Function for Node<O> {
+    const NAME: &'static str = O::NAME;
+    const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let needs = O::In::each(|place| saver.needs_input_grad(place));
+        let of = O::In::borrowed(O::NAME, &inputs)?;
+        self.plan = self.operator.plan(&of, &needs)?;
+        let call = Call { operator: &self.operator, of, needs: &needs, plan: self.plan };
+        let made = self.operator.forward(&call)?;
+        let outputs = O::Out::descriptions(made.outputs);
+        if saver.needs_graph() {
+            let reads = O::In::items(self.operator.reads(&needs));
+            for (input, is_read) in inputs.iter().zip(reads) {
+                let is_saved = is_read || O::SECOND == Second::Reference;
+                saver.save_optional(input.filter(|_| is_saved));
+            }
+            for kept in O::Kept::items(made.kept) {
+                saver.save_optional(kept.as_ref());
+            }
+            if O::READS_OUTPUTS != 0 {
+                for (place, output) in outputs.as_ref().iter().enumerate() {
+                    let is_read = O::READS_OUTPUTS >> place & 1 == 1;
+                    saver.save_optional(output.as_ref().filter(|_| is_read));
+                }
+            }
+            self.known = known::<O>(&inputs)?;
+        }
+        let mut outputs = outputs.into_iter();
+        Ok(match (outputs.next(), outputs.next()) {
+            (Some(first), None) => first.into(),
+            (first, second) => {
+                first.into_iter().chain(second).chain(outputs).collect::<Vec<_>>().into()
+            }
+        })
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let is_recorded = ctx.create_graph();
+        if is_recorded && O::SECOND == Second::Reference {
+            let inputs =
+                (0..Self::KEPT).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            return differentiate_reference(ctx, &inputs, grads, |inputs| {
+                reference(&self.operator, inputs)
+            });
+        }
+        let needs = O::In::each(|place| ctx.needs_input_grad(place));
+        let reads = O::In::items(self.operator.reads(&needs));
+        let mut of = O::In::array(|_| None);
+        for (place, (of, is_read)) in of.as_mut().iter_mut().zip(reads).enumerate() {
+            if is_read {
+                *of = ctx.saved_optional(place)?;
+            }
+        }
+        let mut kept = O::Kept::array(|_| None);
+        for (place, kept) in kept.as_mut().iter_mut().enumerate() {
+            *kept = ctx.saved_optional(Self::KEPT + place)?;
+        }
+        let mut outputs = O::Out::array(|_| None);
+        if O::READS_OUTPUTS != 0 {
+            for (place, output) in outputs.as_mut().iter_mut().enumerate() {
+                *output = ctx.saved_optional(Self::OUTPUTS + place)?;
+            }
+        }
+        let again = Again {
+            of: O::In::each(|place| of.as_mut()[place].take()),
+            kept: O::Kept::each(|place| kept.as_mut()[place].take()),
+            outputs: O::Out::each(|place| outputs.as_mut()[place].take()),
+            known: &self.known,
+            needs,
+            plan: self.plan,
+            is_recorded,
+        };
+        let incoming = O::Out::each(|place| grads.optional(place).map(Tensor::shallow_clone));
+        let gradients = O::In::items(self.operator.backward(incoming, again)?);
+        Ok(gradients.into_iter().collect::<Vec<_>>().into())
+    }
+}
+
+/// The outputs by the operator's reference.
+pub(super) fn reference<O: Operator>(operator: &O, inputs: &[Option<Tensor>]) -> Result<Tensors> {
+    let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
+    let outputs = operator.reference(&O::In::borrowed(O::NAME, &inputs)?)?;
+    let outputs = O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output);
+    Ok(outputs.into_iter().collect::<Vec<_>>().into())
+}

@@ -1,0 +1,453 @@
+//! How an operator is registered with libtorch's dispatcher.
+//!
+//! It becomes two registered operators, or three: `x` is the operator, `x_backward` computes its
+//! gradients, and `x_forward`, if something is kept, its outputs and what is kept ([`super::traced`]
+//! says when). Each kernel is a function that is generic over the operator.
+
+use super::node::known;
+use super::signature::{Part, tensor_argument};
+use super::traced::{
+    self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
+};
+use super::{Again, Call, Meta, Metas, Operator, OptionType, Slots, Tensor, call};
+use crate::autograd::{Inputs, Tensors};
+use crate::ffi::define::{Borrowed, Call as Frame};
+use crate::library::expansion::{Argument, Definition, Implementation, Kernel, told};
+use crate::library::{SymInt, Value, empty};
+use crate::{Error, Result};
+use std::marker::PhantomData;
+use tch::Kind;
+
+/// The definitions of an operator in the namespace where it will be.
+pub fn definitions<O: Operator>(namespace: &'static str) -> Vec<Definition> {
+    O::registered().is_in(namespace);
+    let mut all = vec![Definition {
+        name: O::NAME,
+        is_seeded: false,
+        arguments: O::arguments(),
+        results: results(Dispatched::<O>::OUTPUTS),
+        kernels: Kernels::<O>::OWN,
+    }];
+    let own = || {
+        let mut arguments = O::arguments();
+        arguments.iter_mut().for_each(|argument| argument.default = None);
+        arguments.push(<i64 as OptionType>::argument("needs", None));
+        arguments
+    };
+    if Dispatched::<O>::KEEPS {
+        all.push(Definition {
+            name: O::FORWARD,
+            is_seeded: false,
+            arguments: own(),
+            results: results(Dispatched::<O>::OUTPUTS + O::Kept::NAMES.len()),
+            kernels: Kernels::<O>::FORWARD,
+        });
+    }
+    let optional =
+        |name: String| Argument { name: name.into(), default: None, ..tensor_argument("", true) };
+    let grads = O::Out::NAMES.iter().map(|name| match O::Out::NAMES.len() {
+        1 => "grad".to_string(),
+        _ => format!("grad_{name}"),
+    });
+    let names = O::Out::NAMES.iter().chain(O::Kept::NAMES);
+    let kept = traced::kept::<Dispatched<O>>().filter_map(|place| names.clone().nth(place));
+    let first = grads.chain(kept.map(|name| format!("kept_{name}"))).map(optional);
+    all.push(Definition {
+        name: O::BACKWARD,
+        is_seeded: false,
+        arguments: first.chain(own()).collect(),
+        results: results(differentiable::<O>().count()),
+        kernels: Kernels::<O>::BACKWARD,
+    });
+    all
+}
+
+/// The types of so many results.
+fn results(count: usize) -> String {
+    match count {
+        1 => "Tensor".to_string(),
+        count => format!("({})", vec!["Tensor"; count].join(", ")),
+    }
+}
+
+/// The places of the arguments that have a gradient.
+fn differentiable<O: Operator>() -> impl Iterator<Item = usize> {
+    (0..O::In::NAMES.len()).filter(|place| O::In::CONSTANT >> place & 1 == 0)
+}
+
+/// Those of all gradients that belong to arguments that have one.
+fn with_gradient<O: Operator>(
+    gradients: impl IntoIterator<Item = Option<Tensor>>,
+) -> impl Iterator<Item = Option<Tensor>> {
+    let all = gradients.into_iter().enumerate();
+    all.filter(|(place, _)| O::In::CONSTANT >> place & 1 == 0).map(|(_, gradient)| gradient)
+}
+
+struct Kernels<O>(PhantomData<O>);
+
+impl<O: Operator> Kernels<O> {
+    const OWN: &'static [Implementation] = &[
+        implementation("CPU", own::<O>),
+        implementation("CUDA", own::<O>),
+        implementation("Meta", fake::<O>),
+        implementation("Autograd", autograd::<O>),
+        implementation("AutocastCPU", autocast::<O>),
+        implementation("AutocastCUDA", autocast::<O>),
+    ];
+    const FORWARD: &'static [Implementation] = &[
+        implementation("CPU", forward::<O>),
+        implementation("CUDA", forward::<O>),
+        implementation("Meta", fake_forward::<O>),
+        implementation("Autograd", autograd_of_forward::<O>),
+    ];
+    const BACKWARD: &'static [Implementation] = &[
+        implementation("CPU", backward::<O>),
+        implementation("CUDA", backward::<O>),
+        implementation("Meta", fake_backward::<O>),
+        implementation("Autograd", autograd_of_backward::<O>),
+    ];
+}
+
+const fn implementation(key: &'static str, kernel: Kernel) -> Implementation {
+    Implementation { key, kernel, only_for_graphs: false }
+}
+
+/// The tensors of a call that libtorch makes.
+type List<'a> = Vec<Option<&'a Tensor>>;
+
+fn refer<'a>(tensors: &'a [Option<Borrowed<'_>>]) -> List<'a> {
+    tensors.iter().map(Option::as_deref).collect()
+}
+
+/// Reads a call's arguments from this index on, and runs `body`.
+fn read<O: Operator, T>(
+    frame: &Frame<'_>,
+    index: &mut usize,
+    body: impl FnOnce(O, &[Option<&Tensor>], &mut usize) -> Result<T>,
+) -> Result<T> {
+    let (operator, tensors) = O::read(frame, index)?;
+    told(body(operator, &refer(tensors.as_ref()), index))
+}
+
+/// Gives tensors to libtorch, in the place of the arguments.
+fn give(frame: &mut Frame<'_>, tensors: impl IntoIterator<Item = Option<Tensor>>) -> Result<()> {
+    frame.drop_arguments();
+    tensors.into_iter().for_each(|tensor| frame.give_tensor(tensor));
+    Ok(())
+}
+
+fn eager<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
+    let outputs = call(operator, &O::In::borrowed(O::NAME, tensors)?)?;
+    let outputs = O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output);
+    Ok(outputs.into_iter().collect())
+}
+
+/// `x` for a device.
+fn own<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs =
+        read::<O, _>(frame, &mut 0, |operator, tensors, _| below(|| eager(operator, tensors)))?;
+    give(frame, outputs)
+}
+
+/// `x` where there may be a graph: the operator with its own node, or the registered operators.
+fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        if is_eager(tensors) {
+            return eager(operator, tensors);
+        }
+        traced::traced_list(Dispatched(operator), tensors)
+    })?;
+    give(frame, outputs)
+}
+
+/// `x` under autocast: the operator with casts of its arguments.
+fn autocast<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs: Vec<Tensor> = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        let cast = operator.cast(&O::In::borrowed(O::NAME, tensors)?)?;
+        with_casts(tensors, cast, |tensors| Dispatched(operator).call(tensors))
+    })?;
+    give(frame, outputs.into_iter().map(Some))
+}
+
+/// `x` while a program is traced: tensors with kinds and sizes alone.
+fn fake<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        made::<O>(&operator, tensors, 0, O::Out::NAMES.len())
+    })?;
+    give(frame, outputs.into_iter().map(Some))
+}
+
+/// The first of the outputs and of what is kept, as the rule says.
+fn made<O: Operator>(
+    operator: &O,
+    tensors: &[Option<&Tensor>],
+    needs: Needs,
+    count: usize,
+) -> Result<Vec<Tensor>> {
+    let like = first(tensors)?;
+    let needs = O::In::each(|place| is_needed(needs, place));
+    let made = operator.rule(&symbols::<O>(tensors)?, &needs)?;
+    let outputs = O::Out::descriptions(made.outputs).into_iter();
+    let all = outputs.chain(O::Kept::items(made.kept)).take(count);
+    all.map(|meta: Option<Meta<SymInt>>| match meta {
+        Some(meta) => meta.fake(like),
+        None => empty(&[const { 0 }; ABSENT].map(SymInt::from), like.f_kind()?, like),
+    })
+    .collect()
+}
+
+fn symbols<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Metas<O, SymInt>> {
+    O::In::described(O::NAME, |index| {
+        let tensor = tensors.get(index).copied().flatten();
+        tensor.map(|tensor| Meta::of(O::NAME, O::In::NAMES[index], tensor)).transpose()
+    })
+}
+
+/// The number of dimensions of an empty tensor in the place of one that was not kept. No operator
+/// keeps a tensor with so many, and libtorch's operators take it.
+const ABSENT: usize = 16;
+
+fn first<'a>(tensors: &[Option<&'a Tensor>]) -> Result<&'a Tensor> {
+    let none = || Error::msg("internal error: an operator without tensors");
+    tensors.iter().flatten().next().copied().ok_or_else(none)
+}
+
+/// Which gradients are needed: the next argument.
+fn read_needs(frame: &Frame<'_>, index: &mut usize) -> Result<Needs> {
+    <i64 as OptionType>::read(frame, index)
+}
+
+fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
+        let asked = read_needs(frame, index)?;
+        let needs = O::In::each(|place| is_needed(asked, place));
+        let like = first(tensors)?;
+        kernel(like, || {
+            let of = O::In::borrowed(O::NAME, tensors)?;
+            let plan = operator.plan(&of, &needs)?;
+            let call = Call { operator: &operator, of, needs: &needs, plan };
+            let made = operator.forward(&call)?;
+            let mut results: Vec<_> = O::Out::descriptions(made.outputs).into_iter().collect();
+            for kept in O::Kept::items(made.kept) {
+                results.push(Some(match kept {
+                    Some(kept) => kept.f_contiguous()?,
+                    None => Tensor::f_empty([0; ABSENT], (Kind::Float, like.device()))?,
+                }));
+            }
+            Ok(results)
+        })
+    })?;
+    give(frame, results)
+}
+
+fn fake_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        made::<O>(&operator, tensors, needs, O::Out::NAMES.len() + O::Kept::NAMES.len())
+    })?;
+    give(frame, results.into_iter().map(Some))
+}
+
+fn autograd_of_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        traced::forwarded_list(Dispatched(operator), tensors, needs)
+    })?;
+    give(frame, results)
+}
+
+/// The arguments of `x_backward` before those of `x`: incoming gradients, and what is kept.
+struct First<'c> {
+    grads: Vec<Option<Borrowed<'c>>>,
+    kept: Vec<Option<Borrowed<'c>>>,
+}
+
+impl<'c> First<'c> {
+    fn read<O: Operator>(frame: &'c Frame<'_>, index: &mut usize) -> Result<Self> {
+        let mut tensors = |count: usize| {
+            let range = *index..*index + count;
+            *index = range.end;
+            range.map(|index| frame.argument(index).tensor_or_none()).collect::<Result<Vec<_>>>()
+        };
+        let grads = tensors(O::Out::NAMES.len())?;
+        let mut kept = tensors(traced::kept::<Dispatched<O>>().count())?;
+        kept.iter_mut().for_each(|kept| _ = kept.take_if(|kept| kept.dim() == ABSENT));
+        Ok(First { grads, kept })
+    }
+}
+
+fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let mut index = 0;
+    let before = First::read::<O>(frame, &mut index)?;
+    let gradients = read::<O, _>(frame, &mut index, |operator, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        let like = first(tensors)?;
+        let gradients = kernel(like, || gradients(&operator, &before, tensors, needs))?;
+        returned_list(like, gradients)
+    })?;
+    drop(before);
+    give(frame, gradients.into_iter().map(Some))
+}
+
+/// The gradients of the arguments that have some; those that are not needed are absent.
+fn gradients<O: Operator>(
+    operator: &O,
+    before: &First<'_>,
+    tensors: &[Option<&Tensor>],
+    asked: Needs,
+) -> Result<Vec<Option<Tensor>>> {
+    let of_call = O::In::borrowed(O::NAME, tensors)?;
+    let needs = O::In::each(|place| is_needed(asked, place));
+    let reads = O::In::items(operator.reads(&needs));
+    let known = known::<O>(tensors)?;
+    let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
+    let mut kept = traced::kept::<Dispatched<O>>().zip(refer(&before.kept));
+    let mut results: Vec<Option<Tensor>> = (0..Dispatched::<O>::RESULTS).map(|_| None).collect();
+    kept.by_ref().for_each(|(place, tensor)| results[place] = own(tensor));
+    let (outputs, kept) = results.split_at_mut(Dispatched::<O>::OUTPUTS);
+    let again = Again {
+        of: O::In::each(|place| own(tensors[place].filter(|_| reads.as_ref()[place]))),
+        kept: O::Kept::each(|place| kept[place].take()),
+        outputs: O::Out::each(|place| outputs[place].take()),
+        known: &known,
+        plan: operator.plan(&of_call, &needs)?,
+        needs,
+        is_recorded: false,
+    };
+    let grads = O::Out::each(|place| own(before.grads[place].as_deref()));
+    let gradients = O::In::items(operator.backward(grads, again)?).into_iter().enumerate();
+    let needed = gradients.map(|(place, gradient)| match (gradient, tensors[place]) {
+        (gradient, Some(tensor)) if is_needed(asked, place) => match gradient {
+            Some(gradient) => Ok(Some(gradient)),
+            // An absent gradient means zero. What is traced expects its shape.
+            None => Ok(Some(tensor.f_zeros_like()?)),
+        },
+        _ => Ok(None),
+    });
+    let needed = needed.collect::<Result<Vec<_>>>()?;
+    Ok(with_gradient::<O>(needed).collect())
+}
+
+fn fake_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let mut index = 0;
+    let before = First::read::<O>(frame, &mut index)?;
+    let gradients = read::<O, _>(frame, &mut index, |_, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        let like = first(tensors)?;
+        differentiable::<O>()
+            .map(|place| match tensors[place].filter(|_| is_needed(needs, place)) {
+                Some(tensor) => empty(&crate::library::sizes(tensor), tensor.f_kind()?, tensor),
+                None => empty(&[SymInt::from(0)], like.f_kind()?, like),
+            })
+            .collect::<Result<Vec<_>>>()
+    })?;
+    drop(before);
+    give(frame, gradients.into_iter().map(Some))
+}
+
+fn autograd_of_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let mut index = 0;
+    let before = First::read::<O>(frame, &mut index)?;
+    let gradients = read::<O, _>(frame, &mut index, |operator, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        let (grads, kept) = (refer(&before.grads), refer(&before.kept));
+        let all = traced::gradients_list(Dispatched(operator), &grads, &kept, tensors, needs)?;
+        Ok(with_gradient::<O>(all).collect::<Vec<_>>())
+    })?;
+    drop(before);
+    give(frame, gradients)
+}
+
+/// An operator as calls of the registered operators.
+#[derive(Clone)]
+struct Dispatched<O>(O);
+
+impl<O: Operator> Dispatched<O> {
+    const KEEPS: bool = !O::Kept::NAMES.is_empty();
+    const RESULTS: usize = O::Out::NAMES.len() + O::Kept::NAMES.len();
+}
+
+fn values<'a>(tensors: &[Option<&'a Tensor>]) -> impl Iterator<Item = Value<'a>> {
+    tensors.iter().map(|tensor| Value::from(*tensor))
+}
+
+impl<O: Operator> Pair for Dispatched<O> {
+    const NAME: &'static str = O::NAME;
+    const BACKWARD: &'static str = O::BACKWARD;
+    const INPUTS: usize = O::In::NAMES.len();
+    const OUTPUTS: usize = O::Out::NAMES.len();
+    const KEPT: u64 = O::READS_OUTPUTS | ((1 << O::Kept::NAMES.len()) - 1) << O::Out::NAMES.len();
+
+    fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
+        O::registered().call::<O, _>(Part::Own, self.0.values(&inputs))
+    }
+
+    fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>> {
+        if !Self::KEEPS {
+            return self.call(inputs);
+        }
+        let mut all = self.0.values(&inputs);
+        all.push(needs.into());
+        O::registered().call::<O, _>(Part::Forward, all)
+    }
+
+    fn backward(
+        &self,
+        grads: Inputs<'_>,
+        kept: Inputs<'_>,
+        inputs: Inputs<'_>,
+        needs: Needs,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let own = self.0.values(&inputs).into_iter();
+        let all = values(&grads).chain(values(&kept)).chain(own).chain([needs.into()]);
+        let found: Vec<Tensor> = O::registered().call::<O, _>(Part::Backward, all.collect())?;
+        let mut gradients: Vec<Option<Tensor>> = (0..Self::INPUTS).map(|_| None).collect();
+        for (place, gradient) in differentiable::<O>().zip(found) {
+            gradients[place] = Some(gradient);
+        }
+        Ok(gradients)
+    }
+
+    fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
+        let outputs = self.0.reference(&O::In::borrowed(O::NAME, &inputs)?)?;
+        let outputs: Tensors =
+            O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output)
+                .into_iter()
+                .collect::<Vec<_>>()
+                .into();
+        Ok(outputs.into_vec().into_iter().flatten().collect())
+    }
+}
+
+/// Registers operators with libtorch's dispatcher when the program, or the library that Python loads,
+/// starts: for `torch.ops`, torch.compile, torch.export, torch.func, vmap and autocast, all of it from
+/// their one definition.
+///
+/// The [module](mod@crate::operator) has an example.
+///
+/// An error is one line on stderr, and in
+/// [`registration_error`](crate::library::registration_error); see [`operators!`](crate::operators).
+#[macro_export]
+macro_rules! register {
+    (namespace $namespace:ident; $($operator:ty),+ $(,)?) => {
+        const _: () = {
+            fn block() -> $crate::library::expansion::Block {
+                let mut operators = Vec::new();
+                $(operators.extend($crate::operator::expansion::definitions::<$operator>(stringify!($namespace)));)+
+                $crate::library::expansion::Block {
+                    namespace: stringify!($namespace),
+                    file: file!(),
+                    line: line!(),
+                    operators,
+                }
+            }
+            extern "C" fn initialize() {
+                $crate::library::expansion::register(block);
+            }
+            $crate::tch_extension_when_loaded!(initialize);
+        };
+    };
+    ($($other:tt)*) => {
+        compile_error!("register!: expected `namespace NAME; Operator, …`");
+    };
+}

@@ -1,0 +1,325 @@
+//! What an operator takes and returns, written once: its struct of options, its lists of tensors, and
+//! its schema.
+
+use super::Slots;
+use crate::Result;
+use crate::ffi::define::{Borrowed, Call};
+use crate::library::expansion::{Argument, ArgumentType, Default as InSchema, Read};
+use crate::library::{Args, FromOutputs, Operator as Registration, Value};
+use std::sync::OnceLock;
+use tch::Tensor;
+
+/// What an operator takes and returns, made by [`signature!`](crate::signature!). The value itself is
+/// what it takes besides tensors.
+pub trait Signature: Clone + Send + Sync + 'static {
+    /// The operator's name.
+    const NAME: &'static str;
+    /// The name of what computes outputs and what is kept, where a program is traced.
+    #[doc(hidden)]
+    const FORWARD: &'static str;
+    /// The name of what computes gradients, where a program is traced.
+    #[doc(hidden)]
+    const BACKWARD: &'static str;
+
+    /// The tensors that it takes.
+    type In: Slots;
+    /// The tensors that it returns.
+    type Out: Slots;
+
+    /// The arguments in the schema.
+    #[doc(hidden)]
+    fn arguments() -> Vec<Argument>;
+
+    /// Reads the arguments of a call, from this index on.
+    ///
+    /// # Errors
+    /// When one has another type.
+    #[doc(hidden)]
+    fn read<'c>(call: &'c Call<'_>, index: &mut usize) -> Result<(Self, Inputs<'c, Self>)>;
+
+    /// The arguments of a call, in the order of the schema.
+    #[doc(hidden)]
+    fn values<'a>(&'a self, inputs: &[Option<&'a Tensor>]) -> Vec<Value<'a>>;
+
+    /// Where the operator is registered.
+    #[doc(hidden)]
+    fn registered() -> &'static Registered;
+}
+
+/// The tensors of a call that libtorch makes.
+pub type Inputs<'c, O> = <<O as Signature>::In as Slots>::List<Option<Borrowed<'c>>>;
+
+/// A type that an operator can take besides tensors.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no type of an option in `signature!`",
+    label = "no type of an option",
+    note = "an option is an `i64`, `f64`, `bool` or `Vec<i64>`, or an `Option` of a number"
+)]
+pub trait OptionType: Clone + Send + Sync + 'static {
+    /// The argument in the schema.
+    #[doc(hidden)]
+    fn argument(name: &'static str, default: Option<Self>) -> Argument;
+    /// Reads the next argument.
+    ///
+    /// # Errors
+    /// When it has another type.
+    #[doc(hidden)]
+    fn read(call: &Call<'_>, index: &mut usize) -> Result<Self>;
+    /// The argument of a call.
+    #[doc(hidden)]
+    fn value(&self) -> Value<'_>;
+}
+
+macro_rules! options {
+    ($($type:ty: $value:ident => $default:expr, $argument:expr;)*) => {$(
+        impl OptionType for $type {
+            fn argument(name: &'static str, default: Option<Self>) -> Argument {
+                let default = default.map(|$value| -> InSchema { $default });
+                let schema = <$type as ArgumentType>::schema(0);
+                Argument { name: name.into(), schema, default, written: false }
+            }
+
+            fn read(call: &Call<'_>, index: &mut usize) -> Result<Self> {
+                let mut held = <$type as Read>::hold(call.argument(*index))?;
+                *index += 1;
+                Ok(<$type as Read>::give(&mut held))
+            }
+
+            fn value(&self) -> Value<'_> {
+                let $value = self;
+                $argument
+            }
+        }
+    )*};
+}
+
+options! {
+    i64: value => <i64 as ArgumentType>::default(value), (*value).into();
+    f64: value => <f64 as ArgumentType>::default(value), (*value).into();
+    bool: value => <bool as ArgumentType>::default(value), (*value).into();
+    Option<i64>: value => <Option<i64> as ArgumentType>::default(value), (*value).into();
+    Option<f64>: value => <Option<f64> as ArgumentType>::default(value), (*value).into();
+    Vec<i64>: value => InSchema::ints(&value), value.into();
+}
+
+/// An argument that is a tensor. It has the default `None` if it may be absent.
+#[doc(hidden)]
+pub fn tensor_argument(name: &'static str, is_optional: bool) -> Argument {
+    let (schema, default) = match is_optional {
+        true => {
+            let none = <Option<&Tensor> as ArgumentType>::default(None);
+            (<Option<&Tensor> as ArgumentType>::schema(0), Some(none))
+        }
+        false => (<&Tensor as ArgumentType>::schema(0), None),
+    };
+    Argument { name: name.into(), schema, default, written: false }
+}
+
+/// Without the defaults of arguments that come before one without a default.
+#[doc(hidden)]
+pub fn with_defaults_last(mut arguments: Vec<Argument>) -> Vec<Argument> {
+    let last = arguments.iter().rposition(|argument| argument.default.is_none());
+    arguments[..last.unwrap_or(0)].iter_mut().for_each(|argument| argument.default = None);
+    arguments
+}
+
+/// Reads a tensor, which may be absent.
+///
+/// # Errors
+/// When the argument is something else.
+#[doc(hidden)]
+pub fn read_tensor<'c>(call: &'c Call<'_>, index: &mut usize) -> Result<Option<Borrowed<'c>>> {
+    *index += 1;
+    call.argument(*index - 1).tensor_or_none()
+}
+
+/// Where an operator is registered, and its operators there, once they were looked up.
+#[doc(hidden)]
+#[derive(Debug)]
+pub struct Registered {
+    namespace: OnceLock<&'static str>,
+    own: OnceLock<Registration>,
+    forward: OnceLock<Registration>,
+    backward: OnceLock<Registration>,
+}
+
+/// The operators that one operator is registered as.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Part {
+    Own,
+    Forward,
+    Backward,
+}
+
+impl Registered {
+    #[allow(clippy::new_without_default)]
+    pub const fn new() -> Self {
+        Registered {
+            namespace: OnceLock::new(),
+            own: OnceLock::new(),
+            forward: OnceLock::new(),
+            backward: OnceLock::new(),
+        }
+    }
+
+    pub(super) fn is_in(&self, namespace: &'static str) {
+        let _ = self.namespace.set(namespace);
+    }
+
+    pub(super) fn call<O: Signature, T: FromOutputs>(
+        &self,
+        part: Part,
+        values: Vec<Value<'_>>,
+    ) -> Result<T> {
+        let (found, name) = match part {
+            Part::Own => (&self.own, O::NAME),
+            Part::Forward => (&self.forward, O::FORWARD),
+            Part::Backward => (&self.backward, O::BACKWARD),
+        };
+        if found.get().is_none() {
+            let namespace = self.namespace.get().copied().unwrap_or_default();
+            let operator = Registration::find(&format!("{namespace}::{name}"))?;
+            let _ = found.set(operator);
+        }
+        match found.get() {
+            Some(operator) => operator.call(Args::positional(values)),
+            None => unreachable!("it was set"),
+        }
+    }
+}
+
+/// Defines what an operator takes and returns: a struct of what it takes besides tensors, and the
+/// two lists of its tensors. What is a tensor has no type: `x`, `x?` if it may be absent, and `x!` if
+/// it has no gradient. What has a type may have a default.
+///
+/// ```
+/// use tch_extension::operator::Signature;
+///
+/// tch_extension::signature! {
+///     /// The options of softcap.
+///     pub Softcap: SoftcapIn -> SoftcapOut = "softcap"(x, cap: f64 = 30.0) -> (y)
+/// }
+///
+/// let softcap = Softcap { cap: 50.0 };
+/// assert_eq!((Softcap::NAME, softcap.cap), ("softcap", 50.0));
+/// ```
+///
+/// | type | in the schema |
+/// |---|---|
+/// | none, `?` | `Tensor`, `Tensor?` |
+/// | `i64`, `f64`, `bool` | `int`, `float`, `bool` |
+/// | `Vec<i64>` | `int[]` |
+/// | `Option<i64>`, `Option<f64>` | `int?`, `float?` |
+#[macro_export]
+macro_rules! signature {
+    ($(#[$meta:meta])* $vis:vis $name:ident: $in:ident -> $out:ident = $text:literal ($($arguments:tt)*) -> ($($outputs:tt)*)) => {
+        $crate::slots! {
+            #[doc = concat!("The tensors that `", $text, "` takes.")]
+            $vis struct $out { $($outputs)* }
+        }
+        $crate::signature!(@munch [[$(#[$meta])*] $vis $name $in $out $text] [] [] [] $($arguments)*);
+    };
+
+    // The tensors, the options, and all arguments in their order.
+    (@munch $head:tt [$($slots:tt)*] $options:tt [$($all:tt)*] $argument:ident ? $(, $($rest:tt)*)?) => {
+        $crate::signature!(@munch $head [$($slots)* $argument ?,] $options [$($all)* ($argument tensor true)] $($($rest)*)?);
+    };
+    (@munch $head:tt [$($slots:tt)*] $options:tt [$($all:tt)*] $argument:ident ! $(, $($rest:tt)*)?) => {
+        $crate::signature!(@munch $head [$($slots)* $argument !,] $options [$($all)* ($argument tensor false)] $($($rest)*)?);
+    };
+    (@munch $head:tt $slots:tt [$($options:tt)*] [$($all:tt)*] $argument:ident: $type:ty = $default:expr $(, $($rest:tt)*)?) => {
+        $crate::signature!(@munch $head $slots [$($options)* ($argument $type)] [$($all)* ($argument option $type, Some($default))] $($($rest)*)?);
+    };
+    (@munch $head:tt $slots:tt [$($options:tt)*] [$($all:tt)*] $argument:ident: $type:ty $(, $($rest:tt)*)?) => {
+        $crate::signature!(@munch $head $slots [$($options)* ($argument $type)] [$($all)* ($argument option $type, None)] $($($rest)*)?);
+    };
+    (@munch $head:tt [$($slots:tt)*] $options:tt [$($all:tt)*] $argument:ident $(, $($rest:tt)*)?) => {
+        $crate::signature!(@munch $head [$($slots)* $argument,] $options [$($all)* ($argument tensor false)] $($($rest)*)?);
+    };
+
+    (@munch [[$(#[$meta:meta])*] $vis:vis $name:ident $in:ident $out:ident $text:literal] [$($slots:tt)*] [$(($option:ident $type:ty))*] [$($all:tt)*]) => {
+        $(#[$meta])*
+        #[derive(Clone, Debug)]
+        $vis struct $name {
+            $(
+                #[doc = concat!("The argument `", stringify!($option), "`.")]
+                pub $option: $type,
+            )*
+        }
+
+        $crate::slots! {
+            #[doc = concat!("The tensors that `", $text, "` takes.")]
+            $vis struct $in { $($slots)* }
+        }
+
+        impl $crate::operator::Signature for $name {
+            const NAME: &'static str = $text;
+            const FORWARD: &'static str = concat!($text, "_forward");
+            const BACKWARD: &'static str = concat!($text, "_backward");
+            type In = $in;
+            type Out = $out;
+
+            fn arguments() -> Vec<$crate::library::expansion::Argument> {
+                $crate::operator::expansion::with_defaults_last(vec![$($crate::signature!(@argument $all)),*])
+            }
+
+            fn read<'c>(
+                call: &'c $crate::library::expansion::Call<'_>,
+                index: &mut usize,
+            ) -> $crate::Result<(Self, $crate::operator::expansion::Inputs<'c, Self>)> {
+                let mut tensors = <$in as $crate::operator::Slots>::array(|_| None);
+                let mut places = AsMut::<[_]>::as_mut(&mut tensors).iter_mut();
+                $($crate::signature!(@read call index places $all);)*
+                let _ = places;
+                Ok(($name { $($option),* }, tensors))
+            }
+
+            fn values<'a>(
+                &'a self,
+                inputs: &[Option<&'a $crate::operator::Tensor>],
+            ) -> Vec<$crate::library::Value<'a>> {
+                let mut inputs = inputs.iter();
+                vec![$($crate::signature!(@value self inputs $all)),*]
+            }
+
+            fn registered() -> &'static $crate::operator::expansion::Registered {
+                static REGISTERED: $crate::operator::expansion::Registered =
+                    $crate::operator::expansion::Registered::new();
+                &REGISTERED
+            }
+        }
+    };
+
+    (@argument ($argument:ident tensor $is_optional:literal)) => {
+        $crate::operator::expansion::tensor_argument(stringify!($argument), $is_optional)
+    };
+    (@argument ($argument:ident option $type:ty, $default:expr)) => {
+        <$type as $crate::operator::OptionType>::argument(stringify!($argument), $default)
+    };
+    (@read $call:ident $index:ident $places:ident ($argument:ident tensor $is_optional:literal)) => {
+        if let Some(place) = $places.next() {
+            *place = $crate::operator::expansion::read_tensor($call, $index)?;
+        }
+    };
+    (@read $call:ident $index:ident $places:ident ($argument:ident option $type:ty, $default:expr)) => {
+        let $argument = <$type as $crate::operator::OptionType>::read($call, $index)?;
+    };
+    (@value $self:ident $inputs:ident ($argument:ident tensor $is_optional:literal)) => {
+        $inputs.next().copied().flatten().into()
+    };
+    (@value $self:ident $inputs:ident ($argument:ident option $type:ty, $default:expr)) => {
+        $crate::operator::OptionType::value(&$self.$argument)
+    };
+
+    (@munch $head:tt $slots:tt $options:tt $all:tt $($rest:tt)*) => {
+        compile_error!(concat!(
+            "signature!: `", stringify!($($rest)*),
+            "`: expected arguments: the tensors `x`, `x?` and `x!`, and options such as `eps: f64 = 1e-5`"
+        ));
+    };
+    ($($other:tt)*) => {
+        compile_error!(
+            "signature!: expected `pub NAME: INPUTS -> OUTPUTS = \"name\"(x, weight?, eps: f64 = 1e-5) -> (y)`"
+        );
+    };
+}

@@ -1,0 +1,460 @@
+//! How an operator that is two registered operators, one for each direction, becomes differentiable.
+//!
+//! In eager mode `torch.ops.tch_extension.x` is the crate's function `f_x`, with its own graph node.
+//! That node reads memory, which tensors do not have while torch.compile, vmap or torch.func trace a
+//! program. The node is then [`Node`]: it calls the operators `x_forward` and `x_backward` through
+//! the dispatcher, which knows their fake kernels.
+//!
+//! Each level of torch.func has a graph of its own. What an operator calls below autograd at one level
+//! is an operator of the next level outside. So `x_forward` and `x_backward` are differentiable, too:
+//! the former with the same node ([`forwarded`]), the latter by the operator's reference
+//! ([`gradients`]).
+
+use crate::amp::{Autocast, CastPolicy, autocast_inputs};
+use crate::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
+use crate::library::{below_autograd, is_traced};
+use crate::{Error, Result};
+use tch::{Device, Tensor};
+
+/// Which inputs need a gradient: one bit for each, the first one lowest.
+pub type Needs = i64;
+
+/// The gradients of all inputs, for an operator that has no argument `needs`.
+pub const ALL: Needs = -1;
+
+/// An operator as calls of registered operators. The value itself is what the operator is told besides
+/// its tensors.
+pub trait Pair: Clone + Send + Sync + 'static {
+    const NAME: &'static str;
+    /// The name of the operator that computes the gradients.
+    const BACKWARD: &'static str;
+    /// The number of tensors that the operator takes.
+    const INPUTS: usize;
+    /// The number of tensors that it returns.
+    const OUTPUTS: usize;
+    /// Which results of [`Pair::forward`] its gradients read: one bit for each, the first one lowest.
+    const KEPT: u64;
+
+    /// The outputs.
+    ///
+    /// # Errors
+    /// An error of the operator.
+    fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>>;
+
+    /// The outputs, and after them what is saved for these gradients.
+    ///
+    /// # Errors
+    /// An error of the operator.
+    fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>>;
+
+    /// A gradient for each of the inputs but the last ones that have none. Those that are not needed may
+    /// be absent or empty (`[0]`).
+    ///
+    /// # Errors
+    /// An error of the operator.
+    fn backward(
+        &self,
+        grads: Inputs<'_>,
+        kept: Inputs<'_>,
+        inputs: Inputs<'_>,
+        needs: Needs,
+    ) -> Result<Vec<Option<Tensor>>>;
+
+    /// The outputs in plain tch operations.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>>;
+}
+
+/// The results that gradients read.
+pub(super) fn kept<P: Pair>() -> impl Iterator<Item = usize> {
+    (0..u64::BITS as usize).filter(|place| P::KEPT >> place & 1 == 1)
+}
+
+/// Calls the operators of a pair, as a part of the graph if there is one.
+///
+/// # Errors
+/// An error of an operator.
+pub fn traced<P: Pair, const N: usize>(pair: P, inputs: &[Option<&Tensor>]) -> Result<[Tensor; N]> {
+    Tensors::from(traced_list(pair, inputs)?).exactly()
+}
+
+pub(super) fn traced_list<P: Pair>(
+    pair: P,
+    inputs: &[Option<&Tensor>],
+) -> Result<Vec<Option<Tensor>>> {
+    let results = apply(Node { pair, asked: None }, inputs)?.into_vec();
+    // What is saved comes after the outputs.
+    Ok(results.into_iter().take(P::OUTPUTS).collect())
+}
+
+/// Calls the operator that computes the outputs and what the gradients that `asked` names read, as a
+/// part of the graph if there is one. What is saved are constants there: it follows from the inputs.
+///
+/// # Errors
+/// An error of an operator.
+pub fn forwarded<P: Pair, const N: usize>(
+    pair: P,
+    inputs: &[Option<&Tensor>],
+    asked: Needs,
+) -> Result<[Tensor; N]> {
+    Tensors::from(forwarded_list(pair, inputs, asked)?).exactly()
+}
+
+pub(super) fn forwarded_list<P: Pair>(
+    pair: P,
+    inputs: &[Option<&Tensor>],
+    asked: Needs,
+) -> Result<Vec<Option<Tensor>>> {
+    Ok(apply(Node { pair, asked: Some(asked) }, inputs)?.into_vec())
+}
+
+/// Calls the operator that computes the gradients, as a part of the graph if there is one.
+///
+/// # Errors
+/// An error of an operator.
+pub fn gradients<P: Pair, const N: usize>(
+    pair: P,
+    grads: &[Option<&Tensor>],
+    kept: &[Option<&Tensor>],
+    inputs: &[Option<&Tensor>],
+    needs: Needs,
+) -> Result<[Tensor; N]> {
+    Tensors::from(gradients_list(pair, grads, kept, inputs, needs)?).exactly()
+}
+
+pub(super) fn gradients_list<P: Pair>(
+    pair: P,
+    grads: &[Option<&Tensor>],
+    kept: &[Option<&Tensor>],
+    inputs: &[Option<&Tensor>],
+    needs: Needs,
+) -> Result<Vec<Option<Tensor>>> {
+    let all: Vec<Option<&Tensor>> = [grads, kept, inputs].concat();
+    Ok(apply(Gradients { pair, needs }, &all)?.into_vec())
+}
+
+/// An operator that is traced.
+struct Node<P> {
+    pair: P,
+    /// The gradients that another level of torch.func computes, if it is the caller.
+    asked: Option<Needs>,
+}
+
+impl<P: Pair> Function for Node<P> {
+    const NAME: &'static str = P::NAME;
+    const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        if !saver.needs_graph() && self.asked.is_none() {
+            return Ok(below_autograd(|| self.pair.call(inputs))?.into());
+        }
+        let own = bits((0..P::INPUTS).map(|place| saver.needs_input_grad(place)));
+        // What is saved for more gradients serves each of them.
+        let needs = own | self.asked.unwrap_or(0);
+        let results = below_autograd(|| self.pair.forward(inputs, needs))?;
+        (0..P::INPUTS).for_each(|place| saver.save_optional(inputs.optional(place)));
+        kept::<P>().for_each(|place| saver.save_optional(results.get(place)));
+        // The graph has what is saved as an output, so that gradients of a higher order may read it.
+        (P::OUTPUTS..results.len()).for_each(|place| saver.mark_non_differentiable(place));
+        // An output without a gradient then costs no tensor of zeros.
+        saver.set_materialize_grads(false);
+        Ok(results.into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        if grads.iter().take(P::OUTPUTS).all(Option::is_none) {
+            // A second derivative comes here from an output that was kept, which is a constant there.
+            return Ok((0..P::INPUTS).map(|_| None).collect::<Vec<_>>().into());
+        }
+        let saved = (0..P::INPUTS + kept::<P>().count())
+            .map(|slot| ctx.saved_optional(slot))
+            .collect::<Result<Vec<_>>>()?;
+        let saved: Vec<Option<&Tensor>> = saved.iter().map(Option::as_ref).collect();
+        let (inputs, kept) = saved.split_at(P::INPUTS);
+        let grads: Vec<Option<&Tensor>> =
+            (0..P::OUTPUTS).map(|place| grads.optional(place)).collect();
+        let needs = bits((0..P::INPUTS).map(|place| ctx.needs_input_grad(place)));
+        let [grads, kept, inputs] = [&grads, kept, inputs].map(Inputs::new);
+        let mut gradients = self.pair.backward(grads, kept, inputs, needs)?;
+        // Inputs without a gradient, such as targets, come last.
+        gradients.resize_with(P::INPUTS, || None);
+        for (place, gradient) in gradients.iter_mut().enumerate() {
+            gradient.take_if(|_| !is_needed(needs, place));
+        }
+        Ok(gradients.into())
+    }
+}
+
+/// The gradients of an operator, as functions of the incoming ones and the inputs. What was kept are
+/// constants here: it follows from the inputs.
+struct Gradients<P> {
+    pair: P,
+    needs: Needs,
+}
+
+impl<P: Pair> Function for Gradients<P> {
+    const NAME: &'static str = P::BACKWARD;
+    const DOUBLE_BACKWARD: bool = true;
+    const WITHOUT_AUTOCAST: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, all: Inputs<'_>) -> Result<Tensors> {
+        let (grads, others) = all.split_at(P::OUTPUTS);
+        let (kept, inputs) = others.split_at(kept::<P>().count());
+        let [grads_, kept, inputs_] = [grads, kept, inputs].map(Inputs::new);
+        let gradients = below_autograd(|| self.pair.backward(grads_, kept, inputs_, self.needs))?;
+        grads.iter().chain(inputs).for_each(|tensor| saver.save_optional(*tensor));
+        let is_constant = |place: &usize| !is_needed(self.needs, *place);
+        (0..gradients.len()).filter(is_constant).for_each(|place| {
+            saver.mark_non_differentiable(place);
+        });
+        saver.set_materialize_grads(false);
+        Ok(gradients.into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, vectors: &Tensors) -> Result<Tensors> {
+        let saved = (0..P::OUTPUTS + P::INPUTS)
+            .map(|slot| ctx.saved_optional(slot))
+            .collect::<Result<Vec<_>>>()?;
+        // The inputs of this node, without what was kept.
+        let place_of =
+            |slot: usize| if slot < P::OUTPUTS { slot } else { slot + kept::<P>().count() };
+        let wanted: Vec<bool> =
+            (0..saved.len()).map(|slot| ctx.needs_input_grad(place_of(slot))).collect();
+        let create_graph = ctx.create_graph();
+        let found = with_grad(|| self.differentiate(&saved, &wanted, vectors, create_graph))?;
+        let mut all: Vec<Option<Tensor>> =
+            (0..P::OUTPUTS + kept::<P>().count() + P::INPUTS).map(|_| None).collect();
+        for (slot, gradient) in found.into_iter().enumerate() {
+            all[place_of(slot)] = gradient;
+        }
+        Ok(all.into())
+    }
+}
+
+impl<P: Pair> Gradients<P> {
+    /// The gradients of the incoming gradients and of the inputs, those that are wanted, by
+    /// differentiating the operator's reference twice.
+    fn differentiate(
+        &self,
+        saved: &[Option<Tensor>],
+        wanted: &[bool],
+        vectors: &Tensors,
+        create_graph: bool,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let is_input_needed =
+            |slot: usize| slot >= P::OUTPUTS && is_needed(self.needs, slot - P::OUTPUTS);
+        // Fresh aliases: one saved tensor may depend on another.
+        let alias = |(slot, tensor): (usize, &Option<Tensor>)| -> Result<Option<Tensor>> {
+            let Some(tensor) = tensor else { return Ok(None) };
+            let alias = match create_graph {
+                true => tensor.f_view_as(tensor)?,
+                false => tensor.f_detach()?,
+            };
+            let is_variable = wanted[slot] || is_input_needed(slot);
+            Ok(Some(match is_variable && !alias.requires_grad() {
+                true => variable(&alias)?,
+                false => alias,
+            }))
+        };
+        let aliases = saved.iter().enumerate().map(alias).collect::<Result<Vec<_>>>()?;
+        let aliases: Vec<Option<&Tensor>> = aliases.iter().map(Option::as_ref).collect();
+        let (grads, inputs) = aliases.split_at(P::OUTPUTS);
+        let outputs = self.pair.reference(Inputs::new(inputs))?;
+        let is_there =
+            |(output, grad): &(&Tensor, &Option<&Tensor>)| grad.is_some() && output.requires_grad();
+        let (of, along): (Vec<&Tensor>, Vec<Option<&Tensor>>) =
+            outputs.iter().zip(grads).filter(is_there).unzip();
+        let is_variable = |&place: &usize| is_needed(self.needs, place) && inputs[place].is_some();
+        let needed: Vec<usize> = (0..P::INPUTS).filter(is_variable).collect();
+        let variables: Vec<&Tensor> = needed.iter().filter_map(|&place| inputs[place]).collect();
+        let none = || aliases.iter().map(|_| None).collect::<Vec<_>>();
+        if of.is_empty() || variables.is_empty() {
+            return Ok(none());
+        }
+        let options = GradOptions {
+            grad_outputs: &along,
+            create_graph: true,
+            allow_unused: true,
+            ..Default::default()
+        };
+        let first = grad(&of, &variables, &options)?.into_vec();
+        let is_there = |&(place, first): &(usize, &Option<Tensor>)| {
+            vectors.optional(place).is_some() && first.as_ref().is_some_and(Tensor::requires_grad)
+        };
+        let (of, along): (Vec<&Tensor>, Vec<Option<&Tensor>>) = needed
+            .into_iter()
+            .zip(&first)
+            .filter(is_there)
+            .filter_map(|(place, first)| Some((first.as_ref()?, vectors.optional(place))))
+            .unzip();
+        let slots: Vec<usize> =
+            (0..aliases.len()).filter(|&slot| wanted[slot] && aliases[slot].is_some()).collect();
+        let variables: Vec<&Tensor> = slots.iter().filter_map(|&slot| aliases[slot]).collect();
+        if of.is_empty() || variables.is_empty() {
+            return Ok(none());
+        }
+        let options = GradOptions {
+            grad_outputs: &along,
+            create_graph,
+            allow_unused: true,
+            ..Default::default()
+        };
+        let second = grad(&of, &variables, &options)?.into_vec();
+        let mut gradients = none();
+        for (slot, gradient) in slots.into_iter().zip(second) {
+            gradients[slot] = gradient;
+        }
+        Ok(gradients)
+    }
+}
+
+/// The same values as a variable of this level of torch.func. A detached tensor would be a constant at the
+/// outer levels, too; a sum keeps its graph there.
+fn variable(tensor: &Tensor) -> Result<Tensor> {
+    let zero = tensor.f_detach()?.f_zeros_like()?.f_set_requires_grad(true)?;
+    Ok(tensor.f_add(&zero)?)
+}
+
+/// One bit for each.
+fn bits(needs: impl Iterator<Item = bool>) -> Needs {
+    needs.enumerate().fold(0, |bits, (place, needed)| bits | i64::from(needed) << place)
+}
+
+/// Whether this bit is set.
+pub fn is_needed(needs: Needs, place: usize) -> bool {
+    needs >> place & 1 == 1
+}
+
+/// Whether each of the first N bits is set.
+pub fn needs<const N: usize>(needs: Needs) -> [bool; N] {
+    std::array::from_fn(|place| is_needed(needs, place))
+}
+
+/// Autocast is off until the guard is dropped.
+fn without_autocast(device: Device) -> Result<Option<Autocast>> {
+    Autocast::kind(device).map(|_| Autocast::disabled(device)).transpose()
+}
+
+/// Whether no program is being traced, so that kernels can read the tensors.
+pub fn is_eager(tensors: &[Option<&Tensor>]) -> bool {
+    let tensors: Vec<&Tensor> = tensors.iter().copied().flatten().collect();
+    // Tensors without memory are on a device that tch does not know, which it takes for this one.
+    tensors.iter().all(|tensor| tensor.device() != Device::Mps) && !is_traced(&tensors)
+}
+
+/// Runs a kernel on tensors like this one: without a graph, and in the kinds that its arguments have.
+///
+/// # Errors
+/// Those of the kernel.
+pub fn kernel<T>(like: &Tensor, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _no_grad = tch::no_grad_guard();
+    let _autocast = without_autocast(like.device())?;
+    body()
+}
+
+/// Runs the operator itself, below autograd.
+///
+/// # Errors
+/// Those of the operator.
+pub fn below<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let _no_grad = tch::no_grad_guard();
+    body()
+}
+
+/// Calls an operator with the casts of these tensors that autocast makes.
+///
+/// # Errors
+/// Those of the operator.
+pub fn cast<T>(
+    policy: CastPolicy,
+    tensors: &[Option<&Tensor>],
+    body: impl FnOnce(Inputs<'_>) -> Result<T>,
+) -> Result<T> {
+    with_casts(tensors, autocast_inputs(policy, tensors)?, body)
+}
+
+/// Calls an operator with the casts of these tensors, or, if there are none, with the tensors.
+///
+/// # Errors
+/// Those of the operator.
+pub fn with_casts<T>(
+    tensors: &[Option<&Tensor>],
+    cast: Option<Vec<Option<Tensor>>>,
+    body: impl FnOnce(Inputs<'_>) -> Result<T>,
+) -> Result<T> {
+    let device = tensors.iter().flatten().next().map_or(Device::Cpu, |tensor| tensor.device());
+    let cast: Option<Vec<Option<&Tensor>>> =
+        cast.as_ref().map(|cast| cast.iter().map(Option::as_ref).collect());
+    let _autocast = without_autocast(device)?;
+    body(Inputs::new(cast.as_deref().unwrap_or(tensors)))
+}
+
+/// Runs `body` with grad mode on.
+fn with_grad<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+    // tch's function does not restore grad mode after a panic, but this guard does.
+    let _before = tch::no_grad_guard();
+    tch::with_grad(body)
+}
+
+/// The gradients as an operator returns them: contiguous, each with memory of its own, and an empty
+/// tensor for each that is not needed.
+///
+/// # Errors
+/// If libtorch fails.
+pub fn returned<const N: usize>(
+    like: &Tensor,
+    gradients: [Option<Tensor>; N],
+) -> Result<[Tensor; N]> {
+    let made = returned_list(like, gradients)?;
+    made.try_into().map_err(|_| Error::msg("internal error: the number of gradients changed"))
+}
+
+pub(super) fn returned_list(
+    like: &Tensor,
+    gradients: impl IntoIterator<Item = Option<Tensor>>,
+) -> Result<Vec<Tensor>> {
+    let mut made: Vec<Tensor> = Vec::new();
+    for gradient in gradients {
+        let gradient = match gradient {
+            None => nothing(like)?,
+            Some(gradient) => gradient.f_contiguous()?,
+        };
+        let is_shared =
+            |other: &Tensor| gradient.numel() > 0 && other.data_ptr() == gradient.data_ptr();
+        let is_shared = made.iter().any(is_shared);
+        made.push(if is_shared { copied(&gradient)? } else { gradient });
+    }
+    Ok(made)
+}
+
+/// A contiguous copy.
+///
+/// # Errors
+/// If libtorch fails.
+pub fn copied(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_to_dtype(tensor.f_kind()?, false, true)?)
+}
+
+/// In the place of a tensor that is absent.
+///
+/// # Errors
+/// If libtorch fails.
+pub fn nothing(like: &Tensor) -> Result<Tensor> {
+    Ok(Tensor::f_empty([0], (like.f_kind()?, like.device()))?)
+}
+
+/// A tensor, unless it is only in the place of one that is absent. The operators say which of the two it
+/// is by their other arguments.
+pub fn present(tensor: &Tensor, is_there: bool) -> Option<&Tensor> {
+    Some(tensor).filter(|_| is_there)
+}
+
+/// The matrix that a forward pass kept; `None` for the vector in the place of one that it did not keep.
+/// The gradients of one backward pass do not say which it kept, because several levels of torch.func may
+/// share one forward pass and compute different gradients.
+pub fn matrix(tensor: &Tensor) -> Option<&Tensor> {
+    present(tensor, tensor.dim() == 2)
+}

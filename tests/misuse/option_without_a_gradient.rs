@@ -1,0 +1,7 @@
+// error: signature!: `: f64`: expected arguments: the tensors `x`, `x?` and `x!`, and options
+// Only tensors have gradients.
+tch_extension::signature! {
+    pub Softcap: SoftcapIn -> SoftcapOut = "softcap"(x, cap!: f64) -> (y)
+}
+
+fn main() {}

@@ -1,0 +1,7 @@
+// error: slots!: `x ? !`: expected the names of tensors
+// A tensor that may be absent has no gradient where it is absent.
+tch_extension::slots! {
+    pub struct Inputs { x?! }
+}
+
+fn main() {}
