@@ -23,7 +23,7 @@ pub struct GradgradcheckOptions<'a> {
 }
 
 /// Checks second derivatives, as `torch.autograd.gradgradcheck` does in Python. It runs
-/// [`gradcheck`] on the function that takes the inputs and the incoming gradients and returns the
+/// [`gradcheck`](super::gradcheck()) on the function that takes the inputs and the incoming gradients and returns the
 /// gradients of the inputs.
 ///
 /// It checks only the derivatives of the gradients, not the gradients themselves; use
