@@ -2,7 +2,7 @@
 //!
 //! In eager mode `torch.ops.tch_extension.x` is the crate's function `f_x`, with its own graph node.
 //! That node reads memory, which tensors do not have while torch.compile, vmap or torch.func trace a
-//! program. The node is then [`Node`]: it calls the operators `x_forward` and `x_backward` through
+//! program. The node is then `Node`: it calls the operators `x_forward` and `x_backward` through
 //! the dispatcher, which knows their fake kernels.
 //!
 //! Each level of torch.func has a graph of its own. What an operator calls below autograd at one level
@@ -246,6 +246,7 @@ impl<P: Pair> Gradients<P> {
     ) -> Result<Vec<Option<Tensor>>> {
         let is_input_needed =
             |slot: usize| slot >= P::OUTPUTS && is_needed(self.needs, slot - P::OUTPUTS);
+        let is_variable = |slot: usize| wanted[slot] || is_input_needed(slot);
         // Fresh aliases: one saved tensor may depend on another.
         let alias = |(slot, tensor): (usize, &Option<Tensor>)| -> Result<Option<Tensor>> {
             let Some(tensor) = tensor else { return Ok(None) };
@@ -253,13 +254,24 @@ impl<P: Pair> Gradients<P> {
                 true => tensor.f_view_as(tensor)?,
                 false => tensor.f_detach()?,
             };
-            let is_variable = wanted[slot] || is_input_needed(slot);
-            Ok(Some(match is_variable && !alias.requires_grad() {
+            Ok(Some(match is_variable(slot) && !alias.requires_grad() {
                 true => variable(&alias)?,
                 false => alias,
             }))
         };
         let aliases = saved.iter().enumerate().map(alias).collect::<Result<Vec<_>>>()?;
+        let is_constant = |(slot, alias): (usize, &Option<Tensor>)| {
+            is_variable(slot) && alias.as_ref().is_some_and(|alias| !alias.requires_grad())
+        };
+        if aliases.iter().enumerate().any(is_constant) {
+            // The tensors of a vmap cannot be variables where no level of derivatives is within it:
+            // torch.func.vjp has left its own when the function runs that it returned.
+            return Err(Error::msg(format!(
+                "{}: no second derivative by torch.func.vjp or jacrev within torch.vmap; differentiate a sum by \
+                 torch.func.grad there, or take one element at a time",
+                P::NAME
+            )));
+        }
         let aliases: Vec<Option<&Tensor>> = aliases.iter().map(Option::as_ref).collect();
         let (grads, inputs) = aliases.split_at(P::OUTPUTS);
         let outputs = self.pair.reference(Inputs::new(inputs))?;

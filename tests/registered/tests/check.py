@@ -165,6 +165,11 @@ def transforms():
         lambda f: torch.func.jacrev(torch.func.grad(f))(rows[0], weight),
     ):
         assert all(map(torch.allclose, transform(length), transform(plain)))
+    # It would be zero without a word.
+    hessian = torch.func.jacrev(torch.func.grad(length))
+    refused(lambda: torch.vmap(hessian, (0, None))(rows, weight), "unit_rows: no second derivative by torch.func.vjp")
+    along = lambda f: torch.vmap(torch.func.grad(lambda x: (torch.func.grad(f)(x, weight) * mask[:, None]).sum()))
+    assert torch.allclose(along(length)(rows), along(plain)(rows))
     y = leaf(3)
     checkpoint(square, y, use_reentrant=False).backward()
     assert torch.allclose(y.grad, 4 * y)
