@@ -193,3 +193,30 @@ fn the_second_derivative_is_that_of_the_gradients_without_a_graph() {
         &["gradgradcheck (", "output 0, input 0"],
     );
 }
+
+/// x y, whose recorded backward pass drops the gradient of y.
+struct Dropped;
+
+impl Function for Dropped {
+    const NAME: &'static str = "dropped";
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let (x, y) = (inputs.get(0)?, inputs.get(1)?);
+        saver.save(x);
+        saver.save(y);
+        Ok((x * y).into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let (x, y, grad) = (ctx.saved(0)?, ctx.saved(1)?, grads.get(0)?);
+        Ok([Some(grad * y), (!ctx.create_graph()).then(|| grad * x)].into())
+    }
+}
+
+#[test]
+fn a_gradient_that_is_dropped_with_a_graph_is_found() {
+    let product = |inputs: &[Tensor]| apply(Dropped, &[Some(&inputs[0]), Some(&inputs[1])]);
+    let result = check(product, &[&variable(&[3]), &variable(&[3])]);
+    assert_refused(result, &["gradgradcheck (", "output 1 was None"]);
+}

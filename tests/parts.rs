@@ -213,6 +213,16 @@ fn products_and_mlps() {
             assert_equal("matmul_add_relu", &gradients("matmul_add_relu", arguments)?, &expected);
             Ok(())
         })?;
+        // As many dimensions as an operator has in the place of what it did not keep.
+        let size = [&[1; 14][..], &[2, 16]].concat();
+        let [lhs, rhs, bias] = arguments.leaves([&size, &[16, 24], &[24]]);
+        let y = f_matmul_add_relu(&lhs, &rhs, &bias)?;
+        let (incoming, expected) = of_node(&[&y], &[&lhs, &rhs, &bias]);
+        tch::no_grad(|| -> Result<()> {
+            let arguments = args![&incoming[0], &y, &lhs, &rhs, &bias, 0b111];
+            assert_equal("matmul_add_relu", &gradients("matmul_add_relu", arguments)?, &expected);
+            Ok(())
+        })?;
         for save_activations in [true, false] {
             let [w2, b2] = arguments.leaves([&[8, 24], &[8]]);
             let options = GeluMlpOptions { save_activations, ..Default::default() };

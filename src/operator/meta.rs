@@ -5,11 +5,21 @@ use crate::ffi::facts::Facts;
 use crate::library::SymInt;
 use crate::{Error, Result};
 use std::fmt::Debug;
-use std::ops::{Deref, DerefMut, Mul};
+use std::ops::{Add, Deref, DerefMut, Div, Mul, Sub};
 use tch::{Device, Kind, Tensor};
 
 /// A size: a number, or a [`SymInt`] while a program is traced for any size.
-pub trait Dim: Clone + Debug + From<i64> + Mul<Output = Self> + 'static {
+pub trait Dim:
+    Clone
+    + Debug
+    + From<i64>
+    + PartialEq
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + 'static
+{
     /// Whether tensors may have no memory, and no device of their own.
     #[doc(hidden)]
     const IS_TRACED: bool;
@@ -103,7 +113,10 @@ impl<D: Debug> Debug for Sizes<D> {
 
 impl<D: Dim> Meta<D> {
     pub(super) fn of(op: &'static str, argument: &'static str, tensor: &Tensor) -> Result<Self> {
-        let (kind, device) = (tensor.f_kind()?, tensor.device());
+        let unknown = |error: tch::TchError| {
+            Error::argument(op, argument, "a known kind", error.to_string(), "")
+        };
+        let (kind, device) = (tensor.f_kind().map_err(unknown)?, tensor.device());
         Ok(Meta { op, argument, kind, device, sizes: Sizes::new(&D::sizes(tensor)) })
     }
 

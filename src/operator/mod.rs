@@ -66,11 +66,11 @@ pub use slots::{Borrowed, Described, Each, Leaf, Names, Own, Slots, bits};
 #[doc(no_inline)]
 pub use tch::Tensor;
 
-use crate::Result;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::apply;
 use crate::check::Check;
 use crate::ffi::facts::{Facts, facts_into};
+use crate::{Error, Result};
 use node::Node;
 use tch::Device;
 
@@ -126,7 +126,8 @@ pub trait Operator: Signature {
         autocast::<Self>(Self::In::tensors(of).as_ref())
     }
 
-    /// Decides how a call is computed.
+    /// Decides how a call is computed. While a program is traced, the backward pass decides anew, for
+    /// the gradients that it computes, so what is kept must not depend on it.
     ///
     /// # Errors
     /// When it cannot be computed.
@@ -175,7 +176,8 @@ pub enum Second {
     /// graph of the gradients is recorded. All arguments are saved.
     Reference,
     /// From the backward pass itself, which then consists of differentiable operations
-    /// ([`Again::is_recorded`]). Only the arguments that it reads are saved.
+    /// ([`Again::is_recorded`]) of arguments and outputs: what is kept is absent then. Only the arguments
+    /// that it reads are saved.
     Itself,
 }
 
@@ -303,6 +305,12 @@ pub fn call<O: Operator>(operator: O, of: &Args<'_, O>) -> Result<Outputs<O>> {
         }
     }
     match operator.cast(of)? {
+        Some(cast) if cast.len() != tensors.len() => Err(Error::msg(format!(
+            "{}: its cast returned {} tensors, and it takes {}",
+            O::NAME,
+            cast.len(),
+            tensors.len()
+        ))),
         Some(cast) => {
             let cast: Vec<Option<&Tensor>> = cast.iter().map(Option::as_ref).collect();
             applied(operator, &cast)
@@ -313,8 +321,35 @@ pub fn call<O: Operator>(operator: O, of: &Args<'_, O>) -> Result<Outputs<O>> {
 
 #[track_caller]
 fn applied<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Outputs<O>> {
-    let mut outputs = apply(Node::new(operator), tensors)?;
+    let constants = constants::<O>(tensors)?;
+    let mut outputs = match constants.is_empty() {
+        true => apply(Node::new(operator), tensors)?,
+        false => apply(Node::new(operator), &with_constants(tensors, &constants))?,
+    };
     O::Out::own(O::NAME, |index| outputs.take(index))
+}
+
+/// The arguments without a gradient that require grad, detached, with their places.
+fn constants<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Vec<(usize, Tensor)>> {
+    let mut constants = Vec::new();
+    if O::In::CONSTANT != 0 {
+        for (place, tensor) in tensors.iter().enumerate() {
+            let tensor = tensor.filter(|tensor| tensor.requires_grad());
+            if let Some(tensor) = tensor.filter(|_| O::In::CONSTANT >> place & 1 == 1) {
+                constants.push((place, tensor.f_detach()?));
+            }
+        }
+    }
+    Ok(constants)
+}
+
+fn with_constants<'a>(
+    tensors: &[Option<&'a Tensor>],
+    constants: &'a [(usize, Tensor)],
+) -> Vec<Option<&'a Tensor>> {
+    let mut all = tensors.to_vec();
+    constants.iter().for_each(|(place, tensor)| all[*place] = Some(tensor));
+    all
 }
 
 /// The casts of an operator's arguments that its policy asks for.

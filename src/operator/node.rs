@@ -16,6 +16,14 @@ pub(super) struct Node<O: Operator> {
 
 impl<O: Operator> Node<O> {
     pub fn new(operator: O) -> Self {
+        const {
+            let (inputs, kept, outputs) =
+                (O::In::NAMES.len(), O::Kept::NAMES.len(), O::Out::NAMES.len());
+            assert!(
+                inputs < 64 && outputs + kept < 64 && O::READS_OUTPUTS >> outputs == 0,
+                "Operator: fewer than 64 arguments, and fewer than 64 outputs and kept tensors; READS_OUTPUTS has a bit for each output"
+            );
+        }
         Node { operator, plan: O::Plan::default(), known: Vec::new() }
     }
 
@@ -60,6 +68,11 @@ impl<O: Operator> Function for Node<O> {
                     saver.save_optional(output.as_ref().filter(|_| is_read));
                 }
             }
+            (0..O::Out::NAMES.len())
+                .filter(|place| O::Out::CONSTANT >> place & 1 == 1)
+                .for_each(|place| saver.mark_non_differentiable(place));
+            // Where nothing depends on an output, its gradient is absent.
+            saver.set_materialize_grads(false);
             self.known = known::<O>(&inputs)?;
         }
         let mut outputs = outputs.into_iter();
@@ -89,8 +102,11 @@ impl<O: Operator> Function for Node<O> {
             }
         }
         let mut kept = O::Kept::array(|_| None);
-        for (place, kept) in kept.as_mut().iter_mut().enumerate() {
-            *kept = ctx.saved_optional(Self::KEPT + place)?;
+        // What is kept is no part of a graph, so gradients that are recorded cannot read it.
+        if !is_recorded {
+            for (place, kept) in kept.as_mut().iter_mut().enumerate() {
+                *kept = ctx.saved_optional(Self::KEPT + place)?;
+            }
         }
         let mut outputs = O::Out::array(|_| None);
         if O::READS_OUTPUTS != 0 {

@@ -7,20 +7,30 @@
 use super::node::known;
 use super::signature::{Part, tensor_argument};
 use super::traced::{
-    self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
+    self, Needs, Pair, below, is_eager, is_needed, kernel_without_autocast as kernel,
+    returned_list, with_casts,
 };
-use super::{Again, Call, Meta, Metas, Operator, OptionType, Slots, Tensor, call};
+use super::{
+    Again, Call, Meta, Metas, Operator, OptionType, Slots, Tensor, call, constants, with_constants,
+};
 use crate::autograd::{Inputs, Tensors};
 use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::library::expansion::{Argument, Definition, Implementation, Kernel, told};
 use crate::library::{SymInt, Value, empty};
 use crate::{Error, Result};
 use std::marker::PhantomData;
-use tch::Kind;
 
 /// The definitions of an operator in the namespace where it will be.
 pub fn definitions<O: Operator>(namespace: &'static str) -> Vec<Definition> {
-    O::registered().is_in(namespace);
+    const {
+        assert!(
+            O::Out::OPTIONAL == 0 && O::Out::CONSTANT == 0,
+            "register!: the results of a registered operator are never absent, and all have gradients"
+        );
+    }
+    let known = O::registered().is_in(namespace);
+    // Whoever registers gets it as an error.
+    assert!(known == namespace, "{}: it is registered in the namespace {known} already", O::NAME);
     let mut all = vec![Definition {
         name: O::NAME,
         is_seeded: false,
@@ -119,6 +129,10 @@ fn refer<'a>(tensors: &'a [Option<Borrowed<'_>>]) -> List<'a> {
     tensors.iter().map(Option::as_deref).collect()
 }
 
+fn refer_own(tensors: &[Option<Tensor>]) -> List<'_> {
+    tensors.iter().map(Option::as_ref).collect()
+}
+
 /// Reads a call's arguments from this index on, and runs `body`.
 fn read<O: Operator, T>(
     frame: &Frame<'_>,
@@ -139,7 +153,16 @@ fn give(frame: &mut Frame<'_>, tensors: impl IntoIterator<Item = Option<Tensor>>
 fn eager<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
     let outputs = call(operator, &O::In::borrowed(O::NAME, tensors)?)?;
     let outputs = O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output);
-    Ok(outputs.into_iter().collect())
+    contiguous(outputs)
+}
+
+/// The tensors as the rule describes them: contiguous.
+fn contiguous(tensors: impl IntoIterator<Item = Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    let plain = |tensor: Tensor| match tensor.is_contiguous() {
+        true => Ok(tensor),
+        false => tensor.f_contiguous(),
+    };
+    tensors.into_iter().map(|tensor| Ok(tensor.map(plain).transpose()?)).collect()
 }
 
 /// `x` for a device.
@@ -155,7 +178,8 @@ fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         if is_eager(tensors) {
             return eager(operator, tensors);
         }
-        traced::traced_list(Dispatched(operator), tensors)
+        let constants = constants::<O>(tensors)?;
+        traced::traced_list(Dispatched(operator), &with_constants(tensors, &constants))
     })?;
     give(frame, outputs)
 }
@@ -204,7 +228,7 @@ fn symbols<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Metas<O, SymInt>>
 }
 
 /// The number of dimensions of an empty tensor in the place of one that was not kept. No operator
-/// keeps a tensor with so many, and libtorch's operators take it.
+/// keeps an empty tensor with so many.
 const ABSENT: usize = 16;
 
 fn first<'a>(tensors: &[Option<&'a Tensor>]) -> Result<&'a Tensor> {
@@ -222,16 +246,19 @@ fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         let asked = read_needs(frame, index)?;
         let needs = O::In::each(|place| is_needed(asked, place));
         let like = first(tensors)?;
-        kernel(like, || {
+        kernel(|| {
             let of = O::In::borrowed(O::NAME, tensors)?;
             let plan = operator.plan(&of, &needs)?;
             let call = Call { operator: &operator, of, needs: &needs, plan };
             let made = operator.forward(&call)?;
-            let mut results: Vec<_> = O::Out::descriptions(made.outputs).into_iter().collect();
-            for kept in O::Kept::items(made.kept) {
+            let mut results = contiguous(O::Out::descriptions(made.outputs))?;
+            let others: Vec<&Tensor> =
+                tensors.iter().chain(&refer_own(&results)).flatten().copied().collect();
+            let kept = returned_list(O::Kept::items(made.kept), &others)?;
+            for kept in kept {
                 results.push(Some(match kept {
-                    Some(kept) => kept.f_contiguous()?,
-                    None => Tensor::f_empty([0; ABSENT], (Kind::Float, like.device()))?,
+                    Some(kept) => kept,
+                    None => Tensor::f_empty([0; ABSENT], (like.f_kind()?, like.device()))?,
                 }));
             }
             Ok(results)
@@ -251,7 +278,8 @@ fn fake_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
 fn autograd_of_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
     let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
         let needs = read_needs(frame, index)?;
-        traced::forwarded_list(Dispatched(operator), tensors, needs)
+        let constants = constants::<O>(tensors)?;
+        traced::forwarded_list(Dispatched(operator), &with_constants(tensors, &constants), needs)
     })?;
     give(frame, results)
 }
@@ -271,7 +299,11 @@ impl<'c> First<'c> {
         };
         let grads = tensors(O::Out::NAMES.len())?;
         let mut kept = tensors(traced::kept::<Dispatched<O>>().count())?;
-        kept.iter_mut().for_each(|kept| _ = kept.take_if(|kept| kept.dim() == ABSENT));
+        // Outputs that are read come first. They are never absent.
+        let outputs = O::READS_OUTPUTS.count_ones() as usize;
+        for kept in &mut kept[outputs..] {
+            let _ = kept.take_if(|kept| kept.dim() == ABSENT && kept.numel() == 0);
+        }
         Ok(First { grads, kept })
     }
 }
@@ -282,8 +314,17 @@ fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
     let gradients = read::<O, _>(frame, &mut index, |operator, tensors, index| {
         let needs = read_needs(frame, index)?;
         let like = first(tensors)?;
-        let gradients = kernel(like, || gradients(&operator, &before, tensors, needs))?;
-        returned_list(like, gradients)
+        kernel(|| {
+            let found = gradients(&operator, &before, tensors, needs)?;
+            let (grads, kept) = (refer(&before.grads), refer(&before.kept));
+            let others = tensors.iter().chain(&grads).chain(&kept).flatten().copied();
+            let found = returned_list(found, &others.collect::<Vec<_>>())?;
+            let nothing = || traced::nothing(like);
+            found
+                .into_iter()
+                .map(|gradient| gradient.map_or_else(nothing, Ok))
+                .collect::<Result<Vec<_>>>()
+        })
     })?;
     drop(before);
     give(frame, gradients.into_iter().map(Some))
@@ -351,7 +392,9 @@ fn autograd_of_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
     let gradients = read::<O, _>(frame, &mut index, |operator, tensors, index| {
         let needs = read_needs(frame, index)?;
         let (grads, kept) = (refer(&before.grads), refer(&before.kept));
-        let all = traced::gradients_list(Dispatched(operator), &grads, &kept, tensors, needs)?;
+        let constants = constants::<O>(tensors)?;
+        let tensors = with_constants(tensors, &constants);
+        let all = traced::gradients_list(Dispatched(operator), &grads, &kept, &tensors, needs)?;
         Ok(with_gradient::<O>(all).collect::<Vec<_>>())
     })?;
     drop(before);

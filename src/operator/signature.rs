@@ -162,8 +162,9 @@ impl Registered {
         }
     }
 
-    pub(super) fn is_in(&self, namespace: &'static str) {
-        let _ = self.namespace.set(namespace);
+    /// Sets the namespace, unless it is known, and returns it.
+    pub(super) fn is_in(&self, namespace: &'static str) -> &'static str {
+        self.namespace.get_or_init(|| namespace)
     }
 
     pub(super) fn call<O: Signature, T: FromOutputs>(
@@ -214,7 +215,7 @@ impl Registered {
 macro_rules! signature {
     ($(#[$meta:meta])* $vis:vis $name:ident: $in:ident -> $out:ident = $text:literal ($($arguments:tt)*) -> ($($outputs:tt)*)) => {
         $crate::slots! {
-            #[doc = concat!("The tensors that `", $text, "` takes.")]
+            #[doc = concat!("The tensors that `", $text, "` returns.")]
             $vis struct $out { $($outputs)* }
         }
         $crate::signature!(@munch [[$(#[$meta])*] $vis $name $in $out $text] [] [] [] $($arguments)*);
@@ -243,7 +244,7 @@ macro_rules! signature {
         $vis struct $name {
             $(
                 #[doc = concat!("The argument `", stringify!($option), "`.")]
-                pub $option: $type,
+                $vis $option: $type,
             )*
         }
 

@@ -345,9 +345,10 @@ pub fn needs<const N: usize>(needs: Needs) -> [bool; N] {
     std::array::from_fn(|place| is_needed(needs, place))
 }
 
-/// Autocast is off until the guard is dropped.
-fn without_autocast(device: Device) -> Result<Option<Autocast>> {
-    Autocast::kind(device).map(|_| Autocast::disabled(device)).transpose()
+/// Autocast is off on all devices until the guards are dropped: the arguments may be on several.
+fn without_autocast() -> Result<[Option<Autocast>; 2]> {
+    let off = |device| Autocast::kind(device).map(|_| Autocast::disabled(device)).transpose();
+    Ok([off(Device::Cpu)?, off(Device::Cuda(0))?])
 }
 
 /// Whether no program is being traced, so that kernels can read the tensors.
@@ -361,9 +362,13 @@ pub fn is_eager(tensors: &[Option<&Tensor>]) -> bool {
 ///
 /// # Errors
 /// Those of the kernel.
-pub fn kernel<T>(like: &Tensor, body: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn kernel<T>(_like: &Tensor, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    kernel_without_autocast(body)
+}
+
+pub(super) fn kernel_without_autocast<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     let _no_grad = tch::no_grad_guard();
-    let _autocast = without_autocast(like.device())?;
+    let _autocast = without_autocast()?;
     body()
 }
 
@@ -397,10 +402,9 @@ pub fn with_casts<T>(
     cast: Option<Vec<Option<Tensor>>>,
     body: impl FnOnce(Inputs<'_>) -> Result<T>,
 ) -> Result<T> {
-    let device = tensors.iter().flatten().next().map_or(Device::Cpu, |tensor| tensor.device());
     let cast: Option<Vec<Option<&Tensor>>> =
         cast.as_ref().map(|cast| cast.iter().map(Option::as_ref).collect());
-    let _autocast = without_autocast(device)?;
+    let _autocast = without_autocast()?;
     body(Inputs::new(cast.as_deref().unwrap_or(tensors)))
 }
 
@@ -420,26 +424,27 @@ pub fn returned<const N: usize>(
     like: &Tensor,
     gradients: [Option<Tensor>; N],
 ) -> Result<[Tensor; N]> {
-    let made = returned_list(like, gradients)?;
+    let mut made = Vec::with_capacity(N);
+    for gradient in returned_list(gradients, &[])? {
+        made.push(gradient.map_or_else(|| nothing(like), Ok)?);
+    }
     made.try_into().map_err(|_| Error::msg("internal error: the number of gradients changed"))
 }
 
+/// Tensors that are contiguous and share no memory with each other and with `others`.
 pub(super) fn returned_list(
-    like: &Tensor,
-    gradients: impl IntoIterator<Item = Option<Tensor>>,
-) -> Result<Vec<Tensor>> {
-    let mut made: Vec<Tensor> = Vec::new();
-    for gradient in gradients {
-        let gradient = match gradient {
-            None => nothing(like)?,
-            Some(gradient) => gradient.f_contiguous()?,
-        };
-        let is_shared =
-            |other: &Tensor| gradient.numel() > 0 && other.data_ptr() == gradient.data_ptr();
-        let is_shared = made.iter().any(is_shared);
-        made.push(if is_shared { copied(&gradient)? } else { gradient });
-    }
-    Ok(made)
+    tensors: impl IntoIterator<Item = Option<Tensor>>,
+    others: &[&Tensor],
+) -> Result<Vec<Option<Tensor>>> {
+    let mut taken: Vec<_> = others.iter().map(|other| other.data_ptr()).collect();
+    let mut own = |tensor: Tensor| -> Result<Tensor> {
+        let tensor = tensor.f_contiguous()?;
+        let is_shared = tensor.numel() > 0 && taken.contains(&tensor.data_ptr());
+        let tensor = if is_shared { copied(&tensor)? } else { tensor };
+        taken.push(tensor.data_ptr());
+        Ok(tensor)
+    };
+    tensors.into_iter().map(|tensor| tensor.map(&mut own).transpose()).collect()
 }
 
 /// A contiguous copy.

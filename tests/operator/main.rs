@@ -79,6 +79,40 @@ fn registered_parts_agree_with_the_node() {
 }
 
 #[test]
+fn a_tensor_without_a_gradient_makes_no_graph() {
+    let [x, weight, mask] = arguments();
+    let mask = mask.set_requires_grad(true);
+    let [y, _] = unit_rows(&[x.detach(), weight.detach(), mask.shallow_clone()]).expect("a result");
+    assert!(!y.requires_grad());
+    let [y, norm] = unit_rows(&[&x, &weight, &mask].map(Tensor::shallow_clone)).expect("a result");
+    let wanted = [&x, &weight];
+    let first = Tensor::run_backward(&[y.sum(Kind::Double)], &wanted, true, true);
+    assert!(first.iter().all(Tensor::defined));
+    // Nothing depends on y.
+    let found = Tensor::run_backward(&[norm.sum(Kind::Double)], &[&x], false, false).remove(0);
+    assert!(found.allclose(&(&x / norm.unsqueeze(1)).detach(), 1e-12, 0.0, false));
+    let registered = Registered::find("one_definition::unit_rows").expect("it is registered");
+    let constant = x.detach();
+    let values = args![&constant, NONE, &mask, 2.0];
+    let (y, _): (Tensor, Tensor) = registered.call(values).expect("a result");
+    assert!(!y.requires_grad());
+}
+
+#[test]
+fn results_of_registered_parts_are_new_and_contiguous() {
+    let backward = Registered::find("one_definition::broken_backward").expect("it is registered");
+    let (x, grad) = (Tensor::ones([2, 3], DOUBLE), Tensor::ones([3, 2], DOUBLE).tr());
+    let found: Tensor = backward.call(args![&grad, &x, 6, 1]).expect("a gradient");
+    assert!(found.is_contiguous() && found == grad);
+    let grad = grad.contiguous();
+    let found: Tensor = backward.call(args![&grad, &x, 6, 1]).expect("a gradient");
+    assert!(found.data_ptr() != grad.data_ptr() && found == grad);
+    let own = Registered::find("one_definition::broken").expect("it is registered");
+    let y: Tensor = own.call(args![&x.tr()]).expect("a result");
+    assert!(y.is_contiguous() && y == x.tr() * 2.0);
+}
+
+#[test]
 fn schemas_follow_from_the_definition() {
     let schema = |name: &str| {
         let operator = Registered::find(&format!("one_definition::{name}")).expect(name);
@@ -153,6 +187,7 @@ impl Operator for Broken {
         match self.how {
             3 => Err(Error::msg("its backward pass fails")),
             4 => panic!("its backward pass panics"),
+            6 => Ok(BrokenIn { x: grads.y }),
             5 => Ok(BrokenIn { x: grads.y.map(|grad| grad.unsqueeze(0).repeat([2, 1])) }),
             _ => Ok(BrokenIn { x: grads.y.map(|grad| grad * 2.0) }),
         }

@@ -246,9 +246,11 @@ fn broadcast<D: Dim>(a: &[D], b: &[D]) -> Option<Vec<D>> {
         .map(|dim| match (of(a, dim), of(b, dim)) {
             (a, b) if b.number() == Some(1) => Some(a),
             (a, b) if a.number() == Some(1) => Some(b),
-            (a, b) if a.differs(&b) => None,
-            // A symbol is another number than 1, so the two are equal.
-            (a, b) => Some(if a.number().is_some() { a } else { b }),
+            // What is traced holds where these are equal.
+            (a, b) if a == b => Some(a),
+            (a, b) if b == D::from(1) => Some(a),
+            (a, b) if a == D::from(1) => Some(b),
+            _ => None,
         })
         .collect()
 }

@@ -117,7 +117,7 @@ where
     O: Into<Tensors>,
 {
     let function = |inputs: &[Tensor]| function(inputs).map(Into::into);
-    Gradcheck::new(&function, &function, inputs, options)?.run()
+    Gradcheck::new(&function, None, inputs, options)?.run()
 }
 
 /// The function whose gradients are checked.
@@ -125,8 +125,9 @@ type Checked<'a> = &'a dyn Fn(&[Tensor]) -> Result<Tensors>;
 
 struct Gradcheck<'a> {
     function: Checked<'a>,
-    /// Computes the same outputs where only their values are read, for the numerical derivatives.
-    values: Checked<'a>,
+    /// Computes the same outputs where only their values are read, for the numerical derivatives. There,
+    /// an output of zeros may be absent.
+    values: Option<Checked<'a>>,
     options: &'a GradcheckOptions,
     inputs: Vec<Tensor>,
     /// The inputs that require grad.
@@ -158,7 +159,7 @@ impl Output {
 impl<'a> Gradcheck<'a> {
     fn new(
         function: Checked<'a>,
-        values: Checked<'a>,
+        values: Option<Checked<'a>>,
         originals: &[&Tensor],
         options: &'a GradcheckOptions,
     ) -> Result<Self> {
@@ -230,13 +231,18 @@ impl<'a> Gradcheck<'a> {
 
     /// The components of each of `outputs`, at the inputs' present values.
     fn components_at(&self, outputs: &[usize]) -> Result<Vec<Vec<f64>>> {
-        let found = (self.values)(&self.inputs)?;
+        let Some(values) = self.values else {
+            let found = self.call()?;
+            return outputs.iter().map(|&index| components(found.get(index)?)).collect();
+        };
+        let found = values(&self.inputs)?;
         let mut now = signature(&found)?;
-        for (now, first) in now.iter_mut().zip(&self.outputs) {
+        for (index, (now, first)) in now.iter_mut().zip(&self.outputs).enumerate() {
             match (now.as_mut(), first) {
                 (Some(now), Some(first)) => now.requires_grad = first.requires_grad,
-                // An absent gradient means zero.
-                _ => now.clone_from(first),
+                (Some(_), None) if is_zero(found.get(index)?)? => *now = None,
+                (Some(_), None) => {}
+                (None, _) => now.clone_from(first),
             }
         }
         self.compare_signature(now)?;
@@ -425,6 +431,10 @@ impl<'a> Gradcheck<'a> {
     fn components_of_output(&self, index: usize) -> usize {
         self.outputs[index].as_ref().map_or(0, Output::components)
     }
+}
+
+fn is_zero(tensor: &Tensor) -> Result<bool> {
+    Ok(components(tensor)?.iter().all(|value| *value == 0.0))
 }
 
 fn check_kind(name: &str, input: &Tensor) -> Result<()> {
