@@ -138,7 +138,8 @@ pub trait Operator: Signature {
     /// Checks kinds and sizes of the arguments, and says those of the outputs and of what is kept for
     /// the gradients that are needed. It runs before a kernel ([`Call::check`],
     /// [`Call::allocate`]), and in place of the operator while a program is traced. Sizes may be
-    /// symbols then, which it must not compare.
+    /// symbols then. Where it compares two with `==`, what is traced holds for the same answer only; the
+    /// checks of [`Meta`] compare numbers alone.
     ///
     /// # Errors
     /// When an argument has another kind, device or size than the operator takes.

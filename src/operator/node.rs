@@ -90,7 +90,8 @@ impl<O: Operator> Function for Node<O> {
             let inputs =
                 (0..Self::KEPT).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, |inputs| {
-                reference(&self.operator, inputs)
+                let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
+                Ok(reference(&self.operator, &inputs)?.into())
             });
         }
         let needs = O::In::each(|place| ctx.needs_input_grad(place));
@@ -130,9 +131,10 @@ impl<O: Operator> Function for Node<O> {
 }
 
 /// The outputs by the operator's reference.
-pub(super) fn reference<O: Operator>(operator: &O, inputs: &[Option<Tensor>]) -> Result<Tensors> {
-    let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-    let outputs = operator.reference(&O::In::borrowed(O::NAME, &inputs)?)?;
-    let outputs = O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output);
-    Ok(outputs.into_iter().collect::<Vec<_>>().into())
+pub(super) fn reference<O: Operator>(
+    operator: &O,
+    inputs: &[Option<&Tensor>],
+) -> Result<Vec<Option<Tensor>>> {
+    let outputs = operator.reference(&O::In::borrowed(O::NAME, inputs)?)?;
+    Ok(O::Out::owned(outputs).into_iter().collect())
 }

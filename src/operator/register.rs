@@ -4,16 +4,15 @@
 //! gradients, and `x_forward`, if something is kept, its outputs and what is kept ([`super::traced`]
 //! says when). Each kernel is a function that is generic over the operator.
 
-use super::node::known;
+use super::node::{known, reference};
 use super::signature::{Part, tensor_argument};
 use super::traced::{
-    self, Needs, Pair, below, is_eager, is_needed, kernel_without_autocast as kernel,
-    returned_list, with_casts,
+    self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
 };
 use super::{
     Again, Call, Meta, Metas, Operator, OptionType, Slots, Tensor, call, constants, with_constants,
 };
-use crate::autograd::{Inputs, Tensors};
+use crate::autograd::Inputs;
 use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::library::expansion::{Argument, Definition, Implementation, Kernel, told};
 use crate::library::{SymInt, Value, empty};
@@ -152,8 +151,7 @@ fn give(frame: &mut Frame<'_>, tensors: impl IntoIterator<Item = Option<Tensor>>
 
 fn eager<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
     let outputs = call(operator, &O::In::borrowed(O::NAME, tensors)?)?;
-    let outputs = O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output);
-    contiguous(outputs)
+    contiguous(O::Out::owned(outputs))
 }
 
 /// The tensors as the rule describes them: contiguous.
@@ -452,13 +450,7 @@ impl<O: Operator> Pair for Dispatched<O> {
     }
 
     fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-        let outputs = self.0.reference(&O::In::borrowed(O::NAME, &inputs)?)?;
-        let outputs: Tensors =
-            O::Out::list::<super::Own, Option<Tensor>>(outputs, Some, |output| output)
-                .into_iter()
-                .collect::<Vec<_>>()
-                .into();
-        Ok(outputs.into_vec().into_iter().flatten().collect())
+        Ok(reference(&self.0, &inputs)?.into_iter().flatten().collect())
     }
 }
 

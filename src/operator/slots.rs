@@ -135,6 +135,11 @@ pub trait Slots: 'static {
         )
     }
 
+    /// The tensors of a struct of owned ones, in order.
+    fn owned(of: Self::Of<Own>) -> Self::List<Option<Tensor>> {
+        Self::list::<Own, Option<Tensor>>(of, Some, |tensor| tensor)
+    }
+
     /// The struct of descriptions.
     ///
     /// # Errors

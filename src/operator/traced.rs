@@ -358,15 +358,11 @@ pub fn is_eager(tensors: &[Option<&Tensor>]) -> bool {
     tensors.iter().all(|tensor| tensor.device() != Device::Mps) && !is_traced(&tensors)
 }
 
-/// Runs a kernel on tensors like this one: without a graph, and in the kinds that its arguments have.
+/// Runs a kernel without a graph, and in the kinds that its arguments have.
 ///
 /// # Errors
 /// Those of the kernel.
-pub fn kernel<T>(_like: &Tensor, body: impl FnOnce() -> Result<T>) -> Result<T> {
-    kernel_without_autocast(body)
-}
-
-pub(super) fn kernel_without_autocast<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
+pub fn kernel<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     let _no_grad = tch::no_grad_guard();
     let _autocast = without_autocast()?;
     body()

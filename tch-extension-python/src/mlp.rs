@@ -327,7 +327,7 @@ mod gelu_mlp {
         saves: bool,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let tensors = [Some(input), Some(w1), b1, Some(w2), b2];
             let options = options_of(activation, saves)?;
             let (output, z, a) = parts::gelu_mlp_forward(&tensors, &options, needs(needed))?;
@@ -349,7 +349,7 @@ mod gelu_mlp {
         saves: bool,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let tensors = [Some(input), Some(w1), b1, Some(w2), b2];
             let (options, needed) = (options_of(activation, saves)?, needs(needed));
             // Only the gradient of w2 reads a.
@@ -505,7 +505,7 @@ mod swiglu_mlp {
         saves: bool,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let tensors = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             let options = SwigluMlpOptions { save_activations: saves };
             let (output, gates, h) = parts::swiglu_mlp_forward(&tensors, &options, needs(needed))?;
@@ -527,7 +527,7 @@ mod swiglu_mlp {
         saves: bool,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let tensors = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
             let (options, needed) = (SwigluMlpOptions { save_activations: saves }, needs(needed));
             let kept = (matrix(g).zip(matrix(u)), matrix(h));

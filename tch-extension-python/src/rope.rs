@@ -126,7 +126,7 @@ fn rotate(
     inverse: bool,
 ) -> Result<(Tensor, Tensor)> {
     let options = RopeOptions { interleaved, offset, in_place: false };
-    kernel(cos, || {
+    kernel(|| {
         let [new_q, new_k] = parts::rope_rotate([q, k], [cos, sin], &options, inverse)?;
         let laid_out = |made: Option<Tensor>, like: Option<&Tensor>| match made.zip(like) {
             Some((made, like)) => laid_out_like(made, like),

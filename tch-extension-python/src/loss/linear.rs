@@ -357,7 +357,7 @@ mod linear_cross_entropy {
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
         let told = told!(ignore, reduction, smoothing, softcap, z_loss, memory, in_float);
         let arguments = LinearCrossEntropyArguments { input, weight, bias, targets: target };
-        kernel(input, || {
+        kernel(|| {
             let options = told.options()?;
             let (loss, saved) =
                 parts::linear_cross_entropy_forward(&arguments, &options, needs(needed))?;
@@ -386,7 +386,7 @@ mod linear_cross_entropy {
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let told = told!(ignore, reduction, smoothing, softcap, z_loss, memory, in_float);
         let arguments = LinearCrossEntropyArguments { input, weight, bias, targets: target };
-        kernel(input, || {
+        kernel(|| {
             let (options, needed) = (told.options()?, needs(needed));
             let saved = [Some(of_input), Some(of_weight), Some(of_bias)];
             let found =

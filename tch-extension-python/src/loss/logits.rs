@@ -254,7 +254,7 @@ mod cross_entropy {
         needed: Needs,
     ) -> Result<(Tensor, Tensor)> {
         let told = CrossEntropy::new(ignore_index, reduction, label_smoothing);
-        kernel(input, || {
+        kernel(|| {
             let (options, is_needed) = (told.options(weight)?, is_needed(needed, 0));
             let (loss, gradient) =
                 parts::cross_entropy_forward(input, target, &options, is_needed)?;
@@ -275,7 +275,7 @@ mod cross_entropy {
         needed: Needs,
     ) -> Result<Tensor> {
         let told = CrossEntropy::new(ignore_index, reduction, label_smoothing);
-        kernel(input, || {
+        kernel(|| {
             let options = told.options(weight)?;
             let is_ahead = parts::cross_entropy_is_ahead(input, options.reduction)?;
             let gradient = present(gradient, is_ahead);

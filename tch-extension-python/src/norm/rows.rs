@@ -230,7 +230,7 @@ mod layer_norm {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        kernel(input, || parts::layer_norm_forward(input, shape, weight, bias, eps))
+        kernel(|| parts::layer_norm_forward(input, shape, weight, bias, eps))
     }
 
     pub fn backward(
@@ -244,7 +244,7 @@ mod layer_norm {
         _eps: f64,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let (moments, needed) = ((mean, rstd), needs(needed));
             let found =
                 parts::layer_norm_backward(grad, moments, input, shape, weight, bias, needed)?;
@@ -352,7 +352,7 @@ mod rms_norm {
         weight: Option<&Tensor>,
         eps: f64,
     ) -> Result<(Tensor, Tensor)> {
-        kernel(input, || parts::rms_norm_forward(input, shape, weight, eps))
+        kernel(|| parts::rms_norm_forward(input, shape, weight, eps))
     }
 
     pub fn backward(
@@ -364,7 +364,7 @@ mod rms_norm {
         _eps: f64,
         needed: Needs,
     ) -> Result<(Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let found = parts::rms_norm_backward(grad, rstd, input, shape, weight, needs(needed))?;
             Ok(returned(input, found)?.into())
         })

@@ -328,7 +328,7 @@ mod add_layer_norm {
         bias: Option<&Tensor>,
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps))
+        kernel(|| parts::add_layer_norm_forward(input, residual, shape, weight, bias, eps))
     }
 
     pub fn backward(
@@ -345,7 +345,7 @@ mod add_layer_norm {
         _eps: f64,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let (grads, kept) = ((grad_sum, grad), (sum, mean, rstd));
             let needed = needs(needs_of_sum(input, residual, needed)?);
             let found =
@@ -475,7 +475,7 @@ mod add_rms_norm {
         weight: Option<&Tensor>,
         eps: f64,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        kernel(input, || parts::add_rms_norm_forward(input, residual, shape, weight, eps))
+        kernel(|| parts::add_rms_norm_forward(input, residual, shape, weight, eps))
     }
 
     pub fn backward(
@@ -490,7 +490,7 @@ mod add_rms_norm {
         _eps: f64,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let (grads, kept) = ((grad_sum, grad), (sum, rstd));
             let needed = needs(needs_of_sum(input, residual, needed)?);
             let found = parts::add_rms_norm_backward(grads, kept, input, shape, weight, needed)?;

@@ -273,9 +273,7 @@ mod lltm_cell {
         h: &Tensor,
         c: &Tensor,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        kernel(input, || {
-            parts::lltm_cell_forward(&[Some(input), Some(weight), bias, Some(h), Some(c)])
-        })
+        kernel(|| parts::lltm_cell_forward(&[Some(input), Some(weight), bias, Some(h), Some(c)]))
     }
 
     pub fn backward(
@@ -290,7 +288,7 @@ mod lltm_cell {
         c: &Tensor,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let tensors = [Some(input), Some(weight), bias, Some(h), Some(c)];
             let found = parts::lltm_cell_backward(
                 [grad_h, grad_c],
@@ -441,7 +439,7 @@ mod sequence {
         c: &Tensor,
         needed: Needs,
     ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor)> {
-        kernel(input, || {
+        kernel(|| {
             let tensors = [Some(input), Some(weight), bias, Some(h), Some(c)];
             let found =
                 parts::lltm_backward([grad_output, grad_h, grad_c], &tensors, needs(needed))?;

@@ -215,7 +215,7 @@ fn backward(
     lengths: Option<&[i64]>,
     needed: Needs,
 ) -> Result<(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)> {
-    kernel(input, || {
+    kernel(|| {
         let weights = RnnWeights { w_ih, w_hh, b_ih, b_hh };
         let needed = {
             let [input, h, c, w_ih, w_hh, b_ih, b_hh] = needs(needed);
