@@ -61,6 +61,9 @@ mod slots;
 pub mod traced;
 
 pub use meta::{Dim, Meta};
+pub use register::dispatched;
+#[allow(unused_imports)]
+pub(crate) use signature::text_option;
 pub use signature::{OptionType, Signature};
 pub use slots::{Borrowed, Described, Each, Leaf, Names, Own, Slots, bits};
 #[doc(no_inline)]
@@ -80,7 +83,7 @@ use tch::Device;
 pub mod expansion {
     pub use super::register::definitions;
     pub use super::signature::{
-        Inputs, Registered, read_tensor, tensor_argument, with_defaults_last,
+        Inputs, Place, Registered, read_tensor, tensor_argument, with_defaults_last,
     };
 }
 
@@ -116,6 +119,18 @@ pub trait Operator: Signature {
     const SECOND: Second = Second::Reference;
     /// The outputs that the backward pass reads: one bit for each, the first one lowest.
     const READS_OUTPUTS: u64 = 0;
+    /// Whether it draws random numbers. The registered operator then has libtorch's tag for them.
+    const IS_SEEDED: bool = false;
+
+    /// The outputs as a composition of other operators, for arguments that the kernels do not take;
+    /// `None` if they do. It sees the arguments before autocast. While a program is traced or transformed,
+    /// the composition calls the operator itself by [`dispatched`].
+    ///
+    /// # Errors
+    /// When the arguments do not fit, or an error of libtorch.
+    fn composed(&self, _of: &Args<'_, Self>, _is_traced: bool) -> Result<Option<Outputs<Self>>> {
+        Ok(None)
+    }
 
     /// Casts arguments where it does not suffice to cast each to one kind: `None` if there is nothing
     /// to cast. By default it does what [`AUTOCAST`](Operator::AUTOCAST) says.
@@ -151,6 +166,19 @@ pub trait Operator: Signature {
         Self::In::each(|_| true)
     }
 
+    /// The outputs that have no gradient if only these arguments need one: one bit for each, the first
+    /// one lowest.
+    fn constant_outputs(&self, _needs: &Needs<Self>) -> u64 {
+        0
+    }
+
+    /// The arguments in whose memory their gradients may be written, each with the option that allows
+    /// it. Whether libtorch allows it is checked before the forward pass. Where something is kept, it is
+    /// in their place, and they are not saved.
+    fn overwrites(&self) -> &'static [(usize, &'static str)] {
+        &[]
+    }
+
     /// Computes the outputs, and what is kept. Grad mode and autocast are off.
     ///
     /// # Errors
@@ -177,8 +205,8 @@ pub enum Second {
     /// graph of the gradients is recorded. All arguments are saved.
     Reference,
     /// From the backward pass itself, which then consists of differentiable operations
-    /// ([`Again::is_recorded`]) of arguments and outputs: what is kept is absent then. Only the arguments
-    /// that it reads are saved.
+    /// ([`Again::is_recorded`]) of arguments and outputs. What is kept are constants there, such as a
+    /// mask of random numbers. Only the arguments that it reads are saved.
     Itself,
 }
 
@@ -262,6 +290,8 @@ pub struct Again<'a, O: Operator> {
     /// Whether the gradients become a part of the graph. They must then be computed by differentiable
     /// operations. It is never set with [`Second::Reference`].
     pub is_recorded: bool,
+    /// Whether this is the last backward pass of the call, so that what was kept may be overwritten.
+    pub is_last: bool,
 }
 
 impl<O: Operator> Again<'_, O> {
@@ -304,6 +334,9 @@ pub fn call<O: Operator>(operator: O, of: &Args<'_, O>) -> Result<Outputs<O>> {
         if let Some(tensor) = tensor {
             Check::new(O::NAME, name, tensor).defined()?;
         }
+    }
+    if let Some(outputs) = operator.composed(of, false)? {
+        return Ok(outputs);
     }
     match operator.cast(of)? {
         Some(cast) if cast.len() != tensors.len() => Err(Error::msg(format!(

@@ -1,8 +1,8 @@
 //! How a call of an operator becomes a node of the graph.
 
 use super::{Again, Call, Meta, Operator, Second, Slots, describe};
-use crate::Result;
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
+use crate::{Error, Result};
 use tch::Tensor;
 
 /// A call of an operator. Its saved tensors are its arguments, what it keeps, and its outputs, in this
@@ -50,16 +50,27 @@ impl<O: Operator> Function for Node<O> {
         let needs = O::In::each(|place| saver.needs_input_grad(place));
         let of = O::In::borrowed(O::NAME, &inputs)?;
         self.plan = self.operator.plan(&of, &needs)?;
+        for (place, option) in self.operator.overwrites() {
+            if saver.needs_input_grad(*place) {
+                saver.check_in_place(*place, &format!("{}: {option}", O::In::NAMES[*place]))?;
+            }
+        }
         let call = Call { operator: &self.operator, of, needs: &needs, plan: self.plan };
         let made = self.operator.forward(&call)?;
         let outputs = O::Out::descriptions(made.outputs);
         if saver.needs_graph() {
+            let kept = O::Kept::items(made.kept);
+            let overwritten = match kept.as_ref().iter().any(Option::is_some) {
+                true => self.operator.overwrites(),
+                false => &[],
+            };
             let reads = O::In::items(self.operator.reads(&needs));
-            for (input, is_read) in inputs.iter().zip(reads) {
-                let is_saved = is_read || O::SECOND == Second::Reference;
+            for (place, (input, is_read)) in inputs.iter().zip(reads).enumerate() {
+                let is_there = !overwritten.iter().any(|(overwritten, _)| *overwritten == place);
+                let is_saved = is_there && (is_read || O::SECOND == Second::Reference);
                 saver.save_optional(input.filter(|_| is_saved));
             }
-            for kept in O::Kept::items(made.kept) {
+            for kept in kept {
                 saver.save_optional(kept.as_ref());
             }
             if O::READS_OUTPUTS != 0 {
@@ -68,8 +79,9 @@ impl<O: Operator> Function for Node<O> {
                     saver.save_optional(output.as_ref().filter(|_| is_read));
                 }
             }
+            let constant = O::Out::CONSTANT | self.operator.constant_outputs(&needs);
             (0..O::Out::NAMES.len())
-                .filter(|place| O::Out::CONSTANT >> place & 1 == 1)
+                .filter(|place| constant >> place & 1 == 1)
                 .for_each(|place| saver.mark_non_differentiable(place));
             // Where nothing depends on an output, its gradient is absent.
             saver.set_materialize_grads(false);
@@ -89,6 +101,11 @@ impl<O: Operator> Function for Node<O> {
         if is_recorded && O::SECOND == Second::Reference {
             let inputs =
                 (0..Self::KEPT).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            for (place, option) in self.operator.overwrites() {
+                if inputs[*place].is_none() {
+                    return Err(overwritten::<O>(*place, option));
+                }
+            }
             return differentiate_reference(ctx, &inputs, grads, |inputs| {
                 let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
                 Ok(reference(&self.operator, &inputs)?.into())
@@ -103,8 +120,9 @@ impl<O: Operator> Function for Node<O> {
             }
         }
         let mut kept = O::Kept::array(|_| None);
-        // What is kept is no part of a graph, so gradients that are recorded cannot read it.
-        if !is_recorded {
+        {
+            // What is kept is no part of a graph: a constant where gradients are recorded.
+            let _no_grad = is_recorded.then(tch::no_grad_guard);
             for (place, kept) in kept.as_mut().iter_mut().enumerate() {
                 *kept = ctx.saved_optional(Self::KEPT + place)?;
             }
@@ -123,11 +141,21 @@ impl<O: Operator> Function for Node<O> {
             needs,
             plan: self.plan,
             is_recorded,
+            is_last: ctx.is_last_backward(),
         };
         let incoming = O::Out::each(|place| grads.optional(place).map(Tensor::shallow_clone));
         let gradients = O::In::items(self.operator.backward(incoming, again)?);
         Ok(gradients.into_iter().collect::<Vec<_>>().into())
     }
+}
+
+fn overwritten<O: Operator>(place: usize, option: &str) -> Error {
+    Error::Autograd(format!(
+        "{}: {}: expected to be there for a second derivative, but its gradient is in its place; leave \
+         {option} off",
+        O::NAME,
+        O::In::NAMES[place],
+    ))
 }
 
 /// The outputs by the operator's reference.

@@ -10,12 +10,13 @@ use super::traced::{
     self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
 };
 use super::{
-    Again, Call, Meta, Metas, Operator, OptionType, Slots, Tensor, call, constants, with_constants,
+    Again, Args, Call, Meta, Metas, Operator, OptionType, Outputs, Slots, Tensor, call, constants,
+    with_constants,
 };
 use crate::autograd::Inputs;
 use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::library::expansion::{Argument, Definition, Implementation, Kernel, told};
-use crate::library::{SymInt, Value, empty};
+use crate::library::{SymInt, Value, empty, without_key};
 use crate::{Error, Result};
 use std::marker::PhantomData;
 
@@ -32,10 +33,13 @@ pub fn definitions<O: Operator>(namespace: &'static str) -> Vec<Definition> {
     assert!(known == namespace, "{}: it is registered in the namespace {known} already", O::NAME);
     let mut all = vec![Definition {
         name: O::NAME,
-        is_seeded: false,
+        is_seeded: O::IS_SEEDED,
         arguments: O::arguments(),
         results: results(Dispatched::<O>::OUTPUTS),
-        kernels: Kernels::<O>::OWN,
+        kernels: match O::IS_SEEDED {
+            true => Kernels::<O>::SEEDED,
+            false => Kernels::<O>::OWN,
+        },
     }];
     let own = || {
         let mut arguments = O::arguments();
@@ -103,6 +107,15 @@ impl<O: Operator> Kernels<O> {
         implementation("AutocastCPU", autocast::<O>),
         implementation("AutocastCUDA", autocast::<O>),
     ];
+    const SEEDED: &'static [Implementation] = &[
+        implementation("CPU", own::<O>),
+        implementation("CUDA", own::<O>),
+        implementation("Meta", fake::<O>),
+        implementation("Autograd", autograd::<O>),
+        implementation("AutocastCPU", autocast::<O>),
+        implementation("AutocastCUDA", autocast::<O>),
+        implementation(VMAP_MODE, seeded::<O>),
+    ];
     const FORWARD: &'static [Implementation] = &[
         implementation("CPU", forward::<O>),
         implementation("CUDA", forward::<O>),
@@ -116,6 +129,9 @@ impl<O: Operator> Kernels<O> {
         implementation("Autograd", autograd_of_backward::<O>),
     ];
 }
+
+/// The key at which libtorch refuses random numbers within vmap, or draws them as `randomness` says.
+const VMAP_MODE: &str = "FuncTorchVmapMode";
 
 const fn implementation(key: &'static str, kernel: Kernel) -> Implementation {
     Implementation { key, kernel, only_for_graphs: false }
@@ -176,10 +192,46 @@ fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         if is_eager(tensors) {
             return eager(operator, tensors);
         }
+        if let Some(outputs) = composed(&operator, tensors)? {
+            return Ok(outputs);
+        }
         let constants = constants::<O>(tensors)?;
         traced::traced_list(Dispatched(operator), &with_constants(tensors, &constants))
     })?;
     give(frame, outputs)
+}
+
+fn composed<O: Operator>(
+    operator: &O,
+    tensors: &[Option<&Tensor>],
+) -> Result<Option<Vec<Option<Tensor>>>> {
+    let outputs = operator.composed(&O::In::borrowed(O::NAME, tensors)?, true)?;
+    outputs.map(|outputs| contiguous(O::Out::owned(outputs))).transpose()
+}
+
+/// `x` within vmap if it draws random numbers: its composition, whose operators draw them by the rules
+/// of vmap.
+fn seeded<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        if let Some(outputs) = composed(&operator, tensors)? {
+            return Ok(outputs);
+        }
+        let call = || Dispatched(operator).call(Inputs::new(tensors));
+        Ok(without_key(VMAP_MODE, call)?.into_iter().map(Some).collect())
+    })?;
+    give(frame, outputs)
+}
+
+/// Calls an operator that is registered by the dispatcher, as its composition does while a program is
+/// traced ([`Operator::composed`]).
+///
+/// # Errors
+/// When it is not registered, or an error of the operator.
+pub fn dispatched<O: Operator>(operator: &O, of: &Args<'_, O>) -> Result<Outputs<O>> {
+    let values = operator.values(O::In::tensors(of).as_ref());
+    let outputs: Vec<Tensor> = O::registered().call::<O, _>(Part::Own, values)?;
+    let mut outputs = outputs.into_iter();
+    O::Out::own(O::NAME, |_| outputs.next())
 }
 
 /// `x` under autocast: the operator with casts of its arguments.
@@ -236,7 +288,8 @@ fn first<'a>(tensors: &[Option<&'a Tensor>]) -> Result<&'a Tensor> {
 
 /// Which gradients are needed: the next argument.
 fn read_needs(frame: &Frame<'_>, index: &mut usize) -> Result<Needs> {
-    <i64 as OptionType>::read(frame, index)
+    *index += 1;
+    frame.argument(*index - 1).int()
 }
 
 fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
@@ -352,6 +405,7 @@ fn gradients<O: Operator>(
         plan: operator.plan(&of_call, &needs)?,
         needs,
         is_recorded: false,
+        is_last: false,
     };
     let grads = O::Out::each(|place| own(before.grads[place].as_deref()));
     let gradients = O::In::items(operator.backward(grads, again)?).into_iter().enumerate();

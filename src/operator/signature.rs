@@ -49,11 +49,19 @@ pub trait Signature: Clone + Send + Sync + 'static {
 /// The tensors of a call that libtorch makes.
 pub type Inputs<'c, O> = <<O as Signature>::In as Slots>::List<Option<Borrowed<'c>>>;
 
+/// An argument of an operator: the names of both, for an error.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub struct Place {
+    pub op: &'static str,
+    pub argument: &'static str,
+}
+
 /// A type that an operator can take besides tensors.
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no type of an option in `signature!`",
     label = "no type of an option",
-    note = "an option is an `i64`, `f64`, `bool` or `Vec<i64>`, or an `Option` of a number"
+    note = "an option is an `i64`, `f64`, `bool`, `Vec<i64>` or `Reduction`, or an `Option` of a number"
 )]
 pub trait OptionType: Clone + Send + Sync + 'static {
     /// The argument in the schema.
@@ -64,7 +72,7 @@ pub trait OptionType: Clone + Send + Sync + 'static {
     /// # Errors
     /// When it has another type.
     #[doc(hidden)]
-    fn read(call: &Call<'_>, index: &mut usize) -> Result<Self>;
+    fn read(call: &Call<'_>, index: &mut usize, of: Place) -> Result<Self>;
     /// The argument of a call.
     #[doc(hidden)]
     fn value(&self) -> Value<'_>;
@@ -79,7 +87,7 @@ macro_rules! options {
                 Argument { name: name.into(), schema, default, written: false }
             }
 
-            fn read(call: &Call<'_>, index: &mut usize) -> Result<Self> {
+            fn read(call: &Call<'_>, index: &mut usize, _: Place) -> Result<Self> {
                 let mut held = <$type as Read>::hold(call.argument(*index))?;
                 *index += 1;
                 Ok(<$type as Read>::give(&mut held))
@@ -100,6 +108,59 @@ options! {
     Option<i64>: value => <Option<i64> as ArgumentType>::default(value), (*value).into();
     Option<f64>: value => <Option<f64> as ArgumentType>::default(value), (*value).into();
     Vec<i64>: value => InSchema::ints(&value), value.into();
+}
+
+/// Makes a type with few values an option, which is a text in the schema.
+macro_rules! text_option {
+    ($type:ty { $($text:literal = $value:path),+ $(,)? }) => {
+        impl $crate::operator::OptionType for $type {
+            fn argument(name: &'static str, default: Option<Self>) -> $crate::library::expansion::Argument {
+                use $crate::library::expansion::{Argument, ArgumentType};
+                let text = |value: Self| match value {
+                    $($value => $text,)+
+                    #[allow(unreachable_patterns)]
+                    _ => "",
+                };
+                let default = default.map(|value| <&str as ArgumentType>::default(text(value)));
+                let schema = <&str as ArgumentType>::schema(0);
+                Argument { name: name.into(), schema, default, written: false }
+            }
+
+            fn read(
+                call: &$crate::library::expansion::Call<'_>,
+                index: &mut usize,
+                of: $crate::operator::expansion::Place,
+            ) -> $crate::Result<Self> {
+                let text = call.argument(*index).str()?;
+                *index += 1;
+                match text {
+                    $($text => Ok($value),)+
+                    other => {
+                        let expected = [$($text),+].join(" or ");
+                        Err($crate::Error::argument(of.op, of.argument, expected, other, ""))
+                    }
+                }
+            }
+
+            fn value(&self) -> $crate::library::Value<'_> {
+                match *self {
+                    $($value => $text,)+
+                    #[allow(unreachable_patterns)]
+                    _ => "",
+                }
+                .into()
+            }
+        }
+    };
+}
+pub(crate) use text_option;
+
+text_option! {
+    tch::Reduction {
+        "none" = tch::Reduction::None,
+        "mean" = tch::Reduction::Mean,
+        "sum" = tch::Reduction::Sum,
+    }
 }
 
 /// An argument that is a tensor. It has the default `None` if it may be absent.
@@ -190,8 +251,9 @@ impl Registered {
 }
 
 /// Defines what an operator takes and returns: a struct of what it takes besides tensors, and the
-/// two lists of its tensors. What is a tensor has no type: `x`, `x?` if it may be absent, and `x!` if
-/// it has no gradient. What has a type may have a default.
+/// two lists of its tensors. What is a tensor has no type: `x`, `x?` if it may be absent, `x!` if it
+/// has no gradient, and `x?!`. What has a type may have a default. Options in braces at the end are no
+/// part of the schema: only Rust can set them, and from elsewhere they have their type's default.
 ///
 /// ```
 /// use tch_extension::operator::Signature;
@@ -211,17 +273,24 @@ impl Registered {
 /// | `i64`, `f64`, `bool` | `int`, `float`, `bool` |
 /// | `Vec<i64>` | `int[]` |
 /// | `Option<i64>`, `Option<f64>` | `int?`, `float?` |
+/// | `tch::Reduction` | `str`: "none", "mean" or "sum" |
 #[macro_export]
 macro_rules! signature {
-    ($(#[$meta:meta])* $vis:vis $name:ident: $in:ident -> $out:ident = $text:literal ($($arguments:tt)*) -> ($($outputs:tt)*)) => {
+    ($(#[$meta:meta])* $vis:vis $name:ident: $in:ident -> $out:ident = $text:literal ($($arguments:tt)*) -> ($($outputs:tt)*)
+     $({ $($(#[$own_meta:meta])* $own:ident: $own_type:ty),* $(,)? })?) => {
         $crate::slots! {
             #[doc = concat!("The tensors that `", $text, "` returns.")]
             $vis struct $out { $($outputs)* }
         }
-        $crate::signature!(@munch [[$(#[$meta])*] $vis $name $in $out $text] [] [] [] $($arguments)*);
+        $crate::signature!(
+            @munch [[$(#[$meta])*] $vis $name $in $out $text [$($(($(#[$own_meta])* $own $own_type))*)?]] [] [] [] $($arguments)*
+        );
     };
 
     // The tensors, the options, and all arguments in their order.
+    (@munch $head:tt [$($slots:tt)*] $options:tt [$($all:tt)*] $argument:ident ? ! $(, $($rest:tt)*)?) => {
+        $crate::signature!(@munch $head [$($slots)* $argument ? !,] $options [$($all)* ($argument tensor true)] $($($rest)*)?);
+    };
     (@munch $head:tt [$($slots:tt)*] $options:tt [$($all:tt)*] $argument:ident ? $(, $($rest:tt)*)?) => {
         $crate::signature!(@munch $head [$($slots)* $argument ?,] $options [$($all)* ($argument tensor true)] $($($rest)*)?);
     };
@@ -238,13 +307,17 @@ macro_rules! signature {
         $crate::signature!(@munch $head [$($slots)* $argument,] $options [$($all)* ($argument tensor false)] $($($rest)*)?);
     };
 
-    (@munch [[$(#[$meta:meta])*] $vis:vis $name:ident $in:ident $out:ident $text:literal] [$($slots:tt)*] [$(($option:ident $type:ty))*] [$($all:tt)*]) => {
+    (@munch [[$(#[$meta:meta])*] $vis:vis $name:ident $in:ident $out:ident $text:literal [$(($(#[$own_meta:meta])* $own:ident $own_type:ty))*]] [$($slots:tt)*] [$(($option:ident $type:ty))*] [$($all:tt)*]) => {
         $(#[$meta])*
         #[derive(Clone, Debug)]
         $vis struct $name {
             $(
                 #[doc = concat!("The argument `", stringify!($option), "`.")]
                 $vis $option: $type,
+            )*
+            $(
+                $(#[$own_meta])*
+                $vis $own: $own_type,
             )*
         }
 
@@ -272,7 +345,7 @@ macro_rules! signature {
                 let mut places = AsMut::<[_]>::as_mut(&mut tensors).iter_mut();
                 $($crate::signature!(@read call index places $all);)*
                 let _ = places;
-                Ok(($name { $($option),* }, tensors))
+                Ok(($name { $($option,)* $($own: Default::default(),)* }, tensors))
             }
 
             fn values<'a>(
@@ -303,7 +376,10 @@ macro_rules! signature {
         }
     };
     (@read $call:ident $index:ident $places:ident ($argument:ident option $type:ty, $default:expr)) => {
-        let $argument = <$type as $crate::operator::OptionType>::read($call, $index)?;
+        let $argument = {
+            let of = $crate::operator::expansion::Place { op: Self::NAME, argument: stringify!($argument) };
+            <$type as $crate::operator::OptionType>::read($call, $index, of)?
+        };
     };
     (@value $self:ident $inputs:ident ($argument:ident tensor $is_optional:literal)) => {
         $inputs.next().copied().flatten().into()
@@ -315,7 +391,7 @@ macro_rules! signature {
     (@munch $head:tt $slots:tt $options:tt $all:tt $($rest:tt)*) => {
         compile_error!(concat!(
             "signature!: `", stringify!($($rest)*),
-            "`: expected arguments: the tensors `x`, `x?` and `x!`, and options such as `eps: f64 = 1e-5`"
+            "`: expected arguments: the tensors `x`, `x?`, `x!` and `x?!`, and options such as `eps: f64 = 1e-5`"
         ));
     };
     ($($other:tt)*) => {

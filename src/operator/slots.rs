@@ -215,7 +215,8 @@ impl Leaf for Names {
 }
 
 /// Defines a list of tensors: a struct with a field for each of them, generic over what stands there
-/// ([`Leaf`]), which implements [`Slots`]. `name?` may be absent, and `name!` has no gradient.
+/// ([`Leaf`]), which implements [`Slots`]. `name?` may be absent, `name!` has no gradient, and `name?!`
+/// is both.
 ///
 /// ```
 /// use tch_extension::operator::{Each, Slots};
@@ -235,6 +236,9 @@ macro_rules! slots {
         $crate::slots!(@munch [$(#[$meta])* $vis $name] [] $($slots)*);
     };
 
+    (@munch $head:tt [$($done:tt)*] $slot:ident ? ! $(, $($rest:tt)*)?) => {
+        $crate::slots!(@munch $head [$($done)* ($slot Optional 1 1)] $($($rest)*)?);
+    };
     (@munch $head:tt [$($done:tt)*] $slot:ident ? $(, $($rest:tt)*)?) => {
         $crate::slots!(@munch $head [$($done)* ($slot Optional 1 0)] $($($rest)*)?);
     };
@@ -333,7 +337,7 @@ macro_rules! slots {
     (@munch $head:tt $done:tt $($rest:tt)*) => {
         compile_error!(concat!(
             "slots!: `", stringify!($($rest)*),
-            "`: expected the names of tensors: `x`, `x?` if it may be absent, `x!` if it has no gradient"
+            "`: expected the names of tensors: `x`, `x?` if it may be absent, `x!` if it has no gradient, `x?!`"
         ));
     };
     ($($other:tt)*) => {
