@@ -125,6 +125,11 @@ impl<D: Dim> Meta<D> {
         self.kind
     }
 
+    /// The device. While a program is traced, it may be any.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
     /// The sizes.
     pub fn sizes(&self) -> &[D] {
         &self.sizes

@@ -243,8 +243,7 @@ impl<O: Operator> Call<'_, O> {
     /// # Errors
     /// The rule's.
     pub fn check(&self) -> Result<Made<O, Meta<i64>>> {
-        let tensors = O::In::tensors(&self.of);
-        let metas = O::In::described(O::NAME, describe::<O>(tensors.as_ref())?)?;
+        let metas = metas_of::<O>(O::In::tensors(&self.of).as_ref())?;
         self.operator.rule(&metas, self.needs)
     }
 
@@ -302,6 +301,11 @@ impl<O: Operator> Again<'_, O> {
     pub fn metas(&self) -> Result<Metas<O, i64>> {
         O::In::described(O::NAME, |index| Ok(self.known.get(index).cloned().flatten()))
     }
+}
+
+/// Kinds and sizes of arguments.
+pub(crate) fn metas_of<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Metas<O, i64>> {
+    O::In::described(O::NAME, describe::<O>(tensors)?)
 }
 
 /// Describes the argument with an index by kind and sizes.

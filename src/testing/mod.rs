@@ -1,6 +1,7 @@
 //! Tools to test an operator: [`gradcheck`](gradcheck()) for its gradients, [`gradgradcheck`] for
 //! its second derivatives, [`assert_close`] and [`tolerance`] for its values, [`devices`] and
-//! [`cuda_or_skip`] for the devices to test on.
+//! [`cuda_or_skip`] for the devices to test on. [`prove`](prove()) does all of it for an
+//! [`Operator`](crate::operator::Operator).
 //!
 //! This crate's own operators are tested with them; use them for yours.
 
@@ -9,6 +10,7 @@ mod compare;
 mod conformance;
 mod devices;
 mod gradcheck;
+mod prove;
 mod replica;
 mod samples;
 
@@ -16,6 +18,7 @@ pub use close::{assert_as_accurate, assert_close, tolerance};
 pub use conformance::{ConformanceOptions, conformance};
 pub use devices::{cuda_or_skip, devices};
 pub use gradcheck::{GradcheckOptions, GradgradcheckOptions, gradcheck, gradgradcheck};
+pub use prove::prove;
 pub use samples::{Layout, Sample, SampleTable, Shape};
 
 /// An operator that does nothing, written with C++'s `torch::autograd::Function`. Benchmarks

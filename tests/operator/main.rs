@@ -1,5 +1,6 @@
 //! Tests of operators that are one definition.
 
+mod prove;
 #[path = "../support/unit_rows.rs"]
 mod unit_rows;
 
