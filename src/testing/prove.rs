@@ -5,18 +5,19 @@ use super::{conformance, gradcheck, gradgradcheck, tolerance};
 use crate::autograd::{GradOptions, Tensors, grad};
 use crate::operator::{Args, Call, Made, Meta, Metas, Needs, Operator, Slots, call, metas_of};
 use crate::{Error, Result};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// Proves an operator, on these arguments:
 ///
-/// 1. It computes what its [`reference`](Operator::reference) computes, to [`tolerance`].
+/// 1. Its outputs and gradients are those of its [`reference`](Operator::reference), computed in
+///    `Double`, to [`tolerance`].
 /// 2. Its [`rule`](Operator::rule) says what [`forward`](Operator::forward) makes, for each gradient
 ///    alone, for all, and for none: kinds, sizes and devices of the outputs, and of what is kept.
 /// 3. Each gradient alone is the same as among all: what it reads is kept and read.
-/// 4. [`gradcheck`](gradcheck()), [`gradgradcheck`] and [`conformance`] pass.
+/// 4. [`conformance`] and, if all that have a gradient are of kind `Double`, [`gradcheck`](gradcheck())
+///    and [`gradgradcheck`] pass.
 ///
-/// The arguments whose gradients are checked are of kind `Double`. All that have gradients are taken for
-/// leaves that require grad, except those of kinds that cannot.
+/// The gradients of all arguments of floating point are checked, except those without one (`!`).
 ///
 /// ```
 /// # use tch::{Device, Kind, Tensor};
@@ -50,22 +51,26 @@ use tch::Tensor;
 /// The first proof that fails, and any error of the operator.
 pub fn prove<O: Operator>(operator: &O, of: &Args<'_, O>) -> Result<()> {
     let case = Case::<O>::new(operator, of)?;
-    case.values().map_err(|error| case.failed("values", error))?;
+    case.values().map_err(|error| failed::<O>("values", error))?;
     for needed in case.subsets() {
-        case.rule(&needed).map_err(|error| case.failed("rule", error))?;
-    }
-    let checked = case.leaves.iter().any(|leaf| leaf.requires_grad());
-    if checked {
-        case.gradients().map_err(|error| case.failed("reads", error))?;
+        case.rule(&needed).map_err(|error| failed::<O>("rule", error))?;
     }
     let is_there = &case.is_there;
     let run = |inputs: &[Tensor]| run(operator, is_there, inputs);
     let inputs: Vec<&Tensor> = case.leaves.iter().collect();
-    if checked {
-        gradcheck(run, &inputs, &Default::default())?;
-        gradgradcheck(run, &inputs, &Default::default())?;
+    let mut checked = case.leaves.iter().filter(|leaf| leaf.requires_grad()).peekable();
+    if checked.peek().is_some() {
+        case.gradients().map_err(|error| failed::<O>("gradients", error))?;
+        if checked.all(|leaf| leaf.kind() == Kind::Double) {
+            gradcheck(run, &inputs, &Default::default())?;
+            gradgradcheck(run, &inputs, &Default::default())?;
+        }
     }
     conformance(run, &inputs, &Default::default())
+}
+
+fn failed<O: Operator>(proof: &str, error: Error) -> Error {
+    Error::msg(format!("prove: {}: {proof}: {error}", O::NAME))
 }
 
 /// An operator with arguments. Of those, `leaves` are the ones that are there.
@@ -94,14 +99,14 @@ impl<'a, O: Operator> Case<'a, O> {
         for (place, tensor) in tensors.as_ref().iter().enumerate() {
             let Some(tensor) = tensor else { continue };
             let is_leaf = O::In::CONSTANT >> place & 1 == 0 && tensor.is_floating_point();
-            leaves.push(tensor.f_detach_copy()?.f_set_requires_grad(is_leaf)?);
+            // No two elements of a leaf share memory.
+            let sizes = tensor.size().into_iter().zip(tensor.stride());
+            let is_expanded = sizes.into_iter().any(|(size, stride)| size > 1 && stride == 0);
+            let leaf = if is_expanded { tensor.f_contiguous()? } else { tensor.shallow_clone() };
+            leaves.push(leaf.f_detach()?.f_set_requires_grad(is_leaf)?);
         }
         let is_there = tensors.as_ref().iter().map(Option::is_some).collect();
         Ok(Case { operator, is_there, leaves })
-    }
-
-    fn failed(&self, proof: &str, error: Error) -> Error {
-        Error::msg(format!("prove: {}: {proof}: {error}", O::NAME))
     }
 
     /// The arguments.
@@ -109,28 +114,30 @@ impl<'a, O: Operator> Case<'a, O> {
         arguments(&self.is_there, &self.leaves)
     }
 
+    /// The outputs of the reference, and its arguments, in `Double`.
+    fn exact(&self) -> Result<(Vec<Option<Tensor>>, Vec<Tensor>)> {
+        let mut exact = Vec::new();
+        for leaf in &self.leaves {
+            let values = leaf.f_detach()?;
+            exact.push(match leaf.is_floating_point() {
+                true => {
+                    values.f_to_kind(Kind::Double)?.f_set_requires_grad(leaf.requires_grad())?
+                }
+                false => values,
+            });
+        }
+        let of = arguments(&self.is_there, &exact);
+        let outputs = self.operator.reference(&O::In::borrowed(O::NAME, &of)?)?;
+        Ok((O::Out::owned(outputs).into_iter().collect(), exact))
+    }
+
     fn values(&self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        let tensors = self.arguments();
-        let of = O::In::borrowed(O::NAME, &tensors)?;
-        let found = O::Out::owned(call(self.operator.clone(), &of)?);
-        let expected = O::Out::owned(self.operator.reference(&of)?);
-        for (place, (found, expected)) in found.into_iter().zip(expected).enumerate() {
-            let name = O::Out::NAMES[place];
-            match (found, expected) {
-                (Some(found), Some(expected)) => {
-                    let (rtol, atol) = tolerance(expected.f_kind()?);
-                    close(&found, &expected, rtol, atol).map_err(|error| {
-                        Error::msg(format!("{name} and the reference's: {error}"))
-                    })?;
-                }
-                (None, None) => {}
-                _ => {
-                    return Err(Error::msg(format!(
-                        "{name} is absent in one of forward and reference"
-                    )));
-                }
-            }
+        let found = run(self.operator, &self.is_there, &self.leaves)?.into_vec();
+        let (expected, _) = self.exact()?;
+        let pairs = found.iter().zip(&expected).zip(O::Out::NAMES);
+        for ((found, expected), name) in pairs {
+            same(found.as_ref(), expected.as_ref(), &format!("{name} and the reference's"))?;
         }
         Ok(())
     }
@@ -188,18 +195,27 @@ impl<'a, O: Operator> Case<'a, O> {
     }
 
     fn gradients(&self) -> Result<()> {
-        let mut incoming: Vec<Option<Tensor>> = Vec::new();
-        let all = self.gradients_of(|_| true, &mut incoming)?;
-        for (leaf, expected) in all.iter().enumerate() {
-            let Some(expected) = expected else { continue };
-            let alone = self.gradients_of(|other| other == leaf, &mut incoming)?;
-            let place = self.places().nth(leaf).unwrap_or_default();
-            let wrong = |what: String| {
-                Error::msg(format!("the gradient of {} alone: {what}", O::In::NAMES[place]))
-            };
-            let Some(found) = &alone[leaf] else { return Err(wrong("it is absent".to_string())) };
-            let (rtol, atol) = tolerance(expected.f_kind()?);
-            close(found, expected, rtol, atol).map_err(|error| wrong(error.to_string()))?;
+        let (outputs, exact) = self.exact()?;
+        let kind = self.leaves.iter().find(|leaf| leaf.requires_grad()).map(Tensor::kind);
+        let mut incoming = Vec::new();
+        for output in &outputs {
+            // Rounded, so that both get the same.
+            incoming.push(match (output, kind) {
+                (Some(output), Some(kind)) => Some(output.f_detach()?.f_cos()?.f_to_kind(kind)?),
+                _ => None,
+            });
+        }
+        let expected = gradients(&outputs, &exact, &incoming)?;
+        let all = self.gradients_of(|_| true, &incoming)?;
+        for (leaf, place) in self.places().enumerate() {
+            let name = O::In::NAMES[place];
+            let what = format!("the gradient of {name} and the reference's");
+            same(all[leaf].as_ref(), expected[leaf].as_ref(), &what)?;
+            if self.leaves[leaf].requires_grad() {
+                let alone = self.gradients_of(|other| other == leaf, &incoming)?;
+                let what = format!("the gradient of {name} alone and among all");
+                same(alone[leaf].as_ref(), all[leaf].as_ref(), &what)?;
+            }
         }
         Ok(())
     }
@@ -209,38 +225,55 @@ impl<'a, O: Operator> Case<'a, O> {
         self.is_there.iter().enumerate().filter(|(_, is_there)| **is_there).map(|(place, _)| place)
     }
 
-    /// The gradients of those leaves that are wanted, for the same incoming ones.
+    /// The gradients of those leaves that are wanted.
     fn gradients_of(
         &self,
-        wanted: impl Fn(usize) -> bool,
-        incoming: &mut Vec<Option<Tensor>>,
+        is_wanted: impl Fn(usize) -> bool,
+        incoming: &[Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         let mut leaves = Vec::new();
         for (index, leaf) in self.leaves.iter().enumerate() {
-            let is_wanted = wanted(index) && leaf.requires_grad();
+            let is_wanted = is_wanted(index) && leaf.requires_grad();
             leaves.push(leaf.f_detach()?.f_set_requires_grad(is_wanted)?);
         }
         let outputs = run(self.operator, &self.is_there, &leaves)?.into_vec();
-        if incoming.is_empty() {
-            for output in &outputs {
-                incoming
-                    .push(output.as_ref().map(|output| output.f_detach()?.f_cos()).transpose()?);
-            }
+        gradients(&outputs, &leaves, incoming)
+    }
+}
+
+/// The gradients of those leaves that require grad.
+fn gradients(
+    outputs: &[Option<Tensor>],
+    leaves: &[Tensor],
+    incoming: &[Option<Tensor>],
+) -> Result<Vec<Option<Tensor>>> {
+    let (mut of, mut along) = (Vec::new(), Vec::new());
+    for (output, grad) in outputs.iter().zip(incoming) {
+        if let (Some(output), Some(grad)) = (output, grad)
+            && output.requires_grad()
+        {
+            of.push(output);
+            along.push(grad.f_to_kind(output.f_kind()?)?);
         }
-        let of = outputs.iter().zip(&*incoming).filter_map(|(output, grad)| {
-            output
-                .as_ref()
-                .filter(|output| output.requires_grad())
-                .map(|output| (output, grad.as_ref()))
-        });
-        let (of, along): (Vec<&Tensor>, Vec<Option<&Tensor>>) = of.unzip();
-        let variables: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
-        let options =
-            GradOptions { grad_outputs: &along, allow_unused: true, ..Default::default() };
-        let mut found = grad(&of, &variables, &options)?.into_vec().into_iter();
-        Ok(leaves
-            .iter()
-            .map(|leaf| if leaf.requires_grad() { found.next().flatten() } else { None })
-            .collect())
+    }
+    let along: Vec<Option<&Tensor>> = along.iter().map(Some).collect();
+    let variables: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
+    let options = GradOptions { grad_outputs: &along, allow_unused: true, ..Default::default() };
+    let mut found = grad(&of, &variables, &options)?.into_vec().into_iter();
+    let next = |leaf: &Tensor| if leaf.requires_grad() { found.next().flatten() } else { None };
+    Ok(leaves.iter().map(next).collect())
+}
+
+/// Whether two tensors are there and equal to the tolerance of the first one's kind, or both absent.
+fn same(found: Option<&Tensor>, expected: Option<&Tensor>, what: &str) -> Result<()> {
+    match (found, expected) {
+        (Some(found), Some(expected)) => {
+            let kind = found.f_kind()?;
+            let (rtol, atol) = tolerance(kind);
+            close(found, &expected.f_to_kind(kind)?, rtol, atol)
+                .map_err(|error| Error::msg(format!("{what}: {error}")))
+        }
+        (None, None) => Ok(()),
+        _ => Err(Error::msg(format!("{what}: one of the two is absent"))),
     }
 }

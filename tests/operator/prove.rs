@@ -20,7 +20,9 @@ enum Fault {
     Reads,
     Reference,
     Gradient,
-    /// Second derivatives come from a formula whose derivative is another one.
+    /// The reference has the same wrong gradient.
+    Both,
+    /// The reference, from which second derivatives come, has right gradients only.
     Second,
 }
 
@@ -73,7 +75,10 @@ impl Operator for Product {
             true => Some(&grad * again.kept.x.as_ref().ok_or_else(absent)?),
             false => None,
         };
-        let w = if self.fault == Fault::Gradient { w.map(|w| w * 1.5) } else { w };
+        let w = match self.fault {
+            Fault::Gradient | Fault::Both => w.map(|w| w * 0.5),
+            _ => w,
+        };
         Ok(ProductIn { x, w })
     }
 
@@ -82,8 +87,11 @@ impl Operator for Product {
         Ok(ProductOut {
             y: match self.fault {
                 Fault::Reference => y + 1.0,
-                // The same values, and half of the gradient with respect to x.
-                Fault::Second => (of.x * 0.5 + of.x.detach() * 0.5) * of.w,
+                Fault::Both => of.x * (of.w * 0.5 + of.w.detach() * 0.5),
+                Fault::Second => {
+                    let (x, w) = (of.x.detach(), of.w.detach());
+                    of.x * &w + &x * of.w - x * w
+                }
                 _ => y,
             },
         })
@@ -114,9 +122,10 @@ fn faults_are_found() {
             Fault::Kept,
             "x: expected (Double, Cpu, [2, 3]), as the rule says, got nothing from forward, if a gradient is needed of w",
         ),
-        (Fault::Reads, "prove: product: reads: "),
+        (Fault::Reads, "prove: product: gradients: "),
         (Fault::Reference, "prove: product: values: y and the reference's: "),
-        (Fault::Gradient, "gradcheck"),
+        (Fault::Gradient, "prove: product: gradients: the gradient of w and the reference's: "),
+        (Fault::Both, "gradcheck"),
         (Fault::Second, "gradgradcheck"),
     ] {
         let error = proof(fault).expect_err("there is a fault").to_string();
