@@ -275,7 +275,7 @@ impl Meta<i64> {
     }
 
     /// Makes the tensor, without values.
-    pub(super) fn allocate(&self) -> Result<Tensor> {
+    pub(crate) fn allocate(&self) -> Result<Tensor> {
         Ok(Tensor::f_empty(&*self.sizes, (self.kind, self.device))?)
     }
 }

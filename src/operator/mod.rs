@@ -166,6 +166,12 @@ pub trait Operator: Signature {
         Self::In::each(|_| true)
     }
 
+    /// Pairs of arguments that have one gradient. While a program is traced, it is computed as that of the
+    /// second, because a registered operator cannot return one tensor twice.
+    fn shared_gradients(&self, _of: &Args<'_, Self>) -> &'static [(usize, usize)] {
+        &[]
+    }
+
     /// The outputs that have no gradient if only these arguments need one: one bit for each, the first
     /// one lowest.
     fn constant_outputs(&self, _needs: &Needs<Self>) -> u64 {
@@ -235,6 +241,8 @@ pub struct Call<'a, O: Operator> {
     pub needs: &'a Needs<O>,
     /// What [`Operator::plan`] decided.
     pub plan: O::Plan,
+    /// Kinds and sizes of the arguments, if they were looked up already.
+    pub(crate) known: Option<&'a [Option<Meta<i64>>]>,
 }
 
 impl<O: Operator> Call<'_, O> {
@@ -243,7 +251,10 @@ impl<O: Operator> Call<'_, O> {
     /// # Errors
     /// The rule's.
     pub fn check(&self) -> Result<Made<O, Meta<i64>>> {
-        let metas = metas_of::<O>(O::In::tensors(&self.of).as_ref())?;
+        let metas = match self.known {
+            Some(known) => known_metas::<O>(known)?,
+            None => metas_of::<O>(O::In::tensors(&self.of).as_ref())?,
+        };
         self.operator.rule(&metas, self.needs)
     }
 
@@ -253,7 +264,17 @@ impl<O: Operator> Call<'_, O> {
     /// # Errors
     /// The rule's, or one of libtorch.
     pub fn allocate(&self) -> Result<Made<O, Tensor>> {
-        self.check()?.map(|meta| meta.allocate())
+        self.check()?.allocate()
+    }
+}
+
+impl<O: Operator> Made<O, Meta<i64>> {
+    /// Makes what the operator's rule says, as [`Call::allocate`] does.
+    ///
+    /// # Errors
+    /// One of libtorch.
+    pub fn allocate(self) -> Result<Made<O, Tensor>> {
+        self.map(Meta::allocate)
     }
 }
 
@@ -263,9 +284,9 @@ impl<O: Operator, T> Made<O, T> {
         let outputs = O::Out::described(O::NAME, |_| {
             outputs.next().flatten().as_ref().map(&make).transpose()
         })?;
-        let mut kept = Vec::new();
-        for made in O::Kept::items(self.kept) {
-            kept.push(made.as_ref().map(&make).transpose()?);
+        let mut kept = O::Kept::array(|_| None);
+        for (kept, made) in kept.as_mut().iter_mut().zip(O::Kept::items(self.kept)) {
+            *kept = made.as_ref().map(&make).transpose()?;
         }
         let mut kept = kept.into_iter();
         Ok(Made { outputs, kept: O::Kept::each(|_| kept.next().flatten()) })
@@ -299,8 +320,12 @@ impl<O: Operator> Again<'_, O> {
     /// # Errors
     /// When an argument was absent that must be there.
     pub fn metas(&self) -> Result<Metas<O, i64>> {
-        O::In::described(O::NAME, |index| Ok(self.known.get(index).cloned().flatten()))
+        known_metas::<O>(self.known)
     }
+}
+
+fn known_metas<O: Operator>(known: &[Option<Meta<i64>>]) -> Result<Metas<O, i64>> {
+    O::In::described(O::NAME, |index| Ok(known.get(index).cloned().flatten()))
 }
 
 /// Kinds and sizes of arguments.

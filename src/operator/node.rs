@@ -55,7 +55,11 @@ impl<O: Operator> Function for Node<O> {
                 saver.check_in_place(*place, &format!("{}: {option}", O::In::NAMES[*place]))?;
             }
         }
-        let call = Call { operator: &self.operator, of, needs: &needs, plan: self.plan };
+        if saver.needs_graph() {
+            self.known = known::<O>(&inputs)?;
+        }
+        let known = saver.needs_graph().then_some(&self.known[..]);
+        let call = Call { operator: &self.operator, of, needs: &needs, plan: self.plan, known };
         let made = self.operator.forward(&call)?;
         let outputs = O::Out::descriptions(made.outputs);
         if saver.needs_graph() {
@@ -85,7 +89,6 @@ impl<O: Operator> Function for Node<O> {
                 .for_each(|place| saver.mark_non_differentiable(place));
             // Where nothing depends on an output, its gradient is absent.
             saver.set_materialize_grads(false);
-            self.known = known::<O>(&inputs)?;
         }
         let mut outputs = outputs.into_iter();
         Ok(match (outputs.next(), outputs.next()) {

@@ -15,6 +15,7 @@ use super::{
 };
 use crate::autograd::Inputs;
 use crate::ffi::define::{Borrowed, Call as Frame};
+use crate::ffi::tensor::plain;
 use crate::library::expansion::{Argument, Definition, Implementation, Kernel, told};
 use crate::library::{SymInt, Value, empty, without_key};
 use crate::{Error, Result};
@@ -195,6 +196,10 @@ fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         if let Some(outputs) = composed(&operator, tensors)? {
             return Ok(outputs);
         }
+        // Autocast is off here, or has made its casts: these are the operator's own.
+        let cast = operator.cast(&O::In::borrowed(O::NAME, tensors)?)?;
+        let cast = cast.as_deref().map(refer_own);
+        let tensors = cast.as_deref().unwrap_or(tensors);
         let constants = constants::<O>(tensors)?;
         traced::traced_list(Dispatched(operator), &with_constants(tensors, &constants))
     })?;
@@ -300,7 +305,7 @@ fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         kernel(|| {
             let of = O::In::borrowed(O::NAME, tensors)?;
             let plan = operator.plan(&of, &needs)?;
-            let call = Call { operator: &operator, of, needs: &needs, plan };
+            let call = Call { operator: &operator, of, needs: &needs, plan, known: None };
             let made = operator.forward(&call)?;
             let mut results = contiguous(O::Out::descriptions(made.outputs))?;
             let others: Vec<&Tensor> =
@@ -393,9 +398,11 @@ fn gradients<O: Operator>(
     let reads = O::In::items(operator.reads(&needs));
     let known = known::<O>(tensors)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
-    let mut kept = traced::kept::<Dispatched<O>>().zip(refer(&before.kept));
     let mut results: Vec<Option<Tensor>> = (0..Dispatched::<O>::RESULTS).map(|_| None).collect();
-    kept.by_ref().for_each(|(place, tensor)| results[place] = own(tensor));
+    for (place, tensor) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {
+        // As the forward pass made it, also if the caller has laid it out in another way.
+        results[place] = tensor.map(plain).transpose()?;
+    }
     let (outputs, kept) = results.split_at_mut(Dispatched::<O>::OUTPUTS);
     let again = Again {
         of: O::In::each(|place| own(tensors[place].filter(|_| reads.as_ref()[place]))),
@@ -505,6 +512,10 @@ impl<O: Operator> Pair for Dispatched<O> {
 
     fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
         Ok(reference(&self.0, &inputs)?.into_iter().flatten().collect())
+    }
+
+    fn shared_gradients(&self, inputs: Inputs<'_>) -> Result<&'static [(usize, usize)]> {
+        Ok(self.0.shared_gradients(&O::In::borrowed(O::NAME, &inputs)?))
     }
 }
 

@@ -65,6 +65,14 @@ pub trait Pair: Clone + Send + Sync + 'static {
     /// # Errors
     /// An error of libtorch.
     fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>>;
+
+    /// Pairs of inputs that have one gradient, which [`Pair::backward`] is asked for as that of the second.
+    ///
+    /// # Errors
+    /// When an input is absent that must be there.
+    fn shared_gradients(&self, _inputs: Inputs<'_>) -> Result<&'static [(usize, usize)]> {
+        Ok(&[])
+    }
 }
 
 /// The results that gradients read.
@@ -178,9 +186,15 @@ impl<P: Pair> Function for Node<P> {
             (0..P::OUTPUTS).map(|place| grads.optional(place)).collect();
         let needs = bits((0..P::INPUTS).map(|place| ctx.needs_input_grad(place)));
         let [grads, kept, inputs] = [&grads, kept, inputs].map(Inputs::new);
-        let mut gradients = self.pair.backward(grads, kept, inputs, needs)?;
+        let shared = self.pair.shared_gradients(inputs)?;
+        let shared = || shared.iter().filter(|(place, _)| is_needed(needs, *place));
+        let asked = shared().fold(needs, |bits, (place, of)| bits & !(1 << place) | 1 << of);
+        let mut gradients = self.pair.backward(grads, kept, inputs, asked)?;
         // Inputs without a gradient, such as targets, come last.
         gradients.resize_with(P::INPUTS, || None);
+        for (place, of) in shared() {
+            gradients[*place] = gradients[*of].as_ref().map(Tensor::shallow_clone);
+        }
         for (place, gradient) in gradients.iter_mut().enumerate() {
             gradient.take_if(|_| !is_needed(needs, place));
         }

@@ -164,8 +164,13 @@ impl<'a, O: Operator> Case<'a, O> {
         let plan = self.operator.plan(&of, &needs)?;
         let metas: Metas<O, i64> = metas_of::<O>(&tensors)?;
         let said: Made<O, Meta<i64>> = self.operator.rule(&metas, &needs)?;
-        let made =
-            self.operator.forward(&Call { operator: self.operator, of, needs: &needs, plan })?;
+        let made = self.operator.forward(&Call {
+            operator: self.operator,
+            of,
+            needs: &needs,
+            plan,
+            known: None,
+        })?;
         let said = O::Out::descriptions(said.outputs).into_iter().chain(O::Kept::items(said.kept));
         let made = O::Out::descriptions(made.outputs).into_iter().chain(O::Kept::items(made.kept));
         let names = O::Out::NAMES.iter().chain(O::Kept::NAMES);
