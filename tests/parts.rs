@@ -4,8 +4,9 @@
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::library::{Args, Operator};
+use tch_extension::ops::definitions::*;
 use tch_extension::ops::*;
-use tch_extension::testing::devices;
+use tch_extension::testing::{devices, prove};
 use tch_extension::{Result, args};
 
 const KINDS: [Kind; 2] = [Kind::Float, Kind::BFloat16];
@@ -37,13 +38,20 @@ fn of_node(outputs: &[&Tensor], inputs: &[&Tensor]) -> (Vec<Tensor>, Vec<Tensor>
 
 tch_extension::register! {
     namespace parts;
-    tch_extension::ops::definitions::Linear,
-    tch_extension::ops::definitions::MatmulAddRelu,
+    AddRmsNorm,
+    LayerNorm,
+    Linear,
+    MatmulAddRelu,
 }
 
 /// The gradients by the registered operator `NAME_backward`.
 fn gradients(name: &str, arguments: Args<'_>) -> Result<Vec<Tensor>> {
     Operator::find(&format!("parts::{name}_backward"))?.call(arguments)
+}
+
+/// The outputs and what is kept, by the registered operator `NAME_forward`.
+fn forward(name: &str, arguments: Args<'_>) -> Result<Vec<Tensor>> {
+    Operator::find(&format!("parts::{name}_forward"))?.call(arguments)
 }
 
 /// A tensor that may be absent.
@@ -99,45 +107,64 @@ fn norms() {
 
         let y = f_layer_norm(&x, shape, Some(&w), Some(&b), eps)?;
         let (incoming, expected) = of_node(&[&y], &[&x, &w, &b]);
-        let _guard = tch::no_grad_guard();
-        let (found, mean, rstd) = parts::layer_norm_forward(&x, shape, Some(&w), Some(&b), eps)?;
-        assert_equal("layer_norm", &[Some(found)], &[y]);
+        let guard = tch::no_grad_guard();
+        let found = forward("layer_norm", args![&x, shape, &w, &b, eps, 0b111])?;
+        let [found, mean, rstd] = &found[..] else { unreachable!("three results") };
+        assert_equal("layer_norm", [found], &[y]);
         assert_eq!((mean.size(), rstd.size()), (vec![12], vec![12]));
-        let moments = (&mean, &rstd);
-        let found = parts::layer_norm_backward(
-            &incoming[0],
-            moments,
-            &x,
-            shape,
-            Some(&w),
-            Some(&b),
-            [true; 3],
-        )?;
-        assert_equal("layer_norm", &found, &expected);
-        let some = parts::layer_norm_backward(
-            &incoming[0],
-            moments,
-            &x,
-            shape,
-            Some(&w),
-            Some(&b),
-            [false, false, true],
-        )?;
-        assert!(some[0].is_none() && some[1].is_none());
-        assert_equal("layer_norm's bias", &some, &expected[2..]);
-        drop(_guard);
+        let found = |needs: i64| {
+            let arguments = args![&incoming[0], mean, rstd, &x, shape, &w, &b, eps, needs];
+            gradients("layer_norm", arguments)
+        };
+        assert_equal("layer_norm", &found(0b111)?, &expected);
+        let some = found(0b100)?;
+        assert_eq!((some[0].size(), some[1].size()), (vec![0], vec![0]));
+        assert_equal("layer_norm's bias", &some[2..], &expected[2..]);
+        let kept = forward("layer_norm", args![&x, shape, &w, &b, eps, 0b100])?;
+        assert_eq!((kept[1].numel(), kept[2].numel()), (0, 0));
+        drop(guard);
 
         let (h, y) = f_add_rms_norm(&x, &r, shape, Some(&w), Some(eps), 0.0)?;
         let (incoming, expected) = of_node(&[&h, &y], &[&x, &r, &w]);
         let _guard = tch::no_grad_guard();
-        let (found_h, found_y, rstd) = parts::add_rms_norm_forward(&x, &r, shape, Some(&w), eps)?;
-        let grads = (Some(&incoming[0]), &incoming[1]);
-        let found =
-            parts::add_rms_norm_backward(grads, (&found_h, &rstd), &x, shape, Some(&w), [true; 3])?;
-        assert_equal("add_rms_norm", &[Some(found_h), Some(found_y)], &[h, y]);
-        assert_equal("add_rms_norm", &found, &expected);
+        let found = forward("add_rms_norm", args![&x, &r, shape, &w, eps, 0.0, 0b111])?;
+        let [found_h, found_y, rstd, dropped] = &found[..] else { unreachable!("four results") };
+        let (of_h, of_y) = (&incoming[0], &incoming[1]);
+        let found = |needs: i64| {
+            let kept =
+                args![of_h, of_y, found_h, rstd, dropped, &x, &r, shape, &w, eps, 0.0, needs];
+            gradients("add_rms_norm", kept)
+        };
+        assert_equal("add_rms_norm", [found_h, found_y], &[h, y]);
+        let all = found(0b111)?;
+        assert_equal("add_rms_norm", &all, &expected);
+        assert!(all[0].data_ptr() != all[1].data_ptr());
+        assert_equal("add_rms_norm", &found(0b110)?[1..], &expected[1..]);
         Ok(())
     });
+}
+
+#[test]
+fn norms_are_what_they_say() {
+    for device in devices() {
+        let arguments = Arguments { options: (Kind::Double, device) };
+        let [x, r, w, b] = arguments.leaves([&[3, 8], &[3, 8], &[8], &[8]]);
+        let (shape, eps, dropout) = (vec![8], 1e-5, 0.0);
+        for is_affine in [true, false] {
+            let [w, b] = [&w, &b].map(|parameter| is_affine.then_some(parameter));
+            let (input, residual, weight, bias, normalized_shape) = (&x, &r, w, b, shape.clone());
+            let of = LayerNorm { normalized_shape, eps };
+            prove(&of, &LayerNormIn { input, weight, bias }).expect("layer_norm");
+            let of = AddLayerNorm { normalized_shape: shape.clone(), eps, dropout };
+            prove(&of, &AddLayerNormIn { input, residual, weight, bias }).expect("add_layer_norm");
+            for eps in [None, Some(eps)] {
+                let of = RmsNorm { normalized_shape: shape.clone(), eps };
+                prove(&of, &RmsNormIn { input, weight }).expect("rms_norm");
+                let of = AddRmsNorm { normalized_shape: shape.clone(), eps, dropout };
+                prove(&of, &AddRmsNormIn { input, residual, weight }).expect("add_rms_norm");
+            }
+        }
+    }
 }
 
 #[test]

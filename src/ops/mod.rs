@@ -106,8 +106,6 @@ pub mod parts {
     pub use super::lltm::parts::*;
     #[cfg(feature = "recurrent")]
     pub use super::lltm_cell::parts::*;
-    #[cfg(feature = "norm")]
-    pub use super::norm::parts::*;
     #[cfg(feature = "recurrent")]
     pub use super::recurrent::layer::parts::*;
     #[cfg(feature = "rope")]
@@ -120,10 +118,18 @@ pub mod parts {
 /// tch-extension-python registers them.
 #[doc(hidden)]
 pub mod definitions {
+    #[cfg(feature = "norm")]
+    pub use super::add_layer_norm::{AddLayerNorm, AddLayerNormIn, AddLayerNormOut};
+    #[cfg(feature = "norm")]
+    pub use super::add_rms_norm::{AddRmsNorm, AddRmsNormIn, AddRmsNormOut};
+    #[cfg(feature = "norm")]
+    pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
     #[cfg(feature = "gemm")]
     pub use super::linear::{Linear, LinearIn, LinearOut};
     #[cfg(feature = "gemm")]
     pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
+    #[cfg(feature = "norm")]
+    pub use super::rms_norm::{RmsNorm, RmsNormIn, RmsNormOut};
 }
 
 /// Exports the functions and the ways of each operator.

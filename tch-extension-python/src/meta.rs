@@ -82,58 +82,6 @@ impl Shapes {
     }
 }
 
-/// Whether two shapes differ, as far as their sizes are known.
-fn differ(a: &[SymInt], b: &[SymInt]) -> bool {
-    let unequal =
-        |(a, b): (&SymInt, &SymInt)| a.number().zip(b.number()).is_some_and(|(a, b)| a != b);
-    a.len() != b.len() || a.iter().zip(b).any(unequal)
-}
-
-/// Checks that the first argument has the shape of the second one.
-///
-/// # Errors
-/// If it has not.
-pub fn same_shape(op: &str, this: (&str, &Tensor), other: (&str, &Tensor)) -> Result<()> {
-    let (found, wanted) = (sizes(this.1), sizes(other.1));
-    if !differ(&found, &wanted) {
-        return Ok(());
-    }
-    let expected = format!("the shape of {}, {wanted:?}", other.0);
-    Err(Error::argument(op, this.0, expected, format!("{found:?}"), ""))
-}
-
-/// Checks that `shape` is the end of the input's shape, and the shape of each parameter.
-///
-/// # Errors
-/// If it is not, or if it is empty.
-pub fn normalized(
-    op: &'static str,
-    input: &Tensor,
-    shape: &[i64],
-    parameters: &[(&str, Option<&Tensor>)],
-) -> Result<()> {
-    check!(op, "input", *input).defined()?.kind_in(&KINDS)?;
-    let wanted: Vec<SymInt> = shape.iter().copied().map(SymInt::from).collect();
-    let of_input = sizes(input);
-    let end = of_input.len().checked_sub(wanted.len()).map(|first| &of_input[first..]);
-    if wanted.is_empty() || end.is_none_or(|end| differ(end, &wanted)) {
-        if wanted.is_empty() {
-            let hint = "pass the last sizes of the input";
-            return Err(Error::argument(op, "normalized_shape", "a dimension or more", "[]", hint));
-        }
-        let expected = format!("a shape that ends in normalized_shape = {shape:?}");
-        return Err(Error::argument(op, "input", expected, format!("{of_input:?}"), ""));
-    }
-    for (name, parameter) in parameters {
-        let Some(found) = parameter.map(sizes).filter(|found| differ(found, &wanted)) else {
-            continue;
-        };
-        let expected = format!("shape normalized_shape = {shape:?}");
-        return Err(Error::argument(op, name, expected, format!("{found:?}"), ""));
-    }
-    Ok(())
-}
-
 /// The kind in which tensors of this kind are computed.
 pub fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }

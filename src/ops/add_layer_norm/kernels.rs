@@ -1,8 +1,7 @@
 //! The kernels of `csrc/add_layer_norm`.
 
 use crate::kernels::raw_kernels;
-use crate::ops::layer_norm::LayerNorm;
-use crate::ops::norm::Statistic;
+use crate::ops::layer_norm;
 use crate::ops::norm::kernels::add::{AddBackward, AddForward, AddKernels};
 
 raw_kernels! {
@@ -13,4 +12,4 @@ raw_kernels! {
         tch_extension_add_layer_norm_backward_cpu, tch_extension_add_layer_norm_backward_cuda;
 }
 
-pub(super) const KERNELS: AddKernels = AddKernels { forward, backward, norm: LayerNorm::KERNELS };
+pub(super) const KERNELS: AddKernels = AddKernels { forward, backward, norm: layer_norm::KERNELS };

@@ -1,23 +1,19 @@
 //! Layer normalisation of a residual sum.
 
-use super::layer_norm::{LayerNorm, layer_norm_reference};
-use super::norm::kernels::add::AddKernels;
-use super::norm::{Added, Addends, f_add_norm};
-use crate::{Result, check};
+use super::layer_norm::layer_norm_reference;
+use super::norm::kernels::Moments;
+use super::norm::{
+    AddNorm, Addends, Read, Way, add_rule, cast, check_dropout, gradients_of_sum, moment,
+};
+use super::way::forced;
+use crate::Result;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Second, Signature, Slots, call, dispatched,
+};
 use tch::Tensor;
 
 mod kernels;
-
-const OP: &str = "add_layer_norm";
-
-/// The statistic is that of layer_norm.
-pub(super) struct AddLayerNorm;
-
-impl Added for AddLayerNorm {
-    const OP: &'static str = OP;
-    const KERNELS: AddKernels = kernels::KERNELS;
-    type Norm = LayerNorm;
-}
 
 /// Adds a branch to a residual stream, and normalises the sum: what stands between two blocks of a
 /// transformer.
@@ -101,9 +97,10 @@ pub fn f_add_layer_norm(
     eps: f64,
     dropout: f64,
 ) -> Result<(Tensor, Tensor)> {
-    check!(OP, residual).defined()?;
-    let addends = Addends { input, residual, weight, bias };
-    f_add_norm::<AddLayerNorm>(&addends, normalized_shape, eps, dropout)
+    let norm = AddLayerNorm { normalized_shape: normalized_shape.to_vec(), eps, dropout };
+    let AddLayerNormOut { sum, output } =
+        call(norm, &AddLayerNormIn { input, residual, weight, bias })?;
+    Ok((sum, output))
 }
 
 /// [`add_layer_norm`] in plain tch operations, without checks of its own.
@@ -122,4 +119,134 @@ pub fn add_layer_norm_reference(
     let sum = input.f_dropout(dropout, true)?.f_add(residual)?;
     let output = layer_norm_reference(&sum, normalized_shape, weight, bias, eps)?;
     Ok((sum, output.f_to_kind(input.f_kind()?)?))
+}
+
+crate::signature! {
+    /// [`add_layer_norm`] as an operator.
+    pub AddLayerNorm: AddLayerNormIn -> AddLayerNormOut = "add_layer_norm"(
+        input, residual, normalized_shape: Vec<i64>, weight?, bias?, eps: f64 = 1e-5, dropout: f64 = 0.0
+    ) -> (sum, output)
+}
+
+crate::slots! {
+    /// The moments of each row, and what dropout leaves.
+    pub struct KeptAddLayerNorm { mean?, rstd?, dropped? }
+}
+
+impl AddLayerNorm {
+    fn norm<'a>(&'a self, branch: &'a Meta<i64>, stream: &'a Meta<i64>, way: Way) -> AddNorm<'a> {
+        AddNorm {
+            kernels: &kernels::KERNELS,
+            formula: layer_norm_reference,
+            normalized_shape: &self.normalized_shape,
+            eps: self.eps,
+            dropout: self.dropout,
+            way,
+            branch,
+            stream,
+        }
+    }
+}
+
+impl Operator for AddLayerNorm {
+    type Kept = KeptAddLayerNorm;
+    type Plan = Way;
+
+    const SECOND: Second = Second::Itself;
+    const READS_OUTPUTS: u64 = 0b1;
+    const IS_SEEDED: bool = true;
+
+    /// While a program is traced, or within vmap, dropout is libtorch's.
+    fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
+        if !is_traced || self.dropout == 0.0 {
+            return Ok(None);
+        }
+        check_dropout(Self::NAME, self.dropout)?;
+        let input = &of.input.f_dropout(self.dropout, true)?;
+        let others = AddLayerNorm { dropout: 0.0, ..self.clone() };
+        dispatched(&others, &AddLayerNormIn { input, ..of.clone() }).map(Some)
+    }
+
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        cast(AddLayerNormIn::tensors(of).as_ref())
+    }
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<Way> {
+        Ok(forced())
+    }
+
+    /// What dropout leaves depends on the way. While a program is traced there is none.
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let AddLayerNormIn { input, residual, weight, bias } = of;
+        let parameters = [weight.as_ref(), bias.as_ref()];
+        let (shape, dropout) = (&self.normalized_shape, self.dropout);
+        let rows = add_rule(Self::NAME, [input, residual], parameters, shape, dropout)?;
+        let is_kept = needs.input || needs.residual || needs.weight || needs.bias;
+        let moment = || is_kept.then(|| moment(input, &rows));
+        Ok(Made {
+            outputs: AddLayerNormOut { sum: residual.clone(), output: input.clone() },
+            kept: KeptAddLayerNorm { mean: moment(), rstd: moment(), dropped: None },
+        })
+    }
+
+    /// The bias' gradient is a sum of the incoming one alone, and h stands for what was added.
+    fn reads(&self, _: &Needs<Self>) -> Needs<Self> {
+        AddLayerNormIn { input: false, residual: false, weight: true, bias: false }
+    }
+
+    /// h depends on no parameter.
+    fn constant_outputs(&self, needs: &Needs<Self>) -> u64 {
+        u64::from(!needs.input && !needs.residual)
+    }
+
+    fn shared_gradients(&self, of: &Args<'_, Self>) -> &'static [(usize, usize)] {
+        gradients_of_sum(of.input, of.residual, self.dropout)
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let AddLayerNormIn { input, residual, weight, bias } = call.of;
+        let Made { outputs, kept } = call.check()?;
+        let norm = self.norm(&outputs.output, &outputs.sum, call.plan);
+        let addends = Addends { input, residual, weight, bias };
+        let moments = Moments { mean: kept.mean, rstd: kept.rstd };
+        let found = norm.forward(&addends, moments)?;
+        let Moments { mean, rstd } = found.moments;
+        Ok(Made {
+            outputs: AddLayerNormOut { sum: found.sum, output: found.output },
+            kept: KeptAddLayerNorm { mean, rstd, dropped: found.dropped },
+        })
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let (metas, needs, kept) = (again.metas()?, &again.needs, &again.kept);
+        let read = Read {
+            sum: again.outputs.sum.as_ref(),
+            weight: again.of.weight.as_ref(),
+            moments: Moments { mean: kept.mean.as_ref(), rstd: kept.rstd.as_ref() },
+            dropped: kept.dropped.as_ref(),
+        };
+        let wanted = [
+            needs.input.then_some(&metas.input),
+            needs.residual.then_some(&metas.residual),
+            metas.weight.as_ref().filter(|_| needs.weight),
+            metas.bias.as_ref().filter(|_| needs.bias),
+        ];
+        let norm = self.norm(&metas.input, &metas.residual, again.plan);
+        let grads = [grads.sum.as_ref(), grads.output.as_ref()];
+        let [input, residual, weight, bias] =
+            norm.backward(grads, &read, wanted, again.is_recorded)?;
+        Ok(AddLayerNormIn { input, residual, weight, bias })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let AddLayerNormIn { input, residual, weight, bias } = *of;
+        let (shape, eps, dropout) = (&self.normalized_shape, self.eps, self.dropout);
+        let (sum, output) =
+            add_layer_norm_reference(input, residual, shape, weight, bias, eps, dropout)?;
+        Ok(AddLayerNormOut { sum, output })
+    }
 }

@@ -1,9 +1,8 @@
 //! The kernels of `csrc/add_rms_norm`.
 
 use crate::kernels::raw_kernels;
-use crate::ops::norm::Statistic;
 use crate::ops::norm::kernels::add::{AddBackward, AddForward, AddKernels};
-use crate::ops::rms_norm::RmsNorm;
+use crate::ops::rms_norm;
 
 raw_kernels! {
     "add_rms_norm";
@@ -13,4 +12,4 @@ raw_kernels! {
         tch_extension_add_rms_norm_backward_cpu, tch_extension_add_rms_norm_backward_cuda;
 }
 
-pub(super) const KERNELS: AddKernels = AddKernels { forward, backward, norm: RmsNorm::KERNELS };
+pub(super) const KERNELS: AddKernels = AddKernels { forward, backward, norm: rms_norm::KERNELS };

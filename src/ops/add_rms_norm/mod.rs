@@ -1,24 +1,19 @@
 //! RMS normalisation of a residual sum.
 
-use super::norm::kernels::add::AddKernels;
-use super::norm::{Added, Addends, f_add_norm};
-use super::rms_norm::default_eps;
-use super::rms_norm::{RmsNorm, rms_norm_reference};
-use crate::{Result, check};
+use super::norm::kernels::Moments;
+use super::norm::{
+    AddNorm, Addends, Read, Way, add_rule, cast, check_dropout, gradients_of_sum, moment,
+};
+use super::rms_norm::{default_eps, rms_norm_reference};
+use super::way::forced;
+use crate::Result;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Second, Signature, Slots, call, dispatched,
+};
 use tch::Tensor;
 
 mod kernels;
-
-const OP: &str = "add_rms_norm";
-
-/// The statistic is that of rms_norm.
-pub(super) struct AddRmsNorm;
-
-impl Added for AddRmsNorm {
-    const OP: &'static str = OP;
-    const KERNELS: AddKernels = kernels::KERNELS;
-    type Norm = RmsNorm;
-}
 
 /// Adds a branch to a residual stream, and normalises the sum: what stands between two blocks of a
 /// transformer.
@@ -100,10 +95,9 @@ pub fn f_add_rms_norm(
     eps: Option<f64>,
     dropout: f64,
 ) -> Result<(Tensor, Tensor)> {
-    check!(OP, residual).defined()?;
-    let eps = eps.map_or_else(|| default_eps(residual), Ok)?;
-    let addends = Addends { input, residual, weight, bias: None };
-    f_add_norm::<AddRmsNorm>(&addends, normalized_shape, eps, dropout)
+    let norm = AddRmsNorm { normalized_shape: normalized_shape.to_vec(), eps, dropout };
+    let AddRmsNormOut { sum, output } = call(norm, &AddRmsNormIn { input, residual, weight })?;
+    Ok((sum, output))
 }
 
 /// [`add_rms_norm`] in plain tch operations, without checks of its own.
@@ -121,4 +115,133 @@ pub fn add_rms_norm_reference(
     let sum = input.f_dropout(dropout, true)?.f_add(residual)?;
     let output = rms_norm_reference(&sum, normalized_shape, weight, eps)?;
     Ok((sum, output.f_to_kind(input.f_kind()?)?))
+}
+
+crate::signature! {
+    /// [`add_rms_norm`] as an operator.
+    pub AddRmsNorm: AddRmsNormIn -> AddRmsNormOut = "add_rms_norm"(
+        input, residual, normalized_shape: Vec<i64>, weight?, eps: Option<f64> = None, dropout: f64 = 0.0
+    ) -> (sum, output)
+}
+
+crate::slots! {
+    /// The inverse of each row's root mean square, and what dropout leaves.
+    pub struct KeptAddRmsNorm { rstd?, dropped? }
+}
+
+impl AddRmsNorm {
+    fn norm<'a>(&'a self, branch: &'a Meta<i64>, stream: &'a Meta<i64>, way: Way) -> AddNorm<'a> {
+        AddNorm {
+            kernels: &kernels::KERNELS,
+            formula: |sum, shape, weight, _, eps| rms_norm_reference(sum, shape, weight, Some(eps)),
+            normalized_shape: &self.normalized_shape,
+            eps: self.eps.unwrap_or(default_eps(stream.kind())),
+            dropout: self.dropout,
+            way,
+            branch,
+            stream,
+        }
+    }
+}
+
+impl Operator for AddRmsNorm {
+    type Kept = KeptAddRmsNorm;
+    type Plan = Way;
+
+    const SECOND: Second = Second::Itself;
+    const READS_OUTPUTS: u64 = 0b1;
+    const IS_SEEDED: bool = true;
+
+    /// While a program is traced, or within vmap, dropout is libtorch's.
+    fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
+        if !is_traced || self.dropout == 0.0 {
+            return Ok(None);
+        }
+        check_dropout(Self::NAME, self.dropout)?;
+        let input = &of.input.f_dropout(self.dropout, true)?;
+        let others = AddRmsNorm { dropout: 0.0, ..self.clone() };
+        dispatched(&others, &AddRmsNormIn { input, ..of.clone() }).map(Some)
+    }
+
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        cast(AddRmsNormIn::tensors(of).as_ref())
+    }
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<Way> {
+        Ok(forced())
+    }
+
+    /// What dropout leaves depends on the way. While a program is traced there is none.
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let AddRmsNormIn { input, residual, weight } = of;
+        let parameters = [weight.as_ref(), None];
+        let (shape, dropout) = (&self.normalized_shape, self.dropout);
+        let rows = add_rule(Self::NAME, [input, residual], parameters, shape, dropout)?;
+        let is_kept = needs.input || needs.residual || needs.weight;
+        let moment = || is_kept.then(|| moment(input, &rows));
+        Ok(Made {
+            outputs: AddRmsNormOut { sum: residual.clone(), output: input.clone() },
+            kept: KeptAddRmsNorm { rstd: moment(), dropped: None },
+        })
+    }
+
+    /// h stands for what was added.
+    fn reads(&self, _: &Needs<Self>) -> Needs<Self> {
+        AddRmsNormIn { input: false, residual: false, weight: true }
+    }
+
+    /// h depends on no parameter.
+    fn constant_outputs(&self, needs: &Needs<Self>) -> u64 {
+        u64::from(!needs.input && !needs.residual)
+    }
+
+    fn shared_gradients(&self, of: &Args<'_, Self>) -> &'static [(usize, usize)] {
+        gradients_of_sum(of.input, of.residual, self.dropout)
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let AddRmsNormIn { input, residual, weight } = call.of;
+        let Made { outputs, kept } = call.check()?;
+        let norm = self.norm(&outputs.output, &outputs.sum, call.plan);
+        let addends = Addends { input, residual, weight, bias: None };
+        let moments = Moments { mean: None, rstd: kept.rstd };
+        let found = norm.forward(&addends, moments)?;
+        let Moments { rstd, .. } = found.moments;
+        Ok(Made {
+            outputs: AddRmsNormOut { sum: found.sum, output: found.output },
+            kept: KeptAddRmsNorm { rstd, dropped: found.dropped },
+        })
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let (metas, needs, kept) = (again.metas()?, &again.needs, &again.kept);
+        let read = Read {
+            sum: again.outputs.sum.as_ref(),
+            weight: again.of.weight.as_ref(),
+            moments: Moments { mean: None, rstd: kept.rstd.as_ref() },
+            dropped: kept.dropped.as_ref(),
+        };
+        let wanted = [
+            needs.input.then_some(&metas.input),
+            needs.residual.then_some(&metas.residual),
+            metas.weight.as_ref().filter(|_| needs.weight),
+            None,
+        ];
+        let norm = self.norm(&metas.input, &metas.residual, again.plan);
+        let grads = [grads.sum.as_ref(), grads.output.as_ref()];
+        let [input, residual, weight, _] =
+            norm.backward(grads, &read, wanted, again.is_recorded)?;
+        Ok(AddRmsNormIn { input, residual, weight })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let AddRmsNormIn { input, residual, weight } = *of;
+        let (shape, eps, dropout) = (&self.normalized_shape, self.eps, self.dropout);
+        let (sum, output) = add_rms_norm_reference(input, residual, shape, weight, eps, dropout)?;
+        Ok(AddRmsNormOut { sum, output })
+    }
 }

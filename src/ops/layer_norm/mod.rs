@@ -1,32 +1,19 @@
 //! Layer normalisation.
 
-use super::norm::kernels::{Kernels, compute_kind};
-use super::norm::{Statistic, f_norm};
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::{Result, check};
-use tch::{Device, Tensor};
+use super::norm::kernels::{Moments, Operands, Saved, Shape, compute_kind};
+use super::norm::{Way, moment, rule};
+use super::way::forced;
+use crate::Result;
+use crate::amp::CastPolicy;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Signature, Slots, call,
+};
+use tch::Tensor;
 
 mod kernels;
 
-const OP: &str = "layer_norm";
-
-/// The statistic of layer_norm.
-pub(super) struct LayerNorm;
-
-impl Statistic for LayerNorm {
-    const OP: &'static str = OP;
-    const KERNELS: Kernels = kernels::KERNELS;
-
-    fn reference(
-        input: &Tensor,
-        normalized_shape: &[i64],
-        weight: Option<&Tensor>,
-        bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<Tensor> {
-        layer_norm_reference(input, normalized_shape, weight, bias, eps)
-    }
-}
+pub(super) use kernels::KERNELS;
 
 /// Normalises over the trailing dimensions `normalized_shape`, then multiplies by the weight and
 /// adds the bias, element by element.
@@ -108,18 +95,8 @@ pub fn f_layer_norm(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    check!(OP, input).defined()?.supported_device()?;
-    weight.map(|weight| check!(OP, weight).defined()).transpose()?;
-    bias.map(|bias| check!(OP, bias).defined()).transpose()?;
-    let cast = match input.device() {
-        Device::Cuda(_) => autocast_inputs(CastPolicy::Float, &[Some(input), weight, bias])?,
-        _ => None,
-    };
-    let (input, weight, bias) = match cast.as_deref() {
-        Some([Some(input), weight, bias]) => (input, weight.as_ref(), bias.as_ref()),
-        _ => (input, weight, bias),
-    };
-    f_norm::<LayerNorm>(input, normalized_shape, weight, bias, eps)
+    let norm = LayerNorm { normalized_shape: normalized_shape.to_vec(), eps };
+    Ok(call(norm, &LayerNormIn { input, weight, bias })?.output)
 }
 
 /// [`layer_norm`] in plain tch operations, without checks of its own. Half kinds are computed in
@@ -147,4 +124,77 @@ pub fn layer_norm_reference(
         output = output.f_add(&bias.f_to_kind(kind)?)?;
     }
     Ok(output.f_to_kind(input.f_kind()?)?)
+}
+
+crate::signature! {
+    /// [`layer_norm`] as an operator.
+    pub LayerNorm: LayerNormIn -> LayerNormOut =
+        "layer_norm"(input, normalized_shape: Vec<i64>, weight?, bias?, eps: f64 = 1e-5) -> (output)
+}
+
+impl Operator for LayerNorm {
+    type Kept = Moments;
+    type Plan = Way;
+
+    const AUTOCAST: [Option<CastPolicy>; 2] = [None, Some(CastPolicy::Float)];
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<Way> {
+        Ok(forced())
+    }
+
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let (input, parameters) = (&of.input, [of.weight.as_ref(), of.bias.as_ref()]);
+        let rows = rule(Self::NAME, input, parameters, &self.normalized_shape)?;
+        let moment = || (needs.input || needs.weight).then(|| moment(input, &rows));
+        Ok(Made {
+            outputs: LayerNormOut { output: input.clone() },
+            kept: Moments { mean: moment(), rstd: moment() },
+        })
+    }
+
+    /// The bias' gradient is a sum of the incoming one alone.
+    fn reads(&self, needs: &Needs<Self>) -> Needs<Self> {
+        let is_read = needs.input || needs.weight;
+        LayerNormIn { input: is_read, weight: is_read, bias: false }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let LayerNormIn { input, weight, bias } = call.of;
+        let made = call.check()?;
+        let sizes = made.outputs.output.sizes();
+        let shape = Shape::new(sizes, self.normalized_shape.len(), call.plan);
+        let mut made = made.allocate()?;
+        let operands = Operands { input, weight, bias };
+        let moments = made.kept.borrowed();
+        KERNELS.forward(shape, &operands, self.eps, &mut made.outputs.output, &moments)?;
+        Ok(made)
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let Some(grad) = &grads.output else { return Ok(LayerNormIn::none()) };
+        let (metas, needs) = (again.metas()?, &again.needs);
+        let shape = Shape::new(metas.input.sizes(), self.normalized_shape.len(), again.plan);
+        let saved = Saved {
+            input: again.of.input.as_ref(),
+            weight: again.of.weight.as_ref(),
+            moments: again.kept.borrowed(),
+        };
+        let wanted = [
+            needs.input.then_some(&metas.input),
+            metas.weight.as_ref().filter(|_| needs.weight),
+            metas.bias.as_ref().filter(|_| needs.bias),
+        ];
+        let [input, weight, bias] = KERNELS.backward(shape, grad, &saved, wanted)?;
+        Ok(LayerNormIn { input, weight, bias })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let (shape, eps) = (&self.normalized_shape, self.eps);
+        let output = layer_norm_reference(of.input, shape, of.weight, of.bias, eps)?;
+        Ok(LayerNormOut { output })
+    }
 }

@@ -2,13 +2,12 @@
 
 mod add;
 pub(super) mod kernels;
-mod operator;
-pub(super) mod parts;
 mod plan;
+mod rule;
 
-pub(super) use add::{Added, Addends, f_add_norm};
-pub(super) use operator::{KINDS, Statistic, check_input, f_norm, parameter_kinds};
+pub(super) use add::{AddNorm, Addends, Read, cast, gradients_of_sum};
 #[cfg(tch_extension_cuda)]
 pub(super) use plan::Plan;
 #[doc(hidden)]
 pub use plan::Way;
+pub(super) use rule::{KINDS, add_rule, check_dropout, moment, parameter_kinds, rule};

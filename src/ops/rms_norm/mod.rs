@@ -1,31 +1,19 @@
 //! RMS normalisation.
 
-use super::norm::kernels::{Kernels, compute_kind};
-use super::norm::{KINDS, Statistic, check_input, f_norm, parameter_kinds};
-use crate::{Result, check};
+use super::norm::kernels::{Moments, Operands, Saved, Shape, compute_kind};
+use super::norm::{KINDS, Way, moment, parameter_kinds, rule};
+use super::way::forced;
+use crate::Result;
+use crate::ffi::tensor::kind;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Signature, Slots, call, metas_of,
+};
 use tch::{Kind, Tensor};
 
 mod kernels;
 
-const OP: &str = "rms_norm";
-
-/// The statistic of rms_norm.
-pub(super) struct RmsNorm;
-
-impl Statistic for RmsNorm {
-    const OP: &'static str = OP;
-    const KERNELS: Kernels = kernels::KERNELS;
-
-    fn reference(
-        input: &Tensor,
-        normalized_shape: &[i64],
-        weight: Option<&Tensor>,
-        _bias: Option<&Tensor>,
-        eps: f64,
-    ) -> Result<Tensor> {
-        rms_norm_reference(input, normalized_shape, weight, Some(eps))
-    }
-}
+pub(super) use kernels::KERNELS;
 
 /// Divides by the root of the mean square over the trailing dimensions `normalized_shape`, then
 /// multiplies by the weight, element by element.
@@ -94,26 +82,14 @@ pub fn f_rms_norm(
     weight: Option<&Tensor>,
     eps: Option<f64>,
 ) -> Result<Tensor> {
-    check!(OP, input).defined()?.supported_device()?;
-    weight.map(|weight| check!(OP, weight).defined()).transpose()?;
-    if let Some(weight) = weight {
-        let (kind, device) = (input.f_kind()?, input.device());
-        check!(OP, weight).kind_in(&KINDS)?;
-        if !parameter_kinds(kind, device).contains(&weight.f_kind()?) {
-            check_input(OP, input, &input.size(), normalized_shape)?;
-            let weight = check!(OP, weight).same_device_as(&check!(OP, input))?;
-            weight.shape("[normalized_shape]", normalized_shape)?;
-            return rms_norm_reference(input, normalized_shape, Some(weight.tensor()), eps);
-        }
-    }
-    let eps = eps.map_or_else(|| default_eps(input), Ok)?;
-    f_norm::<RmsNorm>(input, normalized_shape, weight, None, eps)
+    let norm = RmsNorm { normalized_shape: normalized_shape.to_vec(), eps };
+    Ok(call(norm, &RmsNormIn { input, weight })?.output)
 }
 
-/// libtorch's: the machine epsilon of the kind in which the operator computes.
-pub(super) fn default_eps(input: &Tensor) -> Result<f64> {
-    let is_double = compute_kind(input.f_kind()?) == Kind::Double;
-    Ok(if is_double { f64::EPSILON } else { f64::from(f32::EPSILON) })
+/// libtorch's `eps` for an input of this kind: the machine epsilon of the kind in which the operator
+/// computes.
+pub(super) fn default_eps(kind: Kind) -> f64 {
+    if compute_kind(kind) == Kind::Double { f64::EPSILON } else { f64::from(f32::EPSILON) }
 }
 
 /// [`rms_norm`] in plain tch operations, without checks of its own. Half kinds are computed in
@@ -128,7 +104,7 @@ pub fn rms_norm_reference(
     eps: Option<f64>,
 ) -> Result<Tensor> {
     let kind = compute_kind(input.f_kind()?);
-    let eps = eps.map_or_else(|| default_eps(input), Ok)?;
+    let eps = eps.unwrap_or(default_eps(kind));
     let values = input.f_to_kind(kind)?;
     let dims: Vec<i64> = (1..=normalized_shape.len() as i64).map(|dim| -dim).collect();
     let mean_square = values.f_square()?.f_mean_dim(dims.as_slice(), true, kind)?;
@@ -137,4 +113,88 @@ pub fn rms_norm_reference(
         output = output.f_mul(weight)?;
     }
     Ok(output.f_to_kind(input.f_kind()?)?)
+}
+
+crate::signature! {
+    /// [`rms_norm`] as an operator.
+    pub RmsNorm: RmsNormIn -> RmsNormOut =
+        "rms_norm"(input, normalized_shape: Vec<i64>, weight?, eps: Option<f64> = None) -> (output)
+}
+
+crate::slots! {
+    /// The inverse of the root mean square of each row.
+    pub struct InverseRms { rstd? }
+}
+
+impl Operator for RmsNorm {
+    type Kept = InverseRms;
+    type Plan = Way;
+
+    /// [`rms_norm_reference`] for a weight of a kind that the kernels do not take.
+    fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
+        let Some(weight) = of.weight else { return Ok(None) };
+        let (Some(kind), Some(found)) = (kind(of.input), kind(weight)) else { return Ok(None) };
+        let is_taken = || parameter_kinds(kind, of.input.device()).contains(&found);
+        if found == kind || !KINDS.contains(&found) || is_taken() {
+            return Ok(None);
+        }
+        if !is_traced {
+            // Only the kind is another one.
+            let RmsNormIn { input, weight } = metas_of::<Self>(&[Some(of.input), Some(weight)])?;
+            let weight = weight.map(|weight| weight.of_kind(input.kind()));
+            self.rule(&RmsNormIn { input, weight }, &RmsNormIn::each(|_| false))?;
+        }
+        self.reference(of).map(Some)
+    }
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<Way> {
+        Ok(forced())
+    }
+
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let (input, parameters) = (&of.input, [of.weight.as_ref(), None]);
+        let rows = rule(Self::NAME, input, parameters, &self.normalized_shape)?;
+        let rstd = (needs.input || needs.weight).then(|| moment(input, &rows));
+        Ok(Made { outputs: RmsNormOut { output: input.clone() }, kept: InverseRms { rstd } })
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let RmsNormIn { input, weight } = call.of;
+        let made = call.check()?;
+        let output = &made.outputs.output;
+        let shape = Shape::new(output.sizes(), self.normalized_shape.len(), call.plan);
+        let eps = self.eps.unwrap_or(default_eps(output.kind()));
+        let mut made = made.allocate()?;
+        let operands = Operands { input, weight, bias: None };
+        let moments = Moments { mean: None, rstd: made.kept.rstd.as_ref() };
+        KERNELS.forward(shape, &operands, eps, &mut made.outputs.output, &moments)?;
+        Ok(made)
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let Some(grad) = &grads.output else { return Ok(RmsNormIn::none()) };
+        let (metas, needs) = (again.metas()?, &again.needs);
+        let shape = Shape::new(metas.input.sizes(), self.normalized_shape.len(), again.plan);
+        let saved = Saved {
+            input: again.of.input.as_ref(),
+            weight: again.of.weight.as_ref(),
+            moments: Moments { mean: None, rstd: again.kept.rstd.as_ref() },
+        };
+        let wanted = [
+            needs.input.then_some(&metas.input),
+            metas.weight.as_ref().filter(|_| needs.weight),
+            None,
+        ];
+        let [input, weight, _] = KERNELS.backward(shape, grad, &saved, wanted)?;
+        Ok(RmsNormIn { input, weight })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let output = rms_norm_reference(of.input, &self.normalized_shape, of.weight, self.eps)?;
+        Ok(RmsNormOut { output })
+    }
 }

@@ -1,8 +1,9 @@
 //! Calls of the kernels of rows that are sums: h = x + residual and y = norm(h).
 
-use super::{Kernels, Moments, Shape, Sums, alignment, compute_kind, flat, gpu};
+use super::{Kernels, Moments, Shape, Sums, alignment, compute_kind, flat, gpu, parameter_code};
 use crate::Result;
 use crate::ffi::{kind_code, optional_ptr};
+use crate::operator::Borrowed;
 use crate::ops::norm::plan::{Plan, Rows};
 #[cfg(tch_extension_cuda)]
 use crate::{Error, ffi::take_message};
@@ -203,7 +204,7 @@ pub(crate) struct AddOperands<'a> {
 pub(crate) struct AddSaved<'a> {
     pub sum: &'a Tensor,
     pub weight: Option<&'a Tensor>,
-    pub moments: &'a Moments,
+    pub moments: Moments<Borrowed<'a>>,
 }
 
 /// The gradients that the backward computes. Nobody needs those that are absent.
@@ -252,14 +253,14 @@ fn plan_on(device: Device, plan: Option<Plan>) -> Result<Plan> {
 }
 
 impl AddKernels {
-    /// Computes sum and output ([M, N]) and, if they are given, the moments of each row.
+    /// Computes sum and output ([M, N]) and, where there is room for them, the moments of each row.
     pub fn forward(
         &self,
         shape: Shape,
         operands: &AddOperands<'_>,
         (eps, dropout): (f64, Dropout<'_>),
         [sum, output]: [&mut Tensor; 2],
-        moments: Option<&mut Moments>,
+        moments: &Moments<Borrowed<'_>>,
     ) -> Result<()> {
         let Shape { rows, columns, .. } = shape;
         let device = operands.input.device();
@@ -268,8 +269,6 @@ impl AddKernels {
         let parameter = operands.weight.or(operands.bias).unwrap_or(operands.residual).f_kind()?;
         let (branch, stream) = ((kinds.branch, device), (kinds.stream, device));
         let compute = (compute_kind(kinds.branch), device);
-        let mean = moments.as_ref().and_then(|moments| moments.mean.as_ref());
-        let rstd = moments.as_ref().map(|moments| &moments.rstd);
         let elements = rows * columns;
         let input = flat("input", Some(operands.input), elements, branch)?;
         let residual = flat("residual", Some(operands.residual), elements, stream)?;
@@ -286,7 +285,7 @@ impl AddKernels {
             dropout: dropout.probability(),
             kind: kind_code(kinds.branch)?,
             stream_kind: kind_code(kinds.stream)?,
-            parameter_kind: kind_code(parameter)?,
+            parameter_kind: parameter_code(parameter, kinds.stream, device)?,
             reserved: 0,
             plan: plan_on(device, kinds.rows(shape, device, alignment)?.forward_of_sum())?,
             random: dropout.random(device)?,
@@ -296,8 +295,8 @@ impl AddKernels {
             bias,
             sum,
             output,
-            mean: optional_ptr("mean", mean, &[rows], compute)?,
-            rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
+            mean: optional_ptr("mean", moments.mean, &[rows], compute)?,
+            rstd: optional_ptr("rstd", moments.rstd, &[rows], compute)?,
             kept_state: state_ptr(kept, device)?,
         };
         // SAFETY: `flat` and `optional_ptr` checked that the arrays are contiguous, of these sizes and
@@ -343,7 +342,8 @@ impl AddKernels {
         let part = |name, tensor: &Option<Tensor>| {
             optional_ptr(name, tensor.as_ref(), &[parts, columns], compute)
         };
-        let moments = saved.moments;
+        let moments = &saved.moments;
+        self.norm.check_moments(moments)?;
         let params = AddBackward {
             rows,
             columns,
@@ -351,7 +351,7 @@ impl AddKernels {
             dropout: dropout.probability(),
             kind: kind_code(kinds.branch)?,
             stream_kind: kind_code(kinds.stream)?,
-            parameter_kind: kind_code(parameter)?,
+            parameter_kind: parameter_code(parameter, kinds.stream, device)?,
             reserved: 0,
             plan,
             random: dropout.random(device)?,
@@ -359,8 +359,8 @@ impl AddKernels {
             grad_sum,
             sum,
             weight,
-            mean: optional_ptr("mean", moments.mean.as_ref(), &[rows], compute)?,
-            rstd: optional_ptr("rstd", Some(&moments.rstd), &[rows], compute)?,
+            mean: optional_ptr("mean", moments.mean, &[rows], compute)?,
+            rstd: optional_ptr("rstd", moments.rstd, &[rows], compute)?,
             grad_residual,
             grad_input,
             weight_parts: part("weight_parts", &parts_of[0])?,

@@ -3,10 +3,12 @@
 pub(in crate::ops) mod add;
 
 use super::plan::{Gpu, Plan, Rows, Way};
-use crate::Result;
 #[cfg(tch_extension_cuda)]
 use crate::ffi::per_device::{PerDevice, constant};
+use crate::ffi::tensor::plain;
 use crate::ffi::{kind_code, optional_ptr};
+use crate::operator::{Borrowed, Each, Meta};
+use crate::{Error, Result};
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_char;
 use std::ffi::c_void;
@@ -134,32 +136,49 @@ pub(crate) struct Shape {
     pub way: Way,
 }
 
-/// The tensors that both directions read. All are contiguous, and have the shapes that [`Forward`]
-/// states.
+impl Shape {
+    /// Of rows whose size has so many dimensions at the end of these sizes.
+    pub fn new(sizes: &[i64], dims: usize, way: Way) -> Self {
+        let (leading, columns) = sizes.split_at(sizes.len().saturating_sub(dims));
+        let product = |sizes: &[i64]| sizes.iter().copied().fold(1, i64::saturating_mul);
+        Shape { rows: product(leading), columns: product(columns), way }
+    }
+}
+
+/// The tensors that the forward reads, of the shapes that [`Forward`] states.
 pub(crate) struct Operands<'a> {
     pub input: &'a Tensor,
     pub weight: Option<&'a Tensor>,
     pub bias: Option<&'a Tensor>,
 }
 
-impl Operands<'_> {
-    fn like(&self) -> Result<(Kind, Device)> {
-        Ok((self.input.f_kind()?, self.input.device()))
-    }
+/// What the backward reads.
+pub(crate) struct Saved<'a> {
+    /// Absent, as are the others, if only the bias' gradient is wanted.
+    pub input: Option<&'a Tensor>,
+    pub weight: Option<&'a Tensor>,
+    pub moments: Moments<Borrowed<'a>>,
+}
 
-    /// The kind of weight and bias, and the device.
-    fn parameters_like(&self) -> Result<(Kind, Device)> {
-        let parameter = self.weight.or(self.bias).unwrap_or(self.input);
-        Ok((parameter.f_kind()?, self.input.device()))
+crate::slots! {
+    /// What the forward computes of each row for the backward, `[M]` each, of [`compute_kind`]: the mean, if
+    /// the statistic has one, and 1/√(variance + eps) or 1/√(mean square + eps).
+    pub struct Moments { mean?, rstd? }
+}
+
+impl Moments<Each<Option<Tensor>>> {
+    pub fn borrowed(&self) -> Moments<Borrowed<'_>> {
+        Moments { mean: self.mean.as_ref(), rstd: self.rstd.as_ref() }
     }
 }
 
-/// What the forward computes of each row for the backward, `[M]` each, of [`compute_kind`].
-pub(crate) struct Moments {
-    /// The mean, if the statistic has one.
-    pub mean: Option<Tensor>,
-    /// 1/√(variance + eps), or 1/√(mean square + eps).
-    pub rstd: Tensor,
+/// The code of the kind of weight and bias, which is that of the rows or, on the CPU, the one that is
+/// computed in.
+fn parameter_code(parameters: Kind, rows: Kind, device: Device) -> Result<i32> {
+    if parameters != rows && (device != Device::Cpu || parameters != compute_kind(rows)) {
+        return Err(Error::msg("internal error: weight and bias have another kind than the rows"));
+    }
+    kind_code(parameters)
 }
 
 /// [`optional_ptr`] for an array whose number of elements has to fit, but not its shape.
@@ -181,14 +200,6 @@ fn alignment(pointers: &[*const c_void]) -> i64 {
     [16, 8, 4, 2].into_iter().find(|&bytes| all_at(bytes)).unwrap_or(1) as i64
 }
 
-/// The gradients that [`Kernels::backward`] computes. Nobody needs those that are absent.
-#[derive(Default)]
-pub(crate) struct Gradients {
-    pub input: Option<Tensor>,
-    pub weight: Option<Tensor>,
-    pub bias: Option<Tensor>,
-}
-
 /// Partial sums, and the gradients that they become: of weight and bias.
 struct Sums<'a> {
     rows: i64,
@@ -200,30 +211,27 @@ struct Sums<'a> {
 }
 
 impl Kernels {
-    /// Room for the moments of this many rows.
-    pub fn moments(&self, rows: i64, kind: Kind, device: Device) -> Result<Moments> {
-        let empty = || Tensor::f_empty([rows], (compute_kind(kind), device));
-        Ok(Moments { mean: self.is_centred.then(empty).transpose()?, rstd: empty()? })
-    }
-
-    /// Computes `output` ([M, N]) and, if they are given, the moments of each row.
+    /// Computes `output` ([M, N]) and, where there is room for them, the moments of each row.
     pub fn forward(
         &self,
         shape: Shape,
         operands: &Operands<'_>,
         eps: f64,
         output: &mut Tensor,
-        moments: Option<&mut Moments>,
+        moments: &Moments<Borrowed<'_>>,
     ) -> Result<()> {
         let Shape { rows, columns, way } = shape;
-        let (like, parameters) = (operands.like()?, operands.parameters_like()?);
+        let values = plain(operands.input)?;
+        let weight = operands.weight.map(plain).transpose()?;
+        let bias = operands.bias.map(plain).transpose()?;
+        let like = (values.f_kind()?, values.device());
+        let parameter = weight.as_ref().or(bias.as_ref()).unwrap_or(&values);
+        let parameters = (parameter.f_kind()?, like.1);
         let elements = rows * columns;
         let compute = (compute_kind(like.0), like.1);
-        let mean = moments.as_ref().and_then(|moments| moments.mean.as_ref());
-        let rstd = moments.as_ref().map(|moments| &moments.rstd);
-        let input = flat("input", Some(operands.input), elements, like)?;
-        let weight = flat("weight", operands.weight, columns, parameters)?;
-        let bias = flat("bias", operands.bias, columns, parameters)?;
+        let input = flat("input", Some(&values), elements, like)?;
+        let weight = flat("weight", weight.as_ref(), columns, parameters)?;
+        let bias = flat("bias", bias.as_ref(), columns, parameters)?;
         let output = flat("output", Some(output), elements, like)?;
         let alignment = alignment(&[input, weight, bias, output]);
         let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
@@ -232,47 +240,54 @@ impl Kernels {
             columns,
             eps,
             kind: kind_code(like.0)?,
-            parameter_kind: kind_code(parameters.0)?,
+            parameter_kind: parameter_code(parameters.0, like.0, like.1)?,
             plan: rows_of.forward(),
             input,
             weight,
             bias,
             output,
-            mean: optional_ptr("mean", mean, &[rows], compute)?,
-            rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
+            mean: optional_ptr("mean", moments.mean, &[rows], compute)?,
+            rstd: optional_ptr("rstd", moments.rstd, &[rows], compute)?,
         };
         // SAFETY: `flat` and `optional_ptr` checked that the arrays are contiguous, of these sizes and
-        // kinds, and on this device. Those that are written are borrowed exclusively, so they overlap
-        // no other.
+        // kinds, and on this device. Those that are written are borrowed exclusively, or were made for
+        // this call, so they overlap no other.
         unsafe { (self.forward)(like.1, &params) }
     }
 
-    /// Computes the gradients that are present. All of them except the bias' need the moments.
+    /// The gradients of input, weight and bias that are wanted, each described by its argument.
     pub fn backward(
         &self,
         shape: Shape,
-        operands: &Operands<'_>,
         grad_output: &Tensor,
-        moments: Option<&Moments>,
-        gradients: &mut Gradients,
-    ) -> Result<()> {
+        saved: &Saved<'_>,
+        wanted: [Option<&Meta<i64>>; 3],
+    ) -> Result<[Option<Tensor>; 3]> {
         let Shape { rows, columns, way } = shape;
-        let (like, mut parameters) = (operands.like()?, operands.parameters_like()?);
-        if let Some(gradient) = gradients.weight.as_ref().or(gradients.bias.as_ref()) {
-            parameters.0 = gradient.f_kind()?;
+        let grad_output = plain(grad_output)?;
+        // The bias' gradient is a sum of `grad_output` alone.
+        let values = saved.input.map_or_else(|| Ok(grad_output.shallow_clone()), plain)?;
+        let weight = saved.weight.map(plain).transpose()?;
+        let moments = match saved.input {
+            Some(_) => saved.moments.clone(),
+            None => Moments { mean: None, rstd: None },
+        };
+        if wanted[0].or(wanted[1]).is_some() {
+            self.check_moments(&moments)?;
         }
+        let [of_input, of_weight, of_bias] =
+            wanted.map(|like| like.map(Meta::allocate).transpose());
+        let gradients = [of_input?, of_weight?, of_bias?];
+        let [of_input, of_weight, of_bias] = gradients.each_ref().map(Option::as_ref);
+        let like = (values.f_kind()?, values.device());
+        let parameter = of_weight.or(of_bias).or(weight.as_ref()).unwrap_or(&values);
+        let parameters = (parameter.f_kind()?, like.1);
         let elements = rows * columns;
         let compute = (compute_kind(like.0), like.1);
-        let mean = moments.and_then(|moments| moments.mean.as_ref());
-        let rstd = moments.map(|moments| &moments.rstd);
-        if moments.is_none() && (gradients.input.is_some() || gradients.weight.is_some()) {
-            let message = format!("internal error: {}'s backward has no moments", self.op);
-            return Err(crate::Error::msg(message));
-        }
-        let grad_output = flat("grad_output", Some(grad_output), elements, like)?;
-        let input = flat("input", Some(operands.input), elements, like)?;
-        let weight = flat("weight", operands.weight, columns, parameters)?;
-        let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
+        let grad_output = flat("grad_output", Some(&grad_output), elements, like)?;
+        let input = flat("input", Some(&values), elements, like)?;
+        let weight = flat("weight", weight.as_ref(), columns, parameters)?;
+        let grad_input = flat("grad_input", of_input, elements, like)?;
         let alignment = alignment(&[grad_output, input, weight, grad_input]);
         let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
         let plan = rows_of.backward();
@@ -280,29 +295,26 @@ impl Kernels {
         let by_columns = matches!(plan.way, Way::Few | Way::FewPasses);
         let is_one_kernel = plan.way == Way::Few;
         let parts = rows_of.parts(&plan, like.1, self.clusters_at_a_time(&plan, like.0, like.1)?);
-        let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
-            gradient
-                .as_ref()
-                .filter(|_| !by_columns)
-                .map(|_| Ok(Tensor::f_empty([parts, columns], compute)?))
-                .transpose()
+        let scratch = |gradient: Option<&Tensor>| {
+            let gradient = gradient.filter(|_| !by_columns);
+            gradient.map(|_| Tensor::f_empty([parts, columns], compute)).transpose()
         };
-        let (weight_parts, bias_parts) = (scratch(&gradients.weight)?, scratch(&gradients.bias)?);
+        let (weight_parts, bias_parts) = (scratch(of_weight)?, scratch(of_bias)?);
         let params = Backward {
             rows,
             columns,
             parts,
             kind: kind_code(like.0)?,
-            parameter_kind: kind_code(parameters.0)?,
+            parameter_kind: parameter_code(parameters.0, like.0, like.1)?,
             plan,
             grad_output,
             input,
             weight,
-            mean: optional_ptr("mean", mean, &[rows], compute)?,
-            rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
+            mean: optional_ptr("mean", moments.mean, &[rows], compute)?,
+            rstd: optional_ptr("rstd", moments.rstd, &[rows], compute)?,
             grad_input,
-            grad_weight: flat("grad_weight", gradients.weight.as_ref(), columns, parameters)?,
-            grad_bias: flat("grad_bias", gradients.bias.as_ref(), columns, parameters)?,
+            grad_weight: flat("grad_weight", of_weight, columns, parameters)?,
+            grad_bias: flat("grad_bias", of_bias, columns, parameters)?,
             weight_parts: optional_ptr(
                 "weight_parts",
                 weight_parts.as_ref(),
@@ -316,7 +328,7 @@ impl Kernels {
                 compute,
             )?,
         };
-        let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
+        let has_sums = of_weight.or(of_bias).is_some();
         let has_to_finish = has_sums && !is_one_kernel;
         // On CUDA the first kernel has nothing to do if only gradients of weight and bias are wanted,
         // and these are computed by columns.
@@ -330,7 +342,15 @@ impl Kernels {
             // SAFETY: as above.
             unsafe { (self.finish)(like.1, &params)? };
         }
-        Ok(())
+        Ok(gradients)
+    }
+
+    /// Checks that the moments are there.
+    fn check_moments(&self, moments: &Moments<Borrowed<'_>>) -> Result<()> {
+        if moments.rstd.is_some() && (moments.mean.is_some() || !self.is_centred) {
+            return Ok(());
+        }
+        Err(Error::msg(format!("internal error: {}'s backward has no moments", self.op)))
     }
 
     /// Adds up partial sums that another kernel left, `[P, N]` each of the compute kind.
