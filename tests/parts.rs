@@ -39,9 +39,11 @@ fn of_node(outputs: &[&Tensor], inputs: &[&Tensor]) -> (Vec<Tensor>, Vec<Tensor>
 tch_extension::register! {
     namespace parts;
     AddRmsNorm,
+    GeluMlp,
     LayerNorm,
     Linear,
     MatmulAddRelu,
+    SwigluMlp,
 }
 
 /// The gradients by the registered operator `NAME_backward`.
@@ -256,13 +258,14 @@ fn products_and_mlps() {
             let y = f_gelu_mlp(&x, &w, Some(&b), &w2, Some(&b2), &options)?;
             let (incoming, expected) = of_node(&[&y], &[&x, &w, &b, &w2, &b2]);
             tch::no_grad(|| -> Result<()> {
-                let tensors = [Some(&x), Some(&w), Some(&b), Some(&w2), Some(&b2)];
-                let (found, z, a) = parts::gelu_mlp_forward(&tensors, &options, [true; 5])?;
-                assert_equal("gelu_mlp", &[Some(found)], &[y]);
-                assert_eq!((z.is_some(), a.is_some()), (true, save_activations));
-                let kept = (z.as_ref(), a.as_ref());
-                let found =
-                    parts::gelu_mlp_backward(&incoming[0], kept, &tensors, &options, [true; 5])?;
+                let (act, saves) = ("gelu_tanh", save_activations);
+                let made = forward("gelu_mlp", args![&x, &w, &b, &w2, &b2, act, saves, 0b11111])?;
+                let (found, z, a) = (&made[0], &made[1], &made[2]);
+                assert_equal("gelu_mlp", [found], &[y]);
+                assert_eq!((z.numel() > 0, a.numel() > 0), (true, saves));
+                let g = &incoming[0];
+                let arguments = args![g, z, a, &x, &w, &b, &w2, &b2, act, saves, 0b11111];
+                let found = gradients("gelu_mlp", arguments)?;
                 assert_equal("gelu_mlp", &found, &expected);
                 Ok(())
             })?;
@@ -271,13 +274,14 @@ fn products_and_mlps() {
             let y = f_swiglu_mlp(&x, &w, &up, &w2, &options)?;
             let (incoming, expected) = of_node(&[&y], &[&x, &w, &up, &w2]);
             tch::no_grad(|| -> Result<()> {
-                let tensors = [Some(&x), Some(&w), Some(&up), Some(&w2)];
-                let (found, gates, h) = parts::swiglu_mlp_forward(&tensors, &options, [true; 4])?;
-                assert_equal("swiglu_mlp", &[Some(found)], &[y]);
-                let gates = gates.as_ref().map(|(g, u)| (g, u));
-                let kept = (gates, h.as_ref());
-                let found =
-                    parts::swiglu_mlp_backward(&incoming[0], kept, &tensors, &options, [true; 4])?;
+                let saves = save_activations;
+                let made = forward("swiglu_mlp", args![&x, &w, &up, &w2, saves, 0b1111])?;
+                let (found, gate, h) = (&made[0], &made[1], &made[3]);
+                assert_equal("swiglu_mlp", [found], &[y]);
+                assert_eq!((gate.numel() > 0, h.numel() > 0), (true, saves));
+                let arguments =
+                    args![&incoming[0], gate, &made[2], h, &x, &w, &up, &w2, saves, 0b1111];
+                let found = gradients("swiglu_mlp", arguments)?;
                 assert_equal("swiglu_mlp", &found, &expected);
                 Ok(())
             })?;

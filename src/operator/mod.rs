@@ -62,7 +62,6 @@ pub mod traced;
 
 pub use meta::{Dim, Meta};
 pub use register::dispatched;
-#[allow(unused_imports)]
 pub(crate) use signature::text_option;
 pub use signature::{OptionType, Signature};
 pub use slots::{Borrowed, Described, Each, Leaf, Names, Own, Slots, bits};

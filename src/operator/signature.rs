@@ -274,6 +274,7 @@ impl Registered {
 /// | `Vec<i64>` | `int[]` |
 /// | `Option<i64>`, `Option<f64>` | `int?`, `float?` |
 /// | `tch::Reduction` | `str`: "none", "mean" or "sum" |
+/// | `ops::Activation` | `str`: "gelu_tanh", "gelu", "relu_squared" or "silu" |
 #[macro_export]
 macro_rules! signature {
     ($(#[$meta:meta])* $vis:vis $name:ident: $in:ident -> $out:ident = $text:literal ($($arguments:tt)*) -> ($($outputs:tt)*)

@@ -478,10 +478,3 @@ pub fn nothing(like: &Tensor) -> Result<Tensor> {
 pub fn present(tensor: &Tensor, is_there: bool) -> Option<&Tensor> {
     Some(tensor).filter(|_| is_there)
 }
-
-/// The matrix that a forward pass kept; `None` for the vector in the place of one that it did not keep.
-/// The gradients of one backward pass do not say which it kept, because several levels of torch.func may
-/// share one forward pass and compute different gradients.
-pub fn matrix(tensor: &Tensor) -> Option<&Tensor> {
-    present(tensor, tensor.dim() == 2)
-}

@@ -98,8 +98,6 @@ pub use way::force;
 pub mod parts {
     #[cfg(feature = "loss")]
     pub use super::cross_entropy::parts::*;
-    #[cfg(feature = "mlp")]
-    pub use super::gelu_mlp::parts::*;
     #[cfg(feature = "loss")]
     pub use super::linear_cross_entropy::parts::*;
     #[cfg(feature = "recurrent")]
@@ -110,8 +108,6 @@ pub mod parts {
     pub use super::recurrent::layer::parts::*;
     #[cfg(feature = "rope")]
     pub use super::rope::parts::*;
-    #[cfg(feature = "mlp")]
-    pub use super::swiglu_mlp::parts::*;
 }
 
 /// Operators of which each is one definition: an [`Operator`](crate::operator::Operator). The package
@@ -124,12 +120,16 @@ pub mod definitions {
     pub use super::add_rms_norm::{AddRmsNorm, AddRmsNormIn, AddRmsNormOut};
     #[cfg(feature = "norm")]
     pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
+    #[cfg(feature = "mlp")]
+    pub use super::gelu_mlp::{GeluMlp, GeluMlpIn, GeluMlpOut};
     #[cfg(feature = "gemm")]
     pub use super::linear::{Linear, LinearIn, LinearOut};
     #[cfg(feature = "gemm")]
     pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
     #[cfg(feature = "norm")]
     pub use super::rms_norm::{RmsNorm, RmsNormIn, RmsNormOut};
+    #[cfg(feature = "mlp")]
+    pub use super::swiglu_mlp::{SwigluMlp, SwigluMlpIn, SwigluMlpOut};
 }
 
 /// Exports the functions and the ways of each operator.

@@ -1,18 +1,18 @@
 //! Two linear layers with an activation between them.
 
+use super::gemm::{self, Way as ProductWay};
 use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
 use super::mlp::plan::{self, Facts};
-use super::mlp::{Activation, KINDS, Way, cast_or_own, layer, product, weight_gradient};
+use super::mlp::{Activation, KINDS, Way, count, layer, product, weight_gradient};
 use super::way::forced;
-use super::{gemm, linear, rows};
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::{Error, Result, check};
+use super::{linear, rows};
+use crate::amp::CastPolicy;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Slots, call,
+};
+use crate::{Error, Result};
 use tch::Tensor;
-
-pub(super) mod parts;
-
-const OP: &str = "gelu_mlp";
 
 /// What [`gelu_mlp`] may be told besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -108,17 +108,9 @@ pub fn f_gelu_mlp(
     b2: Option<&Tensor>,
     options: &GeluMlpOptions,
 ) -> Result<Tensor> {
-    check_defined(input, w1, b1, w2, b2)?;
-    let arguments = [Some(input), Some(w1), b1, Some(w2), b2];
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &arguments)?;
-    let arguments = cast_or_own(cast.as_deref(), arguments);
-    let [Some(input), Some(w1), b1, Some(w2), b2] = arguments else {
-        unreachable!("as many as came")
-    };
-    check_arguments(input, w1, b1, w2, b2)?;
-    let (way, products, input_size) = (forced(), forced(), Vec::new());
-    let function = GeluMlp { options: *options, way, products, input_size };
-    apply(function, &arguments)?.single()
+    let GeluMlpOptions { activation, save_activations } = *options;
+    let operator = GeluMlp { activation, save_activations };
+    Ok(call(operator, &GeluMlpIn { input, w1, b1, w2, b2 })?.output)
 }
 
 /// [`gelu_mlp`] in plain tch operations, without checks of its own.
@@ -143,158 +135,123 @@ pub fn gelu_mlp_reference(
     Ok(a.f_linear(w2, b2)?)
 }
 
-fn check_defined(
-    input: &Tensor,
-    w1: &Tensor,
-    b1: Option<&Tensor>,
-    w2: &Tensor,
-    b2: Option<&Tensor>,
-) -> Result<()> {
-    check!(OP, input).defined()?;
-    check!(OP, w1).defined()?;
-    b1.map(|b1| check!(OP, b1).defined()).transpose()?;
-    check!(OP, w2).defined()?;
-    b2.map(|b2| check!(OP, b2).defined()).transpose()?;
-    Ok(())
+crate::signature! {
+    /// [`gelu_mlp`] as an operator.
+    pub GeluMlp: GeluMlpIn -> GeluMlpOut = "gelu_mlp"(
+        input, w1, b1?, w2, b2?, activation: Activation = Activation::GeluTanh, save_activations: bool = true
+    ) -> (output)
 }
 
-fn check_arguments(
-    input: &Tensor,
-    w1: &Tensor,
-    b1: Option<&Tensor>,
-    w2: &Tensor,
-    b2: Option<&Tensor>,
-) -> Result<()> {
-    let input = &check!(OP, input).kind_in(&KINDS)?.supported_device()?;
-    let features = super::mlp::check_input(input)?;
-    check!(OP, w1).like(input)?.dim(2, "[H, D]")?;
-    let hidden = w1.size2()?.0;
-    check!(OP, w1).shape("[H, D]", &[hidden, features])?;
-    b1.map(|b1| check!(OP, b1).like(input)?.shape("[H]", &[hidden])).transpose()?;
-    check!(OP, w2).like(input)?.dim(2, "[D2, H]")?;
-    let outputs = w2.size2()?.0;
-    check!(OP, w2).shape("[D2, H]", &[outputs, hidden])?;
-    b2.map(|b2| check!(OP, b2).like(input)?.shape("[D2]", &[outputs])).transpose()?;
-    Ok(())
+crate::slots! {
+    /// z and a, `[M, H]`, each if a gradient needs it.
+    pub struct Hidden { z?, a? }
 }
 
-struct GeluMlp {
-    options: GeluMlpOptions,
-    way: Way,
-    /// How the products are computed.
-    products: gemm::Way,
-    /// Kept here so that the input need not be unpacked for its own gradient.
-    input_size: Vec<i64>,
+impl Operator for GeluMlp {
+    type Kept = Hidden;
+    type Plan = (Way, ProductWay);
+
+    const AUTOCAST: [Option<CastPolicy>; 2] = [Some(CastPolicy::LowerPrecision); 2];
+
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<(Way, ProductWay)> {
+        Ok((forced(), forced()))
+    }
+
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let input = of.input.kind_in(&KINDS)?.supported_device()?;
+        let (leading, features) = linear::split(input, "[..., D]")?;
+        let w1 = of.w1.like(input)?.dim(2, "[H, D]")?;
+        let hidden = &w1.sizes()[0];
+        w1.shape("[H, D]", &[hidden.clone(), features.clone()])?;
+        if let Some(b1) = &of.b1 {
+            b1.like(input)?.shape("[H]", std::slice::from_ref(hidden))?;
+        }
+        let w2 = of.w2.like(input)?.dim(2, "[D2, H]")?;
+        let outputs = &w2.sizes()[0];
+        w2.shape("[D2, H]", &[outputs.clone(), hidden.clone()])?;
+        if let Some(b2) = &of.b2 {
+            b2.like(input)?.shape("[D2]", std::slice::from_ref(outputs))?;
+        }
+        let of_hidden = || input.sized([count(leading), hidden.clone()]);
+        let keeps_z = needs_dz(needs);
+        // If z is not kept, a takes no more memory than z would.
+        let keeps_a = needs.w2 && (self.save_activations || !keeps_z);
+        Ok(Made {
+            outputs: GeluMlpOut { output: input.clone().with_last(outputs.clone()) },
+            kept: Hidden { z: keeps_z.then(of_hidden), a: keeps_a.then(of_hidden) },
+        })
+    }
+
+    fn reads(&self, needs: &Needs<Self>) -> Needs<Self> {
+        let (w1, w2) = (needs.input, needs_dz(needs));
+        GeluMlpIn { input: needs.w1, w1, b1: false, w2, b2: false }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let Made { outputs, kept } = call.check()?;
+        let GeluMlpIn { w2, b2, .. } = call.of;
+        let (z, a) = self.hidden(call, kept.z.is_some())?;
+        let output = layer(&a, w2, b2, call.plan.1)?;
+        let output = linear::reshaped(&output, outputs.output.sizes())?;
+        Ok(Made { outputs: GeluMlpOut { output }, kept: Hidden { z, a: kept.a.map(|_| a) } })
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let metas = again.metas()?;
+        let Again { of, kept, needs, plan: (_, way), .. } = again;
+        let mut gradients = GeluMlpIn::none();
+        let Some(grad) = grads.output else { return Ok(gradients) };
+        let dy = &rows(&grad)?;
+        let z = || kept.z.as_ref().ok_or_else(|| Error::msg("internal error: z was not kept"));
+        let mut a = kept.a.filter(|_| needs.w2);
+        let mut dz = None;
+        if let Some(w2) = &of.w2 {
+            let wanted = Wanted { sums: needs.b1, output: needs.w2 && a.is_none() };
+            let found = differentiate(product(dy, w2, way)?, z()?, self.activation, &wanted)?;
+            gradients.b1 = found.sums;
+            a = a.or(found.output);
+            dz = Some(found.grad_input);
+        }
+        if needs.w2 {
+            let a = match a {
+                Some(a) => a,
+                None => activate(z()?, self.activation)?,
+            };
+            gradients.w2 = Some(weight_gradient(dy, &a, way)?);
+        }
+        gradients.b2 = needs.b2.then(|| linear::bias_grad(dy)).transpose()?;
+        if let (Some(dz), Some(input)) = (&dz, &of.input) {
+            gradients.w1 = Some(weight_gradient(dz, &rows(input)?, way)?);
+        }
+        if let (Some(dz), Some(w1)) = (&dz, &of.w1) {
+            gradients.input = Some(product(dz, w1, way)?.f_view(metas.input.sizes())?);
+        }
+        Ok(gradients)
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let GeluMlp { activation, save_activations } = *self;
+        let options = GeluMlpOptions { activation, save_activations };
+        let output = gelu_mlp_reference(of.input, of.w1, of.b1, of.w2, of.b2, &options)?;
+        Ok(GeluMlpOut { output })
+    }
 }
-
-/// The positions of the inputs, which are also their slots among the saved tensors.
-mod place {
-    pub const INPUT: usize = 0;
-    pub const W1: usize = 1;
-    pub const B1: usize = 2;
-    pub const W2: usize = 3;
-    pub const B2: usize = 4;
-    pub const LEN: usize = 5;
-}
-
-/// Saved after the inputs: z and a.
-const Z: usize = place::LEN;
-const A: usize = place::LEN + 1;
-
-/// Which gradients are needed.
-type Needs = [bool; place::LEN];
 
 /// Whether one of the gradients needs dz.
-fn needs_dz(needs: Needs) -> bool {
-    needs[place::INPUT] || needs[place::W1] || needs[place::B1]
-}
-
-/// Whether z and a are kept. If z is not, a takes no more memory than z would.
-fn keeps(options: &GeluMlpOptions, needs: Needs) -> (bool, bool) {
-    let keeps_z = needs_dz(needs);
-    (keeps_z, needs[place::W2] && (options.save_activations || !keeps_z))
-}
-
-impl Function for GeluMlp {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let needs: Needs = std::array::from_fn(|place| saver.needs_input_grad(place));
-        let (keeps_z, keeps_a) = keeps(&self.options, needs);
-        let Forward { output, z, a } = self.run(inputs, keeps_z)?;
-        if saver.needs_graph() {
-            self.input_size = inputs.get(place::INPUT)?.size();
-        }
-        (0..place::LEN).for_each(|place| saver.save_optional(inputs.optional(place)));
-        saver.save_optional(z.as_ref());
-        saver.save_optional(Some(&a).filter(|_| keeps_a));
-        Ok(output.into())
-    }
-
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        if ctx.create_graph() {
-            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot));
-            let inputs = inputs.collect::<Result<Vec<_>>>()?;
-            return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
-        }
-        let needs: Needs = std::array::from_fn(|place| ctx.needs_input_grad(place));
-        let saved = |needed: bool, slot| match needed {
-            true => ctx.saved_optional(slot),
-            false => Ok(None),
-        };
-        let saved = Saved {
-            input: saved(needs[place::W1], place::INPUT)?,
-            w1: saved(needs[place::INPUT], place::W1)?,
-            w2: saved(needs_dz(needs), place::W2)?,
-            z: ctx.saved_optional(Z)?,
-            a: saved(needs[place::W2], A)?,
-        };
-        self.gradients(grads.get(0)?, saved, needs)
-    }
-}
-
-/// What the forward pass computes.
-struct Forward {
-    output: Tensor,
-    /// `[M, H]`, if it is to be kept.
-    z: Option<Tensor>,
-    /// `[M, H]`.
-    a: Tensor,
-}
-
-/// What the backward pass reads; each if a gradient needs it.
-struct Saved {
-    input: Option<Tensor>,
-    w1: Option<Tensor>,
-    w2: Option<Tensor>,
-    z: Option<Tensor>,
-    a: Option<Tensor>,
+fn needs_dz(needs: &Needs<GeluMlp>) -> bool {
+    needs.input || needs.w1 || needs.b1
 }
 
 impl GeluMlp {
-    fn run(&self, inputs: Inputs<'_>, keeps_z: bool) -> Result<Forward> {
-        let input = inputs.get(place::INPUT)?;
-        let (w1, b1) = (inputs.get(place::W1)?, inputs.optional(place::B1));
-        let (z, a) = self.hidden(&rows(input)?, w1, b1, keeps_z)?;
-        let (w2, b2) = (inputs.get(place::W2)?, inputs.optional(place::B2));
-        let output = layer(&a, w2, b2, self.products)?;
-        let mut size = input.size();
-        size.pop();
-        size.push(output.size2()?.1);
-        Ok(Forward { output: linear::reshaped(&output, &size)?, z, a })
-    }
-
     /// z, if it is to be kept, and a.
-    fn hidden(
-        &self,
-        input: &Tensor,
-        w1: &Tensor,
-        b1: Option<&Tensor>,
-        keeps_z: bool,
-    ) -> Result<(Option<Tensor>, Tensor)> {
-        let activation = self.options.activation;
+    fn hidden(&self, call: &Call<'_, Self>, keeps_z: bool) -> Result<(Option<Tensor>, Tensor)> {
+        let GeluMlpIn { input, w1, b1, .. } = call.of;
+        let ((way, products), input) = (call.plan, &rows(input)?);
+        let activation = self.activation;
         let facts = Facts {
             activation,
             kind: input.f_kind()?,
@@ -302,54 +259,16 @@ impl GeluMlp {
             rows: input.size2()?.0,
             hidden: w1.size2()?.0,
         };
-        if plan::takes_epilogue(self.way, &facts)
+        if plan::takes_epilogue(way, &facts)
             && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z)?
         {
             return Ok((found.z, found.output));
         }
-        let z = layer(input, w1, b1, self.products)?;
+        let z = layer(input, w1, b1, products)?;
         if !keeps_z {
             return Ok((None, activate_in_place(z, activation)?));
         }
         let a = activate(&z, activation)?;
         Ok((Some(z), a))
-    }
-
-    fn gradients(&self, grad: &Tensor, saved: Saved, needs: Needs) -> Result<Tensors> {
-        let (dy, way) = (&rows(grad)?, self.products);
-        let mut gradients: [Option<Tensor>; place::LEN] = Default::default();
-        let mut a = saved.a;
-        let mut dz = None;
-        if let (Some(w2), Some(z)) = (&saved.w2, &saved.z) {
-            let wanted = Wanted { sums: needs[place::B1], output: needs[place::W2] && a.is_none() };
-            let da = product(dy, w2, way)?;
-            let found = differentiate(da, z, self.options.activation, &wanted)?;
-            gradients[place::B1] = found.sums;
-            a = a.or(found.output);
-            dz = Some(found.grad_input);
-        }
-        if needs[place::W2] && a.is_none() {
-            let z = saved.z.as_ref();
-            let z = z.ok_or_else(|| Error::msg("internal error: neither z nor a was saved"))?;
-            a = Some(activate(z, self.options.activation)?);
-        }
-        gradients[place::W2] = a.as_ref().map(|a| weight_gradient(dy, a, way)).transpose()?;
-        drop(a);
-        gradients[place::B2] = needs[place::B2].then(|| linear::bias_grad(dy)).transpose()?;
-        if let (Some(dz), Some(input)) = (&dz, &saved.input) {
-            gradients[place::W1] = Some(weight_gradient(dz, &rows(input)?, way)?);
-        }
-        if let (Some(dz), Some(w1)) = (&dz, &saved.w1) {
-            let dx = product(dz, w1, way)?;
-            gradients[place::INPUT] = Some(dx.f_view(self.input_size.as_slice())?);
-        }
-        Ok(gradients.into())
-    }
-
-    fn reference(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
-        let [Some(input), Some(w1), b1, Some(w2), b2] = inputs else {
-            return Err(Error::msg("internal error: an input was not saved"));
-        };
-        Ok(gelu_mlp_reference(input, w1, b1.as_ref(), w2, b2.as_ref(), &self.options)?.into())
     }
 }

@@ -104,13 +104,7 @@ impl Operator for Linear {
         let input = of.input.kind_in(&KINDS)?.supported_device()?;
         let weight = of.weight.like(input)?;
         let bias = of.bias.as_ref().map(|bias| bias.like(input)).transpose()?;
-        let Some((features, leading)) = input.sizes().split_last() else {
-            return Err(input.refuse("shape [..., in]", "a single number, []", "view it as [1]"));
-        };
-        if count_rows(leading).is_none() {
-            let expected = "leading sizes whose product fits 64 bits";
-            return Err(input.refuse(expected, format!("{:?}", input.sizes()), ""));
-        }
+        let (_, features) = split(input, "[..., in]")?;
         let out = weight.dim(2, "[out, in]")?.sizes()[0].clone();
         weight.shape("[out, in]", &[out.clone(), features.clone()])?;
         bias.map(|bias| bias.shape("[out]", std::slice::from_ref(&out))).transpose()?;
@@ -177,10 +171,19 @@ fn composite(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<T
     reshaped(&output, &size)
 }
 
-/// The product of the sizes that are known; `None` if it exceeds 64 bits, which it may without elements.
-fn count_rows<D: Dim>(leading: &[D]) -> Option<i64> {
+/// The leading sizes of an input that has rows, and the last one. `names` says what they are.
+pub(super) fn split<'a, D: Dim>(input: &'a Meta<D>, names: &str) -> Result<(&'a [D], &'a D)> {
+    let Some((features, leading)) = input.sizes().split_last() else {
+        let expected = format!("shape {names}");
+        return Err(input.refuse(expected, "a single number, []", "view it as [1]"));
+    };
     let mut known = leading.iter().filter_map(D::number);
-    known.try_fold(1_i64, |rows, size| rows.checked_mul(size))
+    // Without elements, the product may exceed 64 bits.
+    if known.try_fold(1_i64, |rows, size| rows.checked_mul(size)).is_none() {
+        let expected = "leading sizes whose product fits 64 bits";
+        return Err(input.refuse(expected, format!("{:?}", input.sizes()), ""));
+    }
+    Ok((leading, features))
 }
 
 /// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes

@@ -3,32 +3,27 @@
 pub(super) mod kernels;
 pub(super) mod plan;
 
-use super::count_rows;
 use super::gemm::{self, Way as ProductWay};
 use crate::Result;
-use crate::check::Check;
 use crate::ffi::tensor::plain;
+use crate::operator::{Dim, text_option};
 use tch::{Kind, Tensor};
 
 pub use kernels::Activation;
 #[doc(hidden)]
 pub use plan::Way;
 
-/// The kinds that the operators take.
-pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
-
-/// The arguments as autocast casts them; `cast` is what [`autocast_inputs`] made of them.
-///
-/// [`autocast_inputs`]: crate::amp::autocast_inputs
-pub(super) fn cast_or_own<'a, const N: usize>(
-    cast: Option<&'a [Option<Tensor>]>,
-    own: [Option<&'a Tensor>; N],
-) -> [Option<&'a Tensor>; N] {
-    match cast {
-        Some(cast) => std::array::from_fn(|place| cast.get(place)?.as_ref()),
-        None => own,
+text_option! {
+    Activation {
+        "gelu_tanh" = Activation::GeluTanh,
+        "gelu" = Activation::Gelu,
+        "relu_squared" = Activation::ReluSquared,
+        "silu" = Activation::Silu,
     }
 }
+
+/// The kinds that the operators take.
+pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// `input weightᵀ + bias` of matrices, contiguous.
 pub(super) fn layer(
@@ -59,15 +54,7 @@ pub(super) fn add_product(mut sum: Tensor, lhs: &Tensor, rhs: &Tensor) -> Result
     Ok(sum)
 }
 
-/// Checks that the input has rows, and returns their length.
-pub(super) fn check_input(input: &Check<'_>) -> Result<i64> {
-    let size = input.tensor().size();
-    let Some(&features) = size.last() else {
-        return Err(input.refuse("shape [..., D]", "a single number, []", "view it as [1]"));
-    };
-    if count_rows(&size).is_none() {
-        let got = format!("{size:?}");
-        return Err(input.refuse("leading sizes whose product fits 64 bits", got, ""));
-    }
-    Ok(features)
+/// M, the product of these sizes.
+pub(super) fn count<D: Dim>(leading: &[D]) -> D {
+    leading.iter().cloned().fold(D::from(1), |rows, size| rows * size)
 }

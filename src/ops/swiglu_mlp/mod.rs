@@ -1,17 +1,17 @@
 //! The feed-forward part of a transformer with a gate.
 
+use super::gemm::Way as ProductWay;
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
-use super::mlp::{KINDS, add_product, cast_or_own, layer, product, weight_gradient};
+use super::mlp::{KINDS, add_product, count, layer, product, weight_gradient};
 use super::way::forced;
-use super::{gemm, linear, rows};
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::{Error, Result, check};
+use super::{linear, rows};
+use crate::amp::CastPolicy;
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Slots, call,
+};
+use crate::{Error, Result};
 use tch::Tensor;
-
-pub(super) mod parts;
-
-const OP: &str = "swiglu_mlp";
 
 /// What [`swiglu_mlp`] may be told besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,19 +103,8 @@ pub fn f_swiglu_mlp(
     w_down: &Tensor,
     options: &SwigluMlpOptions,
 ) -> Result<Tensor> {
-    check!(OP, input).defined()?;
-    check!(OP, w_gate).defined()?;
-    check!(OP, w_up).defined()?;
-    check!(OP, w_down).defined()?;
-    let arguments = [Some(input), Some(w_gate), Some(w_up), Some(w_down)];
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &arguments)?;
-    let arguments = cast_or_own(cast.as_deref(), arguments);
-    let [Some(input), Some(w_gate), Some(w_up), Some(w_down)] = arguments else {
-        unreachable!("as many as came")
-    };
-    check_arguments(input, w_gate, w_up, w_down)?;
-    let function = SwigluMlp { options: *options, products: forced(), input_size: Vec::new() };
-    apply(function, &arguments)?.single()
+    let operator = SwigluMlp { save_activations: options.save_activations };
+    Ok(call(operator, &SwigluMlpIn { input, w_gate, w_up, w_down })?.output)
 }
 
 /// [`swiglu_mlp`] in plain tch operations, without checks of its own.
@@ -133,177 +122,130 @@ pub fn swiglu_mlp_reference(
     Ok(linear(&h, w_down)?)
 }
 
-fn check_arguments(input: &Tensor, w_gate: &Tensor, w_up: &Tensor, w_down: &Tensor) -> Result<()> {
-    let input = &check!(OP, input).kind_in(&KINDS)?.supported_device()?;
-    let features = super::mlp::check_input(input)?;
-    check!(OP, w_gate).like(input)?.dim(2, "[H, D]")?;
-    let hidden = w_gate.size2()?.0;
-    check!(OP, w_gate).shape("[H, D]", &[hidden, features])?;
-    check!(OP, w_up).like(input)?.shape("[H, D]", &[hidden, features])?;
-    check!(OP, w_down).like(input)?.dim(2, "[D2, H]")?;
-    let outputs = w_down.size2()?.0;
-    check!(OP, w_down).shape("[D2, H]", &[outputs, hidden])?;
-    Ok(())
+crate::signature! {
+    /// [`swiglu_mlp`] as an operator.
+    pub SwigluMlp: SwigluMlpIn -> SwigluMlpOut =
+        "swiglu_mlp"(input, w_gate, w_up, w_down, save_activations: bool = true) -> (output)
 }
 
-struct SwigluMlp {
-    options: SwigluMlpOptions,
-    /// How the products are computed.
-    products: gemm::Way,
-    /// Kept here so that the input need not be unpacked for its own gradient.
-    input_size: Vec<i64>,
+crate::slots! {
+    /// g, u and h, `[M, H]`, each if a gradient needs it.
+    pub struct Hidden { g?, u?, h? }
 }
 
-/// The positions of the inputs, which are also their slots among the saved tensors.
-mod place {
-    pub const INPUT: usize = 0;
-    pub const GATE: usize = 1;
-    pub const UP: usize = 2;
-    pub const DOWN: usize = 3;
-    pub const LEN: usize = 4;
-}
+impl Operator for SwigluMlp {
+    type Kept = Hidden;
+    type Plan = ProductWay;
 
-/// Saved after the inputs: g, u and h.
-const G: usize = place::LEN;
-const U: usize = place::LEN + 1;
-const H: usize = place::LEN + 2;
+    const AUTOCAST: [Option<CastPolicy>; 2] = [Some(CastPolicy::LowerPrecision); 2];
 
-/// Which gradients are needed.
-type Needs = [bool; place::LEN];
-
-/// Whether one of the gradients needs dg or du.
-fn needs_gates(needs: Needs) -> bool {
-    needs[place::INPUT] || needs[place::GATE] || needs[place::UP]
-}
-
-/// Whether g and u, and h are kept. If g and u are not, h takes less memory than they would.
-fn keeps(options: &SwigluMlpOptions, needs: Needs) -> (bool, bool) {
-    let keeps_gates = needs_gates(needs);
-    (keeps_gates, needs[place::DOWN] && (options.save_activations || !keeps_gates))
-}
-
-impl Function for SwigluMlp {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let needs: Needs = std::array::from_fn(|place| saver.needs_input_grad(place));
-        let (keeps_gates, keeps_h) = keeps(&self.options, needs);
-        let Forward { output, gates, h } = self.run(inputs, keeps_gates)?;
-        if saver.needs_graph() {
-            self.input_size = inputs.get(place::INPUT)?.size();
-        }
-        (0..place::LEN).for_each(|place| saver.save_optional(inputs.optional(place)));
-        saver.save_optional(gates.as_ref().map(|(g, _)| g));
-        saver.save_optional(gates.as_ref().map(|(_, u)| u));
-        saver.save_optional(Some(&h).filter(|_| keeps_h));
-        Ok(output.into())
+    fn plan(&self, _: &Args<'_, Self>, _: &Needs<Self>) -> Result<ProductWay> {
+        Ok(forced())
     }
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        if ctx.create_graph() {
-            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot));
-            let inputs = inputs.collect::<Result<Vec<_>>>()?;
-            return differentiate_reference(ctx, &inputs, grads, reference);
-        }
-        let needs: Needs = std::array::from_fn(|place| ctx.needs_input_grad(place));
-        let saved = |needed: bool, slot| match needed {
-            true => ctx.saved_optional(slot),
-            false => Ok(None),
-        };
-        let saved = Saved {
-            input: saved(needs[place::GATE] || needs[place::UP], place::INPUT)?,
-            w_gate: saved(needs[place::INPUT], place::GATE)?,
-            w_up: saved(needs[place::INPUT], place::UP)?,
-            w_down: saved(needs_gates(needs), place::DOWN)?,
-            gates: ctx.saved_optional(G)?.zip(ctx.saved_optional(U)?),
-            h: saved(needs[place::DOWN], H)?,
-        };
-        self.gradients(grads.get(0)?, saved, needs)
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let input = of.input.kind_in(&KINDS)?.supported_device()?;
+        let (leading, features) = linear::split(input, "[..., D]")?;
+        let w_gate = of.w_gate.like(input)?.dim(2, "[H, D]")?;
+        let hidden = &w_gate.sizes()[0];
+        let shape = [hidden.clone(), features.clone()];
+        w_gate.shape("[H, D]", &shape)?;
+        of.w_up.like(input)?.shape("[H, D]", &shape)?;
+        let w_down = of.w_down.like(input)?.dim(2, "[D2, H]")?;
+        let outputs = &w_down.sizes()[0];
+        w_down.shape("[D2, H]", &[outputs.clone(), hidden.clone()])?;
+        let of_hidden = || input.sized([count(leading), hidden.clone()]);
+        let keeps_gates = needs_gates(needs);
+        // If g and u are not kept, h takes less memory than they would.
+        let keeps_h = needs.w_down && (self.save_activations || !keeps_gates);
+        Ok(Made {
+            outputs: SwigluMlpOut { output: input.clone().with_last(outputs.clone()) },
+            kept: Hidden {
+                g: keeps_gates.then(of_hidden),
+                u: keeps_gates.then(of_hidden),
+                h: keeps_h.then(of_hidden),
+            },
+        })
     }
-}
 
-/// What the forward pass computes.
-struct Forward {
-    output: Tensor,
-    /// g and u, `[M, H]`, if they are to be kept.
-    gates: Option<(Tensor, Tensor)>,
-    /// `[M, H]`.
-    h: Tensor,
-}
+    fn reads(&self, needs: &Needs<Self>) -> Needs<Self> {
+        let (w_gate, w_up, w_down) = (needs.input, needs.input, needs_gates(needs));
+        SwigluMlpIn { input: needs.w_gate || needs.w_up, w_gate, w_up, w_down }
+    }
 
-/// What the backward pass reads; each if a gradient needs it.
-struct Saved {
-    input: Option<Tensor>,
-    w_gate: Option<Tensor>,
-    w_up: Option<Tensor>,
-    w_down: Option<Tensor>,
-    gates: Option<(Tensor, Tensor)>,
-    h: Option<Tensor>,
-}
-
-impl SwigluMlp {
-    fn run(&self, inputs: Inputs<'_>, keeps_gates: bool) -> Result<Forward> {
-        let (input, way) = (inputs.get(place::INPUT)?, self.products);
-        let matrix = rows(input)?;
-        let g = layer(&matrix, inputs.get(place::GATE)?, None, way)?;
-        let u = layer(&matrix, inputs.get(place::UP)?, None, way)?;
-        let (gates, h) = match keeps_gates {
-            true => {
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let Made { outputs, kept } = call.check()?;
+        let SwigluMlpIn { input, w_gate, w_up, w_down } = call.of;
+        let (matrix, way) = (rows(input)?, call.plan);
+        let g = layer(&matrix, w_gate, None, way)?;
+        let u = layer(&matrix, w_up, None, way)?;
+        let (g, u, h) = match kept.g {
+            Some(_) => {
                 let h = gate(&g, &u)?;
-                (Some((g, u)), h)
+                (Some(g), Some(u), h)
             }
-            false => (None, gate_in_place(g, &u)?),
+            None => (None, None, gate_in_place(g, &u)?),
         };
-        let output = layer(&h, inputs.get(place::DOWN)?, None, way)?;
-        let mut size = input.size();
-        size.pop();
-        size.push(output.size2()?.1);
-        Ok(Forward { output: linear::reshaped(&output, &size)?, gates, h })
+        let output = layer(&h, w_down, None, way)?;
+        let output = linear::reshaped(&output, outputs.output.sizes())?;
+        let kept = Hidden { g, u, h: kept.h.map(|_| h) };
+        Ok(Made { outputs: SwigluMlpOut { output }, kept })
     }
 
-    fn gradients(&self, grad: &Tensor, saved: Saved, needs: Needs) -> Result<Tensors> {
-        let (dy, way) = (&rows(grad)?, self.products);
-        let mut gradients: [Option<Tensor>; place::LEN] = Default::default();
-        let mut h = saved.h;
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let metas = again.metas()?;
+        let Again { of, kept, needs, plan: way, .. } = again;
+        let mut gradients = SwigluMlpIn::none();
+        let Some(grad) = grads.output else { return Ok(gradients) };
+        let dy = &rows(&grad)?;
+        let gates = || match (&kept.g, &kept.u) {
+            (Some(g), Some(u)) => Ok((g, u)),
+            _ => Err(Error::msg("internal error: g and u were not kept")),
+        };
+        let mut h = kept.h.filter(|_| needs.w_down);
         let mut derivatives = None;
-        if let (Some(w_down), Some((g, u))) = (&saved.w_down, &saved.gates) {
-            let wants_h = needs[place::DOWN] && h.is_none();
+        if let Some(w_down) = &of.w_down {
+            let ((g, u), wants_h) = (gates()?, needs.w_down && h.is_none());
             let mut found = gate_backward(product(dy, w_down, way)?, g, u, wants_h)?;
             h = h.or(found.output.take());
             derivatives = Some(found);
         }
-        if needs[place::DOWN] {
-            let h = match (h, &saved.gates) {
-                (Some(h), _) => h,
-                (None, Some((g, u))) => gate(g, u)?,
-                (None, None) => return Err(Error::msg("internal error: neither h nor g and u")),
+        if needs.w_down {
+            let h = match h {
+                Some(h) => h,
+                None => gates().and_then(|(g, u)| gate(g, u))?,
             };
-            gradients[place::DOWN] = Some(weight_gradient(dy, &h, way)?);
+            gradients.w_down = Some(weight_gradient(dy, &h, way)?);
         }
         let Some(GateDerivatives { gate: dg, up: du, .. }) = derivatives else {
-            return Ok(gradients.into());
+            return Ok(gradients);
         };
-        if let Some(input) = &saved.input {
+        if let Some(input) = &of.input {
             let input = &rows(input)?;
-            let of = |needed: bool, grad: &Tensor| {
+            let weight = |needed: bool, grad: &Tensor| {
                 needed.then(|| weight_gradient(grad, input, way)).transpose()
             };
-            gradients[place::GATE] = of(needs[place::GATE], &dg)?;
-            gradients[place::UP] = of(needs[place::UP], &du)?;
+            gradients.w_gate = weight(needs.w_gate, &dg)?;
+            gradients.w_up = weight(needs.w_up, &du)?;
         }
-        if let (Some(w_gate), Some(w_up)) = (&saved.w_gate, &saved.w_up) {
+        if let (Some(w_gate), Some(w_up)) = (&of.w_gate, &of.w_up) {
             let dx = add_product(product(&dg, w_gate, way)?, &du, w_up)?;
-            gradients[place::INPUT] = Some(dx.f_view(self.input_size.as_slice())?);
+            gradients.input = Some(dx.f_view(metas.input.sizes())?);
         }
-        Ok(gradients.into())
+        Ok(gradients)
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let output = swiglu_mlp_reference(of.input, of.w_gate, of.w_up, of.w_down)?;
+        Ok(SwigluMlpOut { output })
     }
 }
 
-fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
-    let [Some(input), Some(w_gate), Some(w_up), Some(w_down)] = inputs else {
-        return Err(Error::msg("internal error: an input was not saved"));
-    };
-    Ok(swiglu_mlp_reference(input, w_gate, w_up, w_down)?.into())
+/// Whether one of the gradients needs dg or du.
+fn needs_gates(needs: &Needs<SwigluMlp>) -> bool {
+    needs.input || needs.w_gate || needs.w_up
 }
