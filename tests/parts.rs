@@ -263,7 +263,8 @@ fn products_and_mlps() {
                 let (found, z, a) = (&made[0], &made[1], &made[2]);
                 assert_equal("gelu_mlp", [found], &[y]);
                 assert_eq!((z.numel() > 0, a.numel() > 0), (true, saves));
-                let g = &incoming[0];
+                // Laid out as another caller might.
+                let (g, z) = (&incoming[0], &z.tr().contiguous().tr());
                 let arguments = args![g, z, a, &x, &w, &b, &w2, &b2, act, saves, 0b11111];
                 let found = gradients("gelu_mlp", arguments)?;
                 assert_equal("gelu_mlp", &found, &expected);
