@@ -4,6 +4,7 @@ use super::tensors::Inputs;
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;
 use crate::{Error, Result};
+use std::fmt::Display;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -244,13 +245,13 @@ impl<'a> Saver<'a> {
     /// checked only after the forward pass.
     pub fn in_place(&mut self, index: usize) -> Result<Tensor> {
         let input = Inputs::new(self.inputs).get(index)?;
-        self.check_in_place(index, &format!("in_place({index})"))?;
+        self.check_in_place(index, format_args!("in_place({index})"))?;
         self.mark_dirty(index);
         Ok(input.shallow_clone())
     }
 
     /// Whether libtorch allows the input to be changed in place, when there can be a backward pass.
-    pub(crate) fn check_in_place(&self, index: usize, what: &str) -> Result<()> {
+    pub(crate) fn check_in_place(&self, index: usize, what: impl Display) -> Result<()> {
         Inputs::new(self.inputs).get(index)?;
         if !self.needs_graph {
             return Ok(());

@@ -4,6 +4,7 @@
 
 use super::pointers::Pointers;
 use super::take_message;
+use super::value::kind_of_number;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
@@ -121,6 +122,11 @@ impl Facts {
             15 => Some(Kind::BFloat16),
             _ => None,
         }
+    }
+
+    /// The kind, if tch knows it.
+    pub fn known_kind(&self) -> Option<Kind> {
+        kind_of_number(i64::from(self.kind)).filter(|_| self.dim >= 0)
     }
 
     /// The device, if this build has kernels for it.
@@ -289,8 +295,10 @@ mod tests {
         assert_eq!(whole.of_one_step().sizes(), Some([4, 6]));
         let steps = facts([Some(&base.view([2, 2, 6]))]).unwrap()[0].of_one_step();
         assert_eq!((steps.sizes(), steps.sizes::<2>()), (Some([2, 2, 6]), None));
+        let [classes] = facts([Some(&base.to_kind(Kind::Int64))]).unwrap();
+        assert_eq!((classes.kind(), classes.known_kind()), (None, Some(Kind::Int64)));
         for extraordinary in [none, sparse] {
-            assert_eq!((extraordinary.kind(), extraordinary.device()), (None, None));
+            assert_eq!((extraordinary.known_kind(), extraordinary.device()), (None, None));
             assert!(!extraordinary.is_like(&extraordinary) && !extraordinary.is_row());
         }
         assert_eq!((negated.sizes(), negated.row_stride()), (Some([4, 6]), None));

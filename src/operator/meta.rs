@@ -270,7 +270,7 @@ impl Meta<i64> {
         argument: &'static str,
         facts: &Facts,
     ) -> Option<Self> {
-        let (kind, device) = (facts.kind()?, facts.device()?);
+        let (kind, device) = (facts.known_kind()?, facts.device()?);
         Some(Meta { op, argument, kind, device, sizes: Sizes::new(facts.all_sizes()?) })
     }
 

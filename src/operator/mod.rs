@@ -118,6 +118,9 @@ pub trait Operator: Signature {
     const SECOND: Second = Second::Reference;
     /// The outputs that the backward pass reads: one bit for each, the first one lowest.
     const READS_OUTPUTS: u64 = 0;
+    /// What an argument without a gradient is expected to be, if it is an error that it requires grad, such
+    /// as "weights without gradient". By default it becomes a constant.
+    const MUST_BE_CONSTANT: Option<&'static str> = None;
     /// Whether it draws random numbers. The registered operator then has libtorch's tag for them.
     const IS_SEEDED: bool = false;
 
@@ -398,6 +401,13 @@ fn constants<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Vec<(usize, Ten
         for (place, tensor) in tensors.iter().enumerate() {
             let tensor = tensor.filter(|tensor| tensor.requires_grad());
             if let Some(tensor) = tensor.filter(|_| O::In::CONSTANT >> place & 1 == 1) {
+                // With grad mode off, what is made of it requires none.
+                if let Some(expected) = O::MUST_BE_CONSTANT
+                    && tensor.f_neg()?.requires_grad()
+                {
+                    let (name, got) = (O::In::NAMES[place], "one that requires grad");
+                    return Err(Error::argument(O::NAME, name, expected, got, "detach it"));
+                }
                 constants.push((place, tensor.f_detach()?));
             }
         }

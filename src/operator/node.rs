@@ -52,7 +52,7 @@ impl<O: Operator> Function for Node<O> {
         self.plan = self.operator.plan(&of, &needs)?;
         for (place, option) in self.operator.overwrites() {
             if saver.needs_input_grad(*place) {
-                saver.check_in_place(*place, &format!("{}: {option}", O::In::NAMES[*place]))?;
+                saver.check_in_place(*place, format_args!("{}: {option}", O::In::NAMES[*place]))?;
             }
         }
         if saver.needs_graph() {
