@@ -3,7 +3,7 @@
 
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::library::{Args, Operator};
+use tch_extension::library::{Args, NONE, Operator};
 use tch_extension::ops::definitions::*;
 use tch_extension::ops::*;
 use tch_extension::testing::{devices, prove};
@@ -39,9 +39,11 @@ fn of_node(outputs: &[&Tensor], inputs: &[&Tensor]) -> (Vec<Tensor>, Vec<Tensor>
 tch_extension::register! {
     namespace parts;
     AddRmsNorm,
+    CrossEntropy,
     GeluMlp,
     LayerNorm,
     Linear,
+    LinearCrossEntropy,
     MatmulAddRelu,
     SwigluMlp,
 }
@@ -172,49 +174,52 @@ fn norms_are_what_they_say() {
 #[test]
 fn losses() {
     for_all(|arguments| {
-        for reduction in [Reduction::Mean, Reduction::None] {
+        for (reduction, name) in [(Reduction::Mean, "mean"), (Reduction::None, "none")] {
             let [x, w, b] = arguments.leaves([&[6, 16], &[11, 16], &[11]]);
             let targets = Tensor::from_slice(&[0_i64, 10, 3, -100, 2, 5]).to(arguments.options.1);
             let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
             let loss = f_linear_cross_entropy(&x, &w, Some(&b), &targets, &options)?;
             let (incoming, expected) = of_node(&[&loss], &[&x, &w, &b]);
-            let tensors = parts::LinearCrossEntropyArguments {
-                input: &x,
-                weight: &w,
-                bias: Some(&b),
-                targets: &targets,
-            };
-            let _guard = tch::no_grad_guard();
-            let (found, saved) =
-                parts::linear_cross_entropy_forward(&tensors, &options, [true; 3])?;
-            assert_equal("linear_cross_entropy", &[Some(found)], &[loss]);
-            assert_eq!(saved[0].is_some(), reduction == Reduction::Mean);
-            let saved = saved.each_ref().map(Option::as_ref);
-            let found = parts::linear_cross_entropy_backward(
-                &incoming[0],
-                saved,
-                &tensors,
-                &options,
-                [true; 3],
-            )?;
-            assert_equal("linear_cross_entropy", &found, &expected);
-            drop(_guard);
-
+            tch::no_grad(|| -> Result<()> {
+                let (op, grad) = ("linear_cross_entropy", &incoming[0]);
+                let all =
+                    args![&x, &w, &targets, &b, -100, name, 0.0, NONE, 0.0, NONE, false, 0b1011];
+                let found = kept(op, all)?;
+                assert_equal(op, &found[..1], &[loss]);
+                assert_eq!(found[1].dim() == 2, reduction == Reduction::Mean);
+                let (of_x, of_w, of_b) = (&found[1], &found[2], &found[3]);
+                let all = args![
+                    grad, of_x, of_w, of_b, &x, &w, &targets, &b, -100, name, 0.0, NONE, 0.0, NONE,
+                    false, 0b1011,
+                ];
+                assert_equal(op, &gradients(op, all)?, &expected);
+                // The layout of what was kept does not matter, and what was not kept is computed.
+                let turned = of_w.transpose(0, 1).contiguous().transpose(0, 1);
+                let all = args![
+                    grad, NONE, &turned, of_b, &x, &w, &targets, &b, -100, name, 0.0, NONE, 0.0,
+                    NONE, false, 0b1011,
+                ];
+                assert_equal(op, &gradients(op, all)?, &expected);
+                let all = args![
+                    grad, NONE, &turned, NONE, &x, &w, &targets, &b, -100, name, 0.0, NONE, 0.0,
+                    NONE, false, 0b0010,
+                ];
+                assert_equal(op, &gradients(op, all)?[1..2], &expected[1..2]);
+                Ok(())
+            })?;
             let [logits] = arguments.leaves([&[6, 11]]);
             let options = CrossEntropyOptions { reduction, ..Default::default() };
             let loss = f_cross_entropy(&logits, &targets, &options)?;
             let (incoming, expected) = of_node(&[&loss], &[&logits]);
-            let _guard = tch::no_grad_guard();
-            let (found, saved) = parts::cross_entropy_forward(&logits, &targets, &options, true)?;
-            assert_equal("cross_entropy", &[Some(found)], &[loss]);
-            let found = parts::cross_entropy_backward(
-                &incoming[0],
-                saved.as_ref(),
-                &logits,
-                &targets,
-                &options,
-            )?;
-            assert_equal("cross_entropy", &[Some(found)], &expected);
+            tch::no_grad(|| -> Result<()> {
+                let op = "cross_entropy";
+                let found = kept(op, args![&logits, &targets, NONE, -100, name, 0.0, 0b1])?;
+                assert_equal(op, &found[..1], &[loss]);
+                let all =
+                    args![&incoming[0], &found[1], &logits, &targets, NONE, -100, name, 0.0, 0b1];
+                assert_equal(op, &gradients(op, all)?, &expected);
+                Ok(())
+            })?;
         }
         Ok(())
     });

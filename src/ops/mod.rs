@@ -96,10 +96,6 @@ pub use way::force;
 #[doc(hidden)]
 #[allow(missing_docs)]
 pub mod parts {
-    #[cfg(feature = "loss")]
-    pub use super::cross_entropy::parts::*;
-    #[cfg(feature = "loss")]
-    pub use super::linear_cross_entropy::parts::*;
     #[cfg(feature = "recurrent")]
     pub use super::lltm::parts::*;
     #[cfg(feature = "recurrent")]
@@ -122,8 +118,14 @@ pub mod definitions {
     pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
     #[cfg(feature = "mlp")]
     pub use super::gelu_mlp::{GeluMlp, GeluMlpIn, GeluMlpOut};
+    #[cfg(feature = "loss")]
+    pub use super::cross_entropy::{CrossEntropy, CrossEntropyIn, CrossEntropyOut};
     #[cfg(feature = "gemm")]
     pub use super::linear::{Linear, LinearIn, LinearOut};
+    #[cfg(feature = "loss")]
+    pub use super::linear_cross_entropy::{
+        LinearCrossEntropy, LinearCrossEntropyIn, LinearCrossEntropyOut,
+    };
     #[cfg(feature = "gemm")]
     pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
     #[cfg(feature = "norm")]

@@ -19,16 +19,15 @@ pub(crate) enum Exception {
 /// An error of an operator, whose arguments have these names and types in the schema.
 pub(crate) fn translated(error: &Error, arguments: &[(String, String)]) -> (Exception, String) {
     let named = |name: &str| arguments.iter().find(|(argument, _)| argument == name);
-    let words = Words { arguments };
     let Error::Argument { op, argument, expected, got, hint } = error else {
         let text = error.to_string();
         return (Exception::Runtime, text.replace("operations of tch", "operations of torch"));
     };
     // A name of the schema stays, also if it is a word of Rust's.
-    let argument = named(argument).map_or_else(|| words.of(argument), |(name, _)| name.clone());
+    let argument = named(argument).map_or_else(|| of_python(argument), |(name, _)| name.clone());
     let kind = named(&argument).map_or("", |(_, kind)| kind.trim_end_matches('?'));
     let exception = exception(&argument, kind, expected);
-    let [expected, got, hint] = [expected, got, hint].map(|text| words.of(text));
+    let [expected, got, hint] = [expected, got, hint].map(|text| of_python(text));
     let error = Error::argument(op, &argument, expected, got, hint);
     (exception, error.to_string())
 }
@@ -45,39 +44,13 @@ fn exception(argument: &str, kind: &str, expected: &str) -> Exception {
     }
 }
 
-/// Arguments that Rust's functions call otherwise than torch's.
-const NAMES: [(&str, &str); 2] = [("logits", "input"), ("targets", "target")];
-
 /// How to get the kernels of CUDA, in Rust.
 const BUILD: &str =
     "build with a libtorch that has CUDA and an nvcc (cargo xtask doctor says what is missing)";
 
-struct Words<'a> {
-    /// Those of the operator.
-    arguments: &'a [(String, String)],
-}
-
-impl Words<'_> {
-    /// The text in Python's words, with the schema's names.
-    fn of(&self, text: &str) -> String {
-        let text = in_python(&text.replace(BUILD, "install a build with CUDA").replace("&[", "["));
-        let is_of_word = |c: char| c.is_alphanumeric() || c == '_';
-        text.split_inclusive(|c| !is_of_word(c))
-            .map(|part| {
-                let word = part.trim_end_matches(|c| !is_of_word(c));
-                format!("{}{}", self.of_word(word), &part[word.len()..])
-            })
-            .collect()
-    }
-
-    fn of_word<'w>(&self, word: &'w str) -> &'w str {
-        let is_argument = |name: &str| self.arguments.iter().any(|(argument, _)| argument == name);
-        if is_argument(word) {
-            return word;
-        }
-        let is_meant = |(ours, theirs): &&(&str, &str)| *ours == word && is_argument(theirs);
-        NAMES.iter().find(is_meant).map_or(word, |(_, theirs)| theirs)
-    }
+/// The text in Python's words.
+fn of_python(text: &str) -> String {
+    in_python(&text.replace(BUILD, "install a build with CUDA").replace("&[", "["))
 }
 
 #[cfg(test)]
@@ -102,11 +75,11 @@ mod tests {
             (
                 of(
                     "input",
-                    "device Cuda(1), as logits",
+                    "device Cuda(1), as target",
                     "Cpu",
                     "move it with to_device(Device::Cuda(1))",
                 ),
-                "op: input: expected device cuda:1, as input, got cpu; move it with .to(\"cuda:1\")",
+                "op: input: expected device cuda:1, as target, got cpu; move it with .to(\"cuda:1\")",
             ),
             (
                 of("input", "at least one size", "[]", "such as &[features], or call to_kind"),
@@ -137,10 +110,10 @@ mod tests {
     #[test]
     fn exceptions_are_torchs() {
         for (argument, expected, exception) in [
-            ("logits", "kind Float", Exception::Runtime),
-            ("targets", "shape [M] = [3]", Exception::Value),
-            ("targets", "classes from 0 to V - 1 = 3", Exception::Index),
-            ("targets", "kind Int64", Exception::Runtime),
+            ("input", "kind Float", Exception::Runtime),
+            ("target", "shape [M] = [3]", Exception::Value),
+            ("target", "classes from 0 to V - 1 = 3", Exception::Index),
+            ("target", "kind Int64", Exception::Runtime),
             ("dropout", "a probability", Exception::Value),
         ] {
             assert_eq!(of(argument, expected, "another", "").0, exception, "{argument} {expected}");

@@ -6,6 +6,8 @@ use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::Autocast;
 use tch_extension::autograd::{GradOptions, Tensors, grad};
+use tch_extension::operator::call;
+use tch_extension::ops::definitions::{CrossEntropy, CrossEntropyIn};
 use tch_extension::ops::{CrossEntropyOptions, cross_entropy_reference, f_cross_entropy};
 use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_as_accurate, assert_close, cuda_or_skip, devices,
@@ -406,6 +408,30 @@ fn reused_logits_are_gone() {
     }
 }
 
+/// `f_cross_entropy` takes weights that require grad as constants, and the operator refuses them, as
+/// libtorch's does.
+#[test]
+fn weights_have_no_gradient() {
+    let of = |size: &[i64]| Tensor::rand(size, (Kind::Float, Device::Cpu));
+    let (input, weight) = (of(&[3, 4]), of(&[4]).set_requires_grad(true));
+    let target = Tensor::zeros([3], (Kind::Int64, Device::Cpu));
+    let options = CrossEntropyOptions { weight: Some(&weight), ..Default::default() };
+    let loss = f_cross_entropy(&input, &target, &options).expect("a loss");
+    assert!(!loss.requires_grad());
+    let operator = CrossEntropy {
+        ignore_index: -100,
+        reduction: Reduction::Mean,
+        label_smoothing: 0.0,
+        reuse_logits: false,
+    };
+    let of = CrossEntropyIn { input: &input, target: &target, weight: Some(&weight) };
+    let error = call(operator.clone(), &of).expect_err("a gradient is wanted").to_string();
+    let expected = "cross_entropy: weight: expected weights of classes without gradient, got one that requires grad";
+    assert!(error.starts_with(expected), "{error}");
+    let found = tch::no_grad(|| call(operator, &of)).expect("no gradient is wanted").loss;
+    assert!(found.equal(&loss));
+}
+
 #[test]
 fn bad_input_is_refused_by_name() {
     let options = CrossEntropyOptions::default();
@@ -417,10 +443,10 @@ fn bad_input_is_refused_by_name() {
         let smooth = CrossEntropyOptions { label_smoothing: 1.5, ..options };
         let other = CrossEntropyOptions { reduction: Reduction::Other(7), ..options };
         for (error, parts) in [
-            (f_cross_entropy(&of(&[3], Kind::Float), &targets, &options), ["logits", "[M, V]"]),
-            (f_cross_entropy(&of(&[3, 4], Kind::Int), &targets, &options), ["logits", "Int"]),
-            (f_cross_entropy(&logits, &of(&[2], Kind::Int64), &options), ["targets", "[M]"]),
-            (f_cross_entropy(&logits, &of(&[3], Kind::Float), &options), ["targets", "Int64"]),
+            (f_cross_entropy(&of(&[3], Kind::Float), &targets, &options), ["input", "[M, V]"]),
+            (f_cross_entropy(&of(&[3, 4], Kind::Int), &targets, &options), ["input", "Int"]),
+            (f_cross_entropy(&logits, &of(&[2], Kind::Int64), &options), ["target", "[M]"]),
+            (f_cross_entropy(&logits, &of(&[3], Kind::Float), &options), ["target", "Int64"]),
             (f_cross_entropy(&logits, &targets, &weighted(&short)), ["weight", "[V]"]),
             (f_cross_entropy(&logits, &targets, &weighted(&double)), ["weight", "Float"]),
             (f_cross_entropy(&logits, &targets, &smooth), ["label_smoothing", "1.5"]),
@@ -435,7 +461,7 @@ fn bad_input_is_refused_by_name() {
     for wrong in [4, -1, i64::MIN, i64::MAX] {
         let targets = Tensor::from_slice(&[0, wrong, 1]);
         let error = f_cross_entropy(&logits, &targets, &options).expect_err("no class").to_string();
-        assert!(error.contains("targets") && error.contains(&format!("{wrong} at 1")), "{error}");
+        assert!(error.contains("target:") && error.contains(&format!("{wrong} at 1")), "{error}");
     }
 }
 

@@ -484,8 +484,8 @@ fn bad_input_is_refused_by_name() {
             (op(&x, &of(&[5, 3], Kind::Float), None, &t, &default), ["weight", "[V, D]"]),
             (op(&x, &of(&[5, 4], Kind::Half), None, &t, &default), ["weight", "Half"]),
             (op(&x, &w, Some(&of(&[4], Kind::Float)), &t, &default), ["bias", "[V]"]),
-            (op(&x, &w, None, &of(&[2], Kind::Int64), &default), ["targets", "[N]"]),
-            (op(&x, &w, None, &of(&[3], Kind::Float), &default), ["targets", "Int64"]),
+            (op(&x, &w, None, &of(&[2], Kind::Int64), &default), ["target", "[N]"]),
+            (op(&x, &w, None, &of(&[3], Kind::Float), &default), ["target", "Int64"]),
             (
                 with(LinearCrossEntropyOptions { label_smoothing: -0.1, ..default }),
                 ["label_smoothing", "-0.1"],
@@ -515,5 +515,5 @@ fn bad_input_is_refused_by_name() {
     let error = f_linear_cross_entropy(&of(&[3, 4]), &of(&[5, 4]), None, &targets, &default)
         .expect_err("no class")
         .to_string();
-    assert!(error.contains("targets") && error.contains("5 at 1"), "{error}");
+    assert!(error.contains("target:") && error.contains("5 at 1"), "{error}");
 }

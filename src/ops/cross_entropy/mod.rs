@@ -1,22 +1,19 @@
 //! The cross-entropy of logits and classes.
 
-use super::loss::check::{check_options, check_targets};
+use super::loss::check::{KINDS, check_options, check_target, loss};
 use super::loss::kernels::{
-    Gradients, Operands, Wanted, compute_kind, is_in_range_without_scale, mean_factor, rows, scale,
-    scaled, times_gradient, total,
+    self, Operands, Wanted, compute_kind, factor, is_ahead, rows, times, times_gradient, total,
 };
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use crate::Result;
+use crate::amp::CastPolicy;
 use crate::ffi::tensor::{bump_version, is_plain, plain};
-use crate::{Error, Result, check};
-use tch::{Kind, Reduction, Tensor};
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Signature, Slots, call,
+};
+use tch::{Reduction, Tensor};
 
-pub(super) mod parts;
-
-const OP: &str = "cross_entropy";
-const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
-
-/// What [`cross_entropy`] may be told besides logits and targets. The defaults are those of PyTorch's
+/// What [`cross_entropy`] may be told besides logits and their classes. The defaults are those of PyTorch's
 /// `F.cross_entropy`.
 #[derive(Clone, Copy, Debug)]
 pub struct CrossEntropyOptions<'a> {
@@ -57,8 +54,8 @@ impl Default for CrossEntropyOptions<'_> {
 /// sum = Σ loss           mean = Σ loss / Σ w[t]                   over rows that are not ignored
 /// ```
 ///
-/// * `logits`: z, `[M, V]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
-/// * `targets`: t, `[M]`, of kind `Int64`: a class from 0 to V - 1, or `ignore_index`
+/// * `input`: the logits z, `[M, V]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
+/// * `target`: t, `[M]`, of kind `Int64`: a class from 0 to V - 1, or `ignore_index`
 ///
 /// Returns a loss without dimensions, or with `Reduction::None` those of the rows, `[M]`; of the
 /// logits' kind. The mean of no rows is NaN, as in libtorch. Strides and sizes are arbitrary. For the
@@ -88,12 +85,8 @@ impl Default for CrossEntropyOptions<'_> {
 ///
 /// # Panics
 /// If [`f_cross_entropy`] returns an error.
-pub fn cross_entropy(
-    logits: &Tensor,
-    targets: &Tensor,
-    options: &CrossEntropyOptions<'_>,
-) -> Tensor {
-    super::unwrap(f_cross_entropy(logits, targets, options))
+pub fn cross_entropy(input: &Tensor, target: &Tensor, options: &CrossEntropyOptions<'_>) -> Tensor {
+    super::unwrap(f_cross_entropy(input, target, options))
 }
 
 /// [`cross_entropy`], with an error instead of a panic.
@@ -104,24 +97,17 @@ pub fn cross_entropy(
 /// fails an assertion on the device, as in libtorch, after which the program cannot use CUDA any
 /// more.
 pub fn f_cross_entropy(
-    logits: &Tensor,
-    targets: &Tensor,
+    input: &Tensor,
+    target: &Tensor,
     options: &CrossEntropyOptions<'_>,
 ) -> Result<Tensor> {
-    check_arguments(logits, targets, options)?;
-    let cast = autocast_inputs(CastPolicy::Float, &[Some(logits), options.weight])?;
-    let (logits, weight) = match cast.as_deref() {
-        Some([Some(logits), weight]) => (logits, weight.as_ref()),
-        _ => (logits, options.weight),
-    };
-    if let Some(weight) = weight {
-        check!(OP, weight).kind_as(logits.f_kind()?, "logits")?;
-    }
-    let CrossEntropyOptions { reduction, ignore_index, label_smoothing, reuse_logits, .. } =
+    let CrossEntropyOptions { weight, reduction, ignore_index, label_smoothing, reuse_logits } =
         *options;
-    let loss = CrossEntropy { reduction, ignore_index, label_smoothing, reuse_logits };
-    let weight = weight.map(Tensor::detach);
-    apply(loss, &[Some(logits), Some(targets), weight.as_ref()])?.single()
+    let constant =
+        weight.filter(|weight| weight.requires_grad()).map(Tensor::f_detach).transpose()?;
+    let weight = constant.as_ref().or(weight);
+    let operator = CrossEntropy { ignore_index, reduction, label_smoothing, reuse_logits };
+    Ok(call(operator, &CrossEntropyIn { input, target, weight })?.loss)
 }
 
 /// [`cross_entropy`] in plain tch operations, without checks of its own. It is libtorch's own, except
@@ -130,14 +116,14 @@ pub fn f_cross_entropy(
 /// # Errors
 /// If an operation of libtorch fails.
 pub fn cross_entropy_reference(
-    logits: &Tensor,
-    targets: &Tensor,
+    input: &Tensor,
+    target: &Tensor,
     options: &CrossEntropyOptions<'_>,
 ) -> Result<Tensor> {
-    let (kind, compute) = (logits.f_kind()?, compute_kind(logits.f_kind()?));
+    let (kind, compute) = (input.f_kind()?, compute_kind(input.f_kind()?));
     let weight = options.weight.map(|weight| weight.f_to_kind(compute)).transpose()?;
-    let loss = logits.f_to_kind(compute)?.f_cross_entropy_loss(
-        targets,
+    let loss = input.f_to_kind(compute)?.f_cross_entropy_loss(
+        target,
         weight.as_ref(),
         options.reduction,
         options.ignore_index,
@@ -146,87 +132,88 @@ pub fn cross_entropy_reference(
     Ok(loss.f_to_kind(kind)?)
 }
 
-fn check_arguments(
-    logits: &Tensor,
-    targets: &Tensor,
-    options: &CrossEntropyOptions<'_>,
-) -> Result<()> {
-    let logits =
-        check!(OP, logits).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[M, V]")?;
-    let (rows, classes) = logits.tensor().size2()?;
-    let targets = check!(OP, targets).defined()?.same_device_as(&logits)?;
-    targets.kind_in(&[Kind::Int64])?.shape("[M]", &[rows])?;
-    if let Some(weight) = options.weight {
-        let weight = check!(OP, weight).defined()?.same_device_as(&logits)?;
-        weight.kind_in(&KINDS)?.shape("[V]", &[classes])?;
+crate::signature! {
+    /// [`cross_entropy`] as an operator.
+    pub CrossEntropy: CrossEntropyIn -> CrossEntropyOut = "cross_entropy"(
+        input,
+        target!,
+        weight?!,
+        ignore_index: i64 = -100,
+        reduction: Reduction = Reduction::Mean,
+        label_smoothing: f64 = 0.0,
+    ) -> (loss) {
+        /// [`CrossEntropyOptions::reuse_logits`].
+        reuse_logits: bool,
     }
-    check_options(OP, options.reduction, options.label_smoothing)?;
-    Ok(())
 }
 
-struct CrossEntropy {
-    reduction: Reduction,
-    ignore_index: i64,
-    label_smoothing: f64,
-    reuse_logits: bool,
+crate::slots! {
+    /// The gradient for an incoming one of 1, if the forward pass computes it.
+    pub struct Ahead { input? }
 }
 
-/// The positions of the inputs, which are also their slots among the saved tensors.
-mod place {
-    pub const LOGITS: usize = 0;
-    pub const TARGETS: usize = 1;
-    pub const WEIGHT: usize = 2;
-    pub const LEN: usize = 3;
-}
+impl Operator for CrossEntropy {
+    type Kept = Ahead;
+    type Plan = ();
 
-/// Saved after the inputs: the gradient of a mean or sum.
-const GRADIENT: usize = place::LEN;
+    const AUTOCAST: [Option<CastPolicy>; 2] = [Some(CastPolicy::Float); 2];
+    const MUST_BE_CONSTANT: Option<&'static str> = Some("weights of classes without gradient");
 
-impl Function for CrossEntropy {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (logits, targets) = (inputs.get(place::LOGITS)?, inputs.get(place::TARGETS)?);
-        let weight = inputs.optional(place::WEIGHT);
-        check_targets(OP, targets, logits.size2()?.1, self.ignore_index)?;
-        let keep = saver.needs_input_grad(place::LOGITS);
-        if keep && self.reuse_logits {
-            saver.check_in_place(place::LOGITS, "logits: reuse_logits")?;
-        }
-        let keep = keep && is_in_range_without_scale(logits.f_kind()?);
-        let (loss, gradient) = self.forward_of(logits, targets, weight, keep)?;
-        let is_gone = self.reuse_logits && gradient.is_some();
-        let logits = Some(logits).filter(|_| !is_gone);
-        for tensor in [logits, Some(targets), weight, gradient.as_ref()] {
-            saver.save_optional(tensor);
-        }
-        Ok(loss.into())
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let input = of.input.kind_in(&KINDS)?.supported_device()?.dim(2, "[M, V]")?;
+        let loss = loss(input, &of.target, "[M]", self.reduction)?;
+        let classes = &input.sizes()[1..];
+        let weight = of.weight.as_ref().map(|weight| weight.like(input)).transpose()?;
+        weight.map(|weight| weight.shape("[V]", classes)).transpose()?;
+        check_options(Self::NAME, self.reduction, self.label_smoothing)?;
+        let is_kept = needs.input && is_ahead(self.reduction, input.kind());
+        Ok(Made {
+            outputs: CrossEntropyOut { loss },
+            kept: Ahead { input: is_kept.then(|| input.clone()) },
+        })
     }
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let inputs =
-            (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
-        if ctx.create_graph() {
-            if inputs[place::LOGITS].is_none() {
-                return Err(Error::msg(
-                    "cross_entropy: logits: expected to be there for a second derivative, got their \
-                     gradient in their place; leave reuse_logits off",
-                ));
+    fn overwrites(&self) -> &'static [(usize, &'static str)] {
+        if self.reuse_logits { &[(0, "reuse_logits")] } else { &[] }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let is_kept = call.check()?.kept.input.is_some();
+        let (input, target) = (call.of.input, call.of.target);
+        check_target(Self::NAME, target, input.size2()?.1, self.ignore_index)?;
+        let (loss, gradient) = self.losses(&call.of, is_kept)?;
+        Ok(Made { outputs: CrossEntropyOut { loss }, kept: Ahead { input: gradient } })
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let Some(grad) = &grads.loss else { return Ok(CrossEntropyIn::none()) };
+        let input = match again.kept.input {
+            Some(gradient) => times(gradient, grad, again.is_last)?,
+            None => {
+                let CrossEntropyIn { input, target, weight } = &again.of;
+                let of = [input, target, weight].map(Option::as_ref);
+                let of = CrossEntropyIn::borrowed(Self::NAME, &of)?;
+                self.gradient_of_rows(&of, grad, again.is_last)?
             }
-            return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
-        }
-        let grad = grads.get(0)?;
-        let gradient = match ctx.saved_optional(GRADIENT)? {
-            Some(mut gradient) if ctx.is_last_backward() => {
-                scale(&mut gradient, grad)?;
-                gradient
-            }
-            Some(gradient) => scaled(&gradient, grad)?,
-            None => self.gradient_of_rows(&inputs, grad, ctx.is_last_backward())?,
         };
-        Ok([Some(gradient), None, None].into())
+        Ok(CrossEntropyIn { input: Some(input), target: None, weight: None })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = *self;
+        let CrossEntropyIn { input, target, weight } = *of;
+        let options = CrossEntropyOptions {
+            weight,
+            reduction,
+            ignore_index,
+            label_smoothing,
+            ..Default::default()
+        };
+        Ok(CrossEntropyOut { loss: cross_entropy_reference(input, target, &options)? })
     }
 }
 
@@ -250,21 +237,17 @@ impl CrossEntropy {
     }
 
     /// The loss and, if it is kept, the gradient of a mean or sum.
-    fn forward_of(
-        &self,
-        logits: &Tensor,
-        targets: &Tensor,
-        weight: Option<&Tensor>,
-        keep: bool,
-    ) -> Result<(Tensor, Option<Tensor>)> {
-        let is_copied = !is_plain(logits);
-        let (mut logits, targets) = (plain(logits)?, plain(targets)?);
+    fn losses(&self, of: &Args<'_, Self>, keep: bool) -> Result<(Tensor, Option<Tensor>)> {
+        let is_copied = !is_plain(of.input);
+        let (mut logits, targets) = (plain(of.input)?, plain(of.target)?);
         let (kind, device) = (logits.f_kind()?, logits.device());
         let compute = (compute_kind(kind), device);
-        let weight = weight.map(|weight| plain(&weight.f_to_kind(compute.0)?)).transpose()?;
+        let weight = of.weight.map(|weight| plain(&weight.f_to_kind(compute.0)?)).transpose()?;
         let operands = self.operands(&logits, &targets, weight.as_ref());
         let mut losses = Tensor::f_empty([logits.size2()?.0], compute)?;
-        let Some(factor) = self.factor(&targets, weight.as_ref(), compute.0)? else {
+        let (reduction, ignore_index) = (self.reduction, self.ignore_index);
+        let factor = factor(reduction, &targets, weight.as_ref(), ignore_index, compute.0)?;
+        let Some(factor) = factor else {
             rows(&operands, Wanted { losses: Some(&mut losses), gradients: None })?;
             return Ok((losses.f_to_kind(kind)?, None));
         };
@@ -272,8 +255,8 @@ impl CrossEntropy {
         let in_place = keep && (is_copied || self.reuse_logits);
         let mut own = (keep && !in_place).then(|| logits.f_empty_like()).transpose()?;
         let gradients = match own.as_mut() {
-            Some(own) => Some(Gradients::To(own)),
-            None => in_place.then_some(Gradients::InPlace),
+            Some(own) => Some(kernels::Gradients::To(own)),
+            None => in_place.then_some(kernels::Gradients::InPlace),
         };
         let gradients = gradients.map(|gradients| (&factor, gradients));
         rows(&operands, Wanted { losses: Some(&mut losses), gradients })?;
@@ -284,68 +267,31 @@ impl CrossEntropy {
         Ok((total(&losses, &factor, kind)?, own))
     }
 
-    /// By what the sum of the losses is multiplied, `[1]`; `None` without a reduction.
-    fn factor(
-        &self,
-        targets: &Tensor,
-        weight: Option<&Tensor>,
-        kind: Kind,
-    ) -> Result<Option<Tensor>> {
-        Ok(match self.reduction {
-            Reduction::Mean => Some(mean_factor(targets, weight, self.ignore_index, kind)?),
-            Reduction::Sum => Some(Tensor::f_ones([1], (kind, targets.device()))?),
-            _ => None,
-        })
-    }
-
     /// The gradient, from the logits. Nobody needs them after the last one.
     fn gradient_of_rows(
         &self,
-        inputs: &[Option<Tensor>],
+        of: &Args<'_, Self>,
         grad: &Tensor,
         is_last: bool,
     ) -> Result<Tensor> {
-        let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-        let inputs = Inputs::new(&inputs);
-        let logits = inputs.get(place::LOGITS)?;
-        let in_place = !is_plain(logits) || (self.reuse_logits && is_last);
-        let mut logits = plain(logits)?;
-        let targets = plain(inputs.get(place::TARGETS)?)?;
+        let in_place = !is_plain(of.input) || (self.reuse_logits && is_last);
+        let (mut logits, targets) = (plain(of.input)?, plain(of.target)?);
         let compute = compute_kind(logits.f_kind()?);
-        let weight = inputs.optional(place::WEIGHT);
-        let weight = weight.map(|weight| plain(&weight.f_to_kind(compute)?)).transpose()?;
-        let factors = match self.factor(&targets, weight.as_ref(), compute)? {
-            Some(factor) => times_gradient(&factor, grad)?,
-            None => plain(&grad.f_to_kind(compute)?)?,
-        };
+        let weight = of.weight.map(|weight| plain(&weight.f_to_kind(compute)?)).transpose()?;
+        let factor = factor(self.reduction, &targets, weight.as_ref(), self.ignore_index, compute)?;
+        let factors = times_gradient(factor.as_ref(), grad, compute)?;
         let operands = self.operands(&logits, &targets, weight.as_ref());
         if in_place {
             rows(
                 &operands,
-                Wanted { losses: None, gradients: Some((&factors, Gradients::InPlace)) },
+                Wanted { losses: None, gradients: Some((&factors, kernels::Gradients::InPlace)) },
             )?;
             bump_version(&mut logits)?;
             return Ok(logits.f_detach()?);
         }
         let mut gradient = logits.f_empty_like()?;
-        let gradients = Some((&factors, Gradients::To(&mut gradient)));
+        let gradients = Some((&factors, kernels::Gradients::To(&mut gradient)));
         rows(&operands, Wanted { losses: None, gradients })?;
         Ok(gradient)
-    }
-
-    fn reference(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
-        let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-        let inputs = Inputs::new(&inputs);
-        let CrossEntropy { reduction, ignore_index, label_smoothing, .. } = *self;
-        let weight = inputs.optional(place::WEIGHT);
-        let options = CrossEntropyOptions {
-            weight,
-            reduction,
-            ignore_index,
-            label_smoothing,
-            ..Default::default()
-        };
-        let (logits, targets) = (inputs.get(place::LOGITS)?, inputs.get(place::TARGETS)?);
-        Ok(cross_entropy_reference(logits, targets, &options)?.into())
     }
 }

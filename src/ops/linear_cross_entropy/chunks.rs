@@ -32,7 +32,7 @@ const SMALL: i64 = 64 << 20;
 impl Chunks {
     /// `memory` bounds the bytes of a chunk of logits and of a sum in `Float`. It is exceeded only if
     /// otherwise the weight's gradient were rounded more than six times.
-    pub(super) fn new(sizes: &Sizes, memory: Option<u64>, in_float: bool) -> Chunks {
+    pub(super) fn new(sizes: &Sizes, memory: Option<i64>, in_float: bool) -> Chunks {
         let of_row = (sizes.classes * size_of(sizes.kind)).max(1);
         let few = to_tiles_above(div_ceil(sizes.rows, MOST_ROUNDED));
         let in_float = in_float && sizes.can_add_in_float();
@@ -40,7 +40,6 @@ impl Chunks {
             let rows = few.max(to_tiles_below(SMALL / of_row)).max(sizes.rows_worth_a_sum());
             return Chunks { rows, in_float };
         };
-        let memory = i64::try_from(memory).unwrap_or(i64::MAX);
         let rows = to_tiles_below(memory / of_row);
         let is_rounded_often = div_ceil(sizes.rows, rows) > MOST_ROUNDED;
         if !(in_float || is_rounded_often && sizes.can_add_in_float()) {
@@ -114,7 +113,7 @@ mod tests {
 
     #[test]
     fn the_memory_is_a_bound_unless_the_gradient_were_rounded_too_often() {
-        for memory in [1_u64, 1 << 20, 100 << 20, 300 << 20, 1 << 40] {
+        for memory in [1_i64, 1 << 20, 100 << 20, 300 << 20, 1 << 40] {
             for sizes in [sizes(16_384, 768, 50_304), sizes(16_384, 2048, 248_320), sizes(7, 3, 5)]
             {
                 let chunks = Chunks::new(&sizes, Some(memory), false);
@@ -127,11 +126,11 @@ mod tests {
                 let least = (sizes.bytes_of_sum() + TILE * sizes.classes * 2)
                     .max(of_end)
                     .min(to_tiles_above(div_ceil(sizes.rows, 6)) * sizes.classes * 2);
-                assert!(bytes as u64 <= memory.max(least as u64), "{memory} {chunks:?}");
+                assert!(bytes <= memory.max(least), "{memory} {chunks:?}");
                 let alone = Sizes { of_weight: false, ..sizes };
                 let chunks = Chunks::new(&alone, Some(memory), true);
                 let bytes = chunks.rows * alone.classes * 2;
-                assert!(!chunks.in_float && (chunks.rows == 1 || bytes as u64 <= memory));
+                assert!(!chunks.in_float && (chunks.rows == 1 || bytes <= memory));
             }
         }
     }
@@ -139,7 +138,7 @@ mod tests {
     #[test]
     fn many_chunks_are_added_up_in_float() {
         let sizes = sizes(16_384, 768, 50_304);
-        let of = |mebibytes: u64| Chunks::new(&sizes, Some(mebibytes << 20), false);
+        let of = |mebibytes: i64| Chunks::new(&sizes, Some(mebibytes << 20), false);
         assert_eq!(of(300), Chunks { rows: 3072, in_float: false });
         assert_eq!(of(200), Chunks { rows: 1280, in_float: true });
         // There is no room for the sum, and it is smaller than six chunks.

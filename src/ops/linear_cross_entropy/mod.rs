@@ -1,23 +1,22 @@
 //! The cross-entropy of a linear layer's outputs and classes, without all of the outputs in memory.
 
-use super::loss::check::{check_options, check_targets};
+use super::loss::check::{KINDS, check_options, check_target, loss};
 use super::loss::kernels::{
-    Gradients, Operands, Wanted, compute_kind, is_in_range_without_scale, mean_factor, rows, scale,
-    scaled, size_of, times_gradient, total,
+    self, Operands, Wanted, compute_kind, factor, is_ahead, rows, size_of, times, times_gradient,
+    total,
 };
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use crate::amp::CastPolicy;
 use crate::ffi::tensor::plain;
-use crate::{Error, Result, check};
+use crate::operator::{
+    Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Signature, Slots, call,
+};
+use crate::{Error, Result};
 use tch::{Kind, Reduction, Tensor};
 
 mod chunks;
-pub(super) mod parts;
 
 use chunks::{Chunks, Sizes};
-
-const OP: &str = "linear_cross_entropy";
-const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// What [`linear_cross_entropy`] may be told besides its tensors.
 #[derive(Clone, Copy, Debug)]
@@ -67,7 +66,7 @@ impl Default for LinearCrossEntropyOptions {
 /// * `input`: x, `[N, D]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
 /// * `weight`: W, `[V, D]`
 /// * `bias`: b, `[V]`; `None` for zeros
-/// * `targets`: t, `[N]`, of kind `Int64`: a class from 0 to V - 1, or `ignore_index`
+/// * `target`: t, `[N]`, of kind `Int64`: a class from 0 to V - 1, or `ignore_index`
 ///
 /// Returns a loss without dimensions, or with `Reduction::None` those of the rows, `[N]`; of kind
 /// `Double` for `Double`, and otherwise `Float`. The mean of no rows is NaN, as in libtorch. Strides
@@ -110,10 +109,10 @@ pub fn linear_cross_entropy(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    targets: &Tensor,
+    target: &Tensor,
     options: &LinearCrossEntropyOptions,
 ) -> Tensor {
-    super::unwrap(f_linear_cross_entropy(input, weight, bias, targets, options))
+    super::unwrap(f_linear_cross_entropy(input, weight, bias, target, options))
 }
 
 /// [`linear_cross_entropy`], with an error instead of a panic.
@@ -127,21 +126,28 @@ pub fn f_linear_cross_entropy(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    targets: &Tensor,
+    target: &Tensor,
     options: &LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
-    check_arguments(input, weight, bias, targets, options)?;
-    let inputs = [Some(input), Some(weight), bias];
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &inputs)?;
-    let (input, weight, bias) = match cast.as_deref() {
-        Some([Some(input), Some(weight), bias]) => (input, weight, bias.as_ref()),
-        _ => (input, weight, bias),
+    let LinearCrossEntropyOptions {
+        reduction,
+        ignore_index,
+        label_smoothing,
+        softcap,
+        z_loss,
+        memory,
+        accumulate_in_float,
+    } = *options;
+    let operator = LinearCrossEntropy {
+        ignore_index,
+        reduction,
+        label_smoothing,
+        softcap,
+        z_loss,
+        memory: memory.map(|memory| i64::try_from(memory).unwrap_or(i64::MAX)),
+        accumulate_in_float,
     };
-    let like = check!(OP, input);
-    check!(OP, weight).like(&like)?;
-    bias.map(|bias| check!(OP, bias).like(&like)).transpose()?;
-    let inputs = [Some(input), Some(weight), bias, Some(targets)];
-    apply(LinearCrossEntropy { options: *options }, &inputs)?.single()
+    Ok(call(operator, &LinearCrossEntropyIn { input, weight, target, bias })?.loss)
 }
 
 /// [`linear_cross_entropy`] in plain tch operations, without checks of its own: it holds all logits.
@@ -152,7 +158,7 @@ pub fn linear_cross_entropy_reference(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
-    targets: &Tensor,
+    target: &Tensor,
     options: &LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
     let compute = compute_kind(input.f_kind()?);
@@ -161,7 +167,7 @@ pub fn linear_cross_entropy_reference(
         logits = logits.f_div_scalar(softcap)?.f_tanh()?.f_mul_scalar(softcap)?;
     }
     let loss = logits.f_cross_entropy_loss::<&Tensor>(
-        targets,
+        target,
         None,
         options.reduction,
         options.ignore_index,
@@ -170,7 +176,7 @@ pub fn linear_cross_entropy_reference(
     if options.z_loss == 0.0 {
         return Ok(loss);
     }
-    let is_there = targets.f_ne(options.ignore_index)?;
+    let is_there = target.f_ne(options.ignore_index)?;
     let lse = logits.f_logsumexp([1_i64].as_slice(), false)?;
     let squares = lse.f_square()?.f_where_self(&is_there, &lse.f_zeros_like()?)?;
     let squares = squares.f_mul_scalar(options.z_loss)?;
@@ -183,130 +189,122 @@ pub fn linear_cross_entropy_reference(
     })
 }
 
-fn check_arguments(
-    input: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    targets: &Tensor,
-    options: &LinearCrossEntropyOptions,
-) -> Result<()> {
-    let input =
-        check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[N, D]")?;
-    let (rows, features) = input.tensor().size2()?;
-    let weight =
-        check!(OP, weight).defined()?.kind_in(&KINDS)?.same_device_as(&input)?.dim(2, "[V, D]")?;
-    let classes = weight.tensor().size2()?.0;
-    weight.shape("[V, D]", &[classes, features])?;
-    if let Some(bias) = bias {
-        let bias = check!(OP, bias).defined()?.kind_in(&KINDS)?.same_device_as(&input)?;
-        bias.shape("[V]", &[classes])?;
-    }
-    let targets = check!(OP, targets).defined()?.same_device_as(&input)?;
-    targets.kind_in(&[Kind::Int64])?.shape("[N]", &[rows])?;
-    check_options(OP, options.reduction, options.label_smoothing)?;
-    let LinearCrossEntropyOptions { softcap, z_loss, .. } = *options;
-    // The kernels compute in `Float`, which must not make a zero or an infinity of them.
-    let computed = |number: f64| match compute_kind(input.tensor().kind()) {
-        Kind::Double => number,
-        _ => f64::from(number as f32),
-    };
-    let softcap = softcap.map(computed);
-    let z_loss = computed(z_loss);
-    if softcap.is_some_and(|softcap| !(softcap > 0.0 && softcap.is_finite())) {
-        let got = format!("{softcap:?}");
-        return Err(Error::argument(
-            OP,
-            "softcap",
-            "a finite number above 0",
-            &got,
-            "use None for no cap",
-        ));
-    }
-    if !z_loss.is_finite() {
-        return Err(Error::argument(OP, "z_loss", "a finite number", z_loss.to_string(), "use 0"));
-    }
-    Ok(())
+crate::signature! {
+    /// [`linear_cross_entropy`] as an operator.
+    pub LinearCrossEntropy: LinearCrossEntropyIn -> LinearCrossEntropyOut = "linear_cross_entropy"(
+        input,
+        weight,
+        target!,
+        bias?,
+        ignore_index: i64 = -100,
+        reduction: Reduction = Reduction::Mean,
+        label_smoothing: f64 = 0.0,
+        softcap: Option<f64> = None,
+        z_loss: f64 = 0.0,
+        memory: Option<i64> = None,
+        accumulate_in_float: bool = false,
+    ) -> (loss)
 }
 
-struct LinearCrossEntropy {
-    options: LinearCrossEntropyOptions,
+crate::slots! {
+    /// The gradients of a layer, for an incoming gradient of 1 if the forward pass computes them.
+    pub struct LayerGradients { input?, weight?, bias? }
 }
 
-/// The positions of the inputs, which are also their slots among the saved tensors.
-mod place {
-    pub const INPUT: usize = 0;
-    pub const WEIGHT: usize = 1;
-    pub const BIAS: usize = 2;
-    pub const TARGETS: usize = 3;
-    pub const LEN: usize = 4;
-}
+/// Which gradients are computed.
+type Wish = LayerGradients<Each<bool>>;
+/// The gradients that were.
+type Found = LayerGradients<Each<Option<Tensor>>>;
 
-/// How many inputs have gradients: the first ones.
-const GRADIENTS: usize = place::TARGETS;
+impl Operator for LinearCrossEntropy {
+    type Kept = LayerGradients;
+    type Plan = ();
 
-impl Function for LinearCrossEntropy {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
+    const AUTOCAST: [Option<CastPolicy>; 2] = [Some(CastPolicy::LowerPrecision); 2];
 
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let operands = Layer::new(inputs)?;
-        let targets = inputs.get(place::TARGETS)?;
-        check_targets(OP, targets, operands.weight.size2()?.0, self.options.ignore_index)?;
-        let is_ahead = self.is_ahead(operands.input.f_kind()?);
-        let wanted: [bool; GRADIENTS] =
-            std::array::from_fn(|place| is_ahead && saver.needs_input_grad(place));
-        let (loss, gradients) = self.losses(&operands, wanted)?;
-        let inputs = (0..place::LEN).map(|place| inputs.optional(place));
-        for tensor in inputs.chain(gradients.iter().map(Option::as_ref)) {
-            saver.save_optional(tensor);
-        }
-        Ok(loss.into())
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let input = of.input.kind_in(&KINDS)?.supported_device()?.dim(2, "[N, D]")?;
+        let weight = of.weight.like(input)?.dim(2, "[V, D]")?;
+        let classes = &weight.sizes()[0];
+        weight.shape("[V, D]", &[classes.clone(), input.sizes()[1].clone()])?;
+        let bias = of.bias.as_ref().map(|bias| bias.like(input)).transpose()?;
+        bias.map(|bias| bias.shape("[V]", std::slice::from_ref(classes))).transpose()?;
+        let loss = loss(input, &of.target, "[N]", self.reduction)?;
+        self.check_options(input.kind())?;
+        let is_ahead = is_ahead(self.reduction, input.kind());
+        let like = |of: &Meta<D>, is_needed: bool| (is_ahead && is_needed).then(|| of.clone());
+        Ok(Made {
+            outputs: LinearCrossEntropyOut { loss: loss.of_kind(compute_kind(input.kind())) },
+            kept: LayerGradients {
+                input: like(input, needs.input),
+                weight: like(weight, needs.weight),
+                bias: bias.and_then(|bias| like(bias, needs.bias)),
+            },
+        })
     }
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let inputs =
-            (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
-        if ctx.create_graph() {
-            return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
-        }
-        let grad = grads.get(0)?;
-        let wanted: [bool; GRADIENTS] = std::array::from_fn(|place| ctx.needs_input_grad(place));
-        let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-        let layer = Layer::new(Inputs::new(&inputs))?;
-        let gradients = if self.is_ahead(layer.input.f_kind()?) {
-            // All are read before one is changed: an error leaves them as they are.
-            let saved = (0..GRADIENTS)
-                .map(|place| wanted[place].then(|| ctx.saved(place::LEN + place)).transpose())
-                .collect::<Result<Vec<_>>>()?;
-            times(saved, grad, ctx.is_last_backward())?
-        } else {
-            let compute = compute_kind(layer.input.f_kind()?);
-            let factors = match self.factor(&layer)? {
-                Some(factor) => times_gradient(&factor, grad)?,
-                None => plain(&grad.f_to_kind(compute)?)?,
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let LayerGradients { input, weight, bias } = call.check()?.kept;
+        let classes = call.of.weight.size2()?.0;
+        check_target(Self::NAME, call.of.target, classes, self.ignore_index)?;
+        let wanted: Wish = LayerGradients {
+            input: input.is_some(),
+            weight: weight.is_some(),
+            bias: bias.is_some(),
+        };
+        let (loss, kept) = self.losses(&Layer::new(&call.of)?, &wanted)?;
+        Ok(Made { outputs: LinearCrossEntropyOut { loss }, kept })
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let Some(grad) = &grads.loss else { return Ok(LinearCrossEntropyIn::none()) };
+        let LinearCrossEntropyIn { input, weight, target, bias } = &again.of;
+        let of = [input, weight, target, bias].map(Option::as_ref);
+        let of = LinearCrossEntropyIn::borrowed(Self::NAME, &of)?;
+        let LinearCrossEntropyIn { input, weight, bias, .. } = again.needs;
+        let wanted: Wish = LayerGradients { input, weight, bias: bias && of.bias.is_some() };
+        let LayerGradients { input, weight, bias } = again.kept;
+        let is_ahead = (input.is_some() || !wanted.input)
+            && (weight.is_some() || !wanted.weight)
+            && (bias.is_some() || !wanted.bias);
+        let LayerGradients { input, weight, bias } = if is_ahead {
+            let scaled = |kept: Option<Tensor>, is_wanted: bool| {
+                kept.filter(|_| is_wanted).map(|kept| times(kept, grad, again.is_last)).transpose()
             };
-            self.chunked(&layer, None, Some(&factors), wanted)?
-        };
-        let [input, weight, bias] = gradients;
-        Ok([input, weight, bias, None].into())
-    }
-}
-
-/// Saved gradients times the incoming one, in place if nobody needs them after this.
-fn times(saved: Vec<Option<Tensor>>, grad: &Tensor, is_last: bool) -> Result<LayerGradients> {
-    let mut gradients = LayerGradients::default();
-    for (gradient, saved) in gradients.iter_mut().zip(saved) {
-        *gradient = match saved {
-            Some(mut saved) if is_last => {
-                scale(&mut saved, grad)?;
-                Some(saved)
+            LayerGradients {
+                input: scaled(input, wanted.input)?,
+                weight: scaled(weight, wanted.weight)?,
+                bias: scaled(bias, wanted.bias)?,
             }
-            Some(saved) => Some(scaled(&saved, grad)?),
-            None => None,
+        } else {
+            let layer = Layer::new(&of)?;
+            let (factor, compute) = (self.factor(&layer)?, compute_kind(layer.input.f_kind()?));
+            let factors = times_gradient(factor.as_ref(), grad, compute)?;
+            self.chunked(&layer, None, Some(&factors), &wanted)?
         };
+        Ok(LinearCrossEntropyIn { input, weight, target: None, bias })
     }
-    Ok(gradients)
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let LinearCrossEntropy {
+            reduction, ignore_index, label_smoothing, softcap, z_loss, ..
+        } = *self;
+        let options = LinearCrossEntropyOptions {
+            reduction,
+            ignore_index,
+            label_smoothing,
+            softcap,
+            z_loss,
+            ..Default::default()
+        };
+        let LinearCrossEntropyIn { input, weight, target, bias } = *of;
+        let loss = linear_cross_entropy_reference(input, weight, bias, target, &options)?;
+        Ok(LinearCrossEntropyOut { loss })
+    }
 }
 
 /// The tensors of a call, as the kernels and products need them.
@@ -318,17 +316,15 @@ struct Layer {
 }
 
 impl Layer {
-    fn new(inputs: Inputs<'_>) -> Result<Self> {
+    fn new(of: &Args<'_, LinearCrossEntropy>) -> Result<Self> {
         Ok(Layer {
-            input: inputs.get(place::INPUT)?.f_detach()?,
-            weight: inputs.get(place::WEIGHT)?.f_detach()?,
-            bias: inputs.optional(place::BIAS).map(Tensor::f_detach).transpose()?,
-            targets: plain(inputs.get(place::TARGETS)?)?,
+            input: of.input.f_detach()?,
+            weight: of.weight.f_detach()?,
+            bias: of.bias.map(Tensor::f_detach).transpose()?,
+            targets: plain(of.target)?,
         })
     }
-}
 
-impl Layer {
     /// The layer with a few more classes, of zeros, if its products are so much faster: in half kinds on
     /// CUDA, where the logits' rows would otherwise not begin at 16 bytes. A copy of the weight costs as
     /// much as a product with a few hundred rows.
@@ -355,33 +351,48 @@ impl Layer {
     }
 }
 
-/// One gradient for each input that has one.
-type LayerGradients = [Option<Tensor>; GRADIENTS];
-
 impl LinearCrossEntropy {
-    /// Whether the forward pass computes the gradients.
-    fn is_ahead(&self, kind: Kind) -> bool {
-        self.options.reduction != Reduction::None && is_in_range_without_scale(kind)
+    /// Checks what the operator is told, for an input of this kind.
+    fn check_options(&self, kind: Kind) -> Result<()> {
+        check_options(Self::NAME, self.reduction, self.label_smoothing)?;
+        // The kernels compute in `Float`, which must not make a zero or an infinity of them.
+        let computed = |number: f64| match compute_kind(kind) {
+            Kind::Double => number,
+            _ => f64::from(number as f32),
+        };
+        let refuse = |argument: &str, expected: &str, got: String, hint: &str| {
+            Err(Error::argument(Self::NAME, argument, expected, got, hint))
+        };
+        let (softcap, z_loss) = (self.softcap.map(computed), computed(self.z_loss));
+        if softcap.is_some_and(|softcap| !(softcap > 0.0 && softcap.is_finite())) {
+            let got = format!("{softcap:?}");
+            return refuse("softcap", "a finite number above 0", got, "use None for no cap");
+        }
+        if !z_loss.is_finite() {
+            return refuse("z_loss", "a finite number", z_loss.to_string(), "use 0");
+        }
+        match self.memory {
+            Some(memory) if memory < 0 => {
+                let expected = "a number of bytes that is not negative";
+                refuse("memory", expected, memory.to_string(), "use None for the default")
+            }
+            _ => Ok(()),
+        }
     }
 
     /// By what the sum of the losses is multiplied, `[1]`; `None` without a reduction.
     fn factor(&self, layer: &Layer) -> Result<Option<Tensor>> {
-        let like = (compute_kind(layer.input.f_kind()?), layer.input.device());
-        let LinearCrossEntropyOptions { reduction, ignore_index, .. } = self.options;
-        Ok(match reduction {
-            Reduction::Mean => Some(mean_factor(&layer.targets, None, ignore_index, like.0)?),
-            Reduction::Sum => Some(Tensor::f_ones([1], like)?),
-            _ => None,
-        })
+        let compute = compute_kind(layer.input.f_kind()?);
+        factor(self.reduction, &layer.targets, None, self.ignore_index, compute)
     }
 
     /// The loss, and those gradients that are wanted.
-    fn losses(&self, layer: &Layer, wanted: [bool; GRADIENTS]) -> Result<(Tensor, LayerGradients)> {
+    fn losses(&self, layer: &Layer, wanted: &Wish) -> Result<(Tensor, Found)> {
         let compute = compute_kind(layer.input.f_kind()?);
         let mut losses =
             Tensor::f_empty([layer.input.size2()?.0], (compute, layer.input.device()))?;
         let factor = self.factor(layer)?;
-        let factors = factor.as_ref().filter(|_| wanted.contains(&true));
+        let factors = factor.as_ref().filter(|_| wanted.input || wanted.weight || wanted.bias);
         let gradients = self.chunked(layer, Some(&mut losses), factors, wanted)?;
         match factor {
             Some(factor) => Ok((total(&losses, &factor, compute)?, gradients)),
@@ -396,8 +407,8 @@ impl LinearCrossEntropy {
         layer: &Layer,
         mut losses: Option<&mut Tensor>,
         factors: Option<&Tensor>,
-        wanted: [bool; GRADIENTS],
-    ) -> Result<LayerGradients> {
+        wanted: &Wish,
+    ) -> Result<Found> {
         let (kind, device) = (layer.input.f_kind()?, layer.input.device());
         let (all, features) = layer.input.size2()?;
         let own_classes = layer.weight.size2()?.0;
@@ -405,9 +416,9 @@ impl LinearCrossEntropy {
         let layer = padded.as_ref().unwrap_or(layer);
         let classes = layer.weight.size2()?.0;
         let is_cuda = device.is_cuda();
-        let of_weight = wanted[place::WEIGHT];
+        let of_weight = wanted.weight;
         let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
-        let chunks = Chunks::new(&sizes, self.options.memory, self.options.accumulate_in_float);
+        let chunks = Chunks::new(&sizes, self.memory, self.accumulate_in_float);
         let logits = Tensor::f_empty([chunks.rows.min(all), classes], (kind, device))?;
         let mut gradients = Accumulated::new(layer, wanted, &chunks)?;
         for first in (0..all).step_by(usize::try_from(chunks.rows).unwrap_or(usize::MAX)) {
@@ -426,7 +437,7 @@ impl LinearCrossEntropy {
                 |factors: &&Tensor| factors.size1().is_ok_and(|len| len == all && all > 1);
             let own = factors.filter(is_each).map(part).transpose()?;
             let factors = own.as_ref().or(factors);
-            let gradients_of_logits = factors.map(|factors| (factors, Gradients::InPlace));
+            let gradients_of_logits = factors.map(|factors| (factors, kernels::Gradients::InPlace));
             let own_logits = logits.f_narrow(1, 0, own_classes)?;
             let operands = self.operands(&own_logits, &targets);
             rows(&operands, Wanted { losses: of_chunk.as_mut(), gradients: gradients_of_logits })?;
@@ -441,18 +452,9 @@ impl LinearCrossEntropy {
     }
 
     fn operands<'a>(&self, logits: &'a Tensor, targets: &'a Tensor) -> Operands<'a> {
-        let LinearCrossEntropyOptions { ignore_index, label_smoothing, softcap, z_loss, .. } =
-            self.options;
+        let LinearCrossEntropy { ignore_index, label_smoothing, softcap, z_loss, .. } = *self;
         let softcap = softcap.unwrap_or(0.0);
         Operands { logits, targets, weight: None, ignore_index, label_smoothing, softcap, z_loss }
-    }
-
-    fn reference(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
-        let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-        let inputs = Inputs::new(&inputs);
-        let (input, weight) = (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?);
-        let (bias, targets) = (inputs.optional(place::BIAS), inputs.get(place::TARGETS)?);
-        Ok(linear_cross_entropy_reference(input, weight, bias, targets, &self.options)?.into())
     }
 }
 
@@ -467,8 +469,7 @@ struct Accumulated {
 }
 
 impl Accumulated {
-    fn new(layer: &Layer, wanted: [bool; GRADIENTS], chunks: &Chunks) -> Result<Self> {
-        let [of_input, of_weight, of_bias] = wanted;
+    fn new(layer: &Layer, wanted: &Wish, chunks: &Chunks) -> Result<Self> {
         let (kind, device) = (layer.input.f_kind()?, layer.input.device());
         let of = |tensor: &Tensor, kind: Kind| Tensor::f_zeros(tensor.size(), (kind, device));
         let of_products = if chunks.in_float { Kind::Float } else { kind };
@@ -481,10 +482,13 @@ impl Accumulated {
             }
             Tensor::f_empty(tensor.size(), (kind, device))
         };
-        let bias = layer.bias.as_ref().filter(|_| of_bias);
+        let bias = layer.bias.as_ref().filter(|_| wanted.bias);
         Ok(Accumulated {
-            input: of_input.then(|| empty(&layer.input, kind, false)).transpose()?,
-            weight: of_weight.then(|| empty(&layer.weight, of_products, is_added)).transpose()?,
+            input: wanted.input.then(|| empty(&layer.input, kind, false)).transpose()?,
+            weight: wanted
+                .weight
+                .then(|| empty(&layer.weight, of_products, is_added))
+                .transpose()?,
             bias: bias.map(|bias| of(bias, compute_kind(kind))).transpose()?,
             in_float: chunks.in_float,
         })
@@ -518,8 +522,12 @@ impl Accumulated {
     }
 
     /// The gradients in this kind, of so many classes.
-    fn finish(self, kind: Kind, classes: i64) -> Result<LayerGradients> {
+    fn finish(self, kind: Kind, classes: i64) -> Result<Found> {
         let of_kind = |tensor: Tensor| tensor.f_narrow(0, 0, classes)?.f_to_kind(kind);
-        Ok([self.input, self.weight.map(of_kind).transpose()?, self.bias.map(of_kind).transpose()?])
+        Ok(LayerGradients {
+            input: self.input,
+            weight: self.weight.map(of_kind).transpose()?,
+            bias: self.bias.map(of_kind).transpose()?,
+        })
     }
 }

@@ -1,8 +1,12 @@
 //! The checks of arguments that the losses share.
 
+use crate::operator::{Dim, Meta};
 use crate::view::view;
 use crate::{Error, Result};
-use tch::{Device, Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
+
+/// The kinds of logits, and of what they are made of.
+pub(crate) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// Refuses options that mean nothing.
 pub(crate) fn check_options(op: &str, reduction: Reduction, label_smoothing: f64) -> Result<()> {
@@ -17,22 +21,35 @@ pub(crate) fn check_options(op: &str, reduction: Reduction, label_smoothing: f64
     Ok(())
 }
 
+/// The loss of an input's rows, of the input's kind, once the shape of their targets, such as `[M]`, is
+/// checked.
+pub(crate) fn loss<D: Dim>(
+    input: &Meta<D>,
+    target: &Meta<D>,
+    shape: &str,
+    reduction: Reduction,
+) -> Result<Meta<D>> {
+    let rows = &input.sizes()[..1];
+    target.same_device_as(input)?.kind_in(&[Kind::Int64])?.shape(shape, rows)?;
+    Ok(input.sized(if reduction == Reduction::None { rows } else { &[] }))
+}
+
 /// On the CPU, refuses a target that is no class. On CUDA the kernel stops the program.
-pub(crate) fn check_targets(
+pub(crate) fn check_target(
     op: &str,
-    targets: &Tensor,
+    target: &Tensor,
     classes: i64,
     ignore_index: i64,
 ) -> Result<()> {
-    if targets.device() != Device::Cpu {
+    if target.device() != Device::Cpu {
         return Ok(());
     }
     let is_right = |target: i64| (0..classes).contains(&target) || target == ignore_index;
-    let all = view::<i64, 1>(targets)?;
+    let all = view::<i64, 1>(target)?;
     let Some((at, wrong)) = all.iter().enumerate().find(|(_, target)| !is_right(*target)) else {
         return Ok(());
     };
     let last = classes - 1;
     let expected = format!("classes from 0 to V - 1 = {last}, or ignore_index {ignore_index}");
-    Err(Error::argument(op, "targets", expected, format!("{wrong} at {at}"), ""))
+    Err(Error::argument(op, "target", expected, format!("{wrong} at {at}"), ""))
 }

@@ -4,7 +4,7 @@ use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 
 /// Rows of logits, and what is computed of each. All arrays are row-major and, except for gaps
 /// between rows of logits, contiguous. The compute kind is `Double` for logits of `Double`, and
@@ -111,18 +111,45 @@ pub(crate) fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Whether the gradients of a mean or sum may be computed in the forward pass. Those of `Half` would be
-/// too small there for its range: the loss scale that keeps them in it arrives in the backward pass.
-pub(crate) fn is_in_range_without_scale(kind: Kind) -> bool {
-    kind != Kind::Half
+/// Whether the forward pass computes the gradients: those of a mean or sum. Those of `Half` would be too
+/// small there for its range: the loss scale that keeps them in it arrives in the backward pass.
+pub(crate) fn is_ahead(reduction: Reduction, kind: Kind) -> bool {
+    reduction != Reduction::None && kind != Kind::Half
 }
 
-/// A mean's or sum's factor, `[1]`, times the incoming gradient, `[]`.
+/// By what the sum of the rows' losses is multiplied, `[1]` of this compute kind; `None` without a
+/// reduction.
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn times_gradient(factor: &Tensor, grad: &Tensor) -> Result<Tensor> {
-    plain(&factor.f_mul(&grad.f_to_kind(factor.f_kind()?)?)?)
+pub(crate) fn factor(
+    reduction: Reduction,
+    targets: &Tensor,
+    weight: Option<&Tensor>,
+    ignore_index: i64,
+    compute: Kind,
+) -> Result<Option<Tensor>> {
+    Ok(match reduction {
+        Reduction::Mean => Some(mean_factor(targets, weight, ignore_index, compute)?),
+        Reduction::Sum => Some(Tensor::f_ones([1], (compute, targets.device()))?),
+        _ => None,
+    })
+}
+
+/// By what the rows' gradients are multiplied, `[1]` or `[M]`: the [`factor`] times the incoming gradient.
+///
+/// # Errors
+/// When CUDA fails.
+pub(crate) fn times_gradient(
+    factor: Option<&Tensor>,
+    grad: &Tensor,
+    compute: Kind,
+) -> Result<Tensor> {
+    let grad = grad.f_to_kind(compute)?;
+    match factor {
+        Some(factor) => plain(&factor.f_mul(&grad)?),
+        None => plain(&grad),
+    }
 }
 
 /// The bytes of an element.
@@ -237,7 +264,7 @@ fn checked_rows(name: &str, tensor: &Tensor, like: (Kind, Device)) -> Result<(*m
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn mean_factor(
+fn mean_factor(
     targets: &Tensor,
     weight: Option<&Tensor>,
     ignore_index: i64,
@@ -282,22 +309,18 @@ pub(crate) fn total(losses: &Tensor, factor: &Tensor, kind: Kind) -> Result<Tens
     Ok(total)
 }
 
-/// Multiplies gradients in place by a number of any kind, `[]` or `[1]`. They are not read if it
-/// is 1.
+/// Gradients that were computed ahead times the incoming one, a number of any kind, `[]` or `[1]`: in place
+/// if nobody needs them after this. They are not read then if it is 1.
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn scale(gradients: &mut Tensor, factor: &Tensor) -> Result<()> {
-    multiply(gradients, factor, gradients)
-}
-
-/// Gradients times a number, in memory of their own.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn scaled(gradients: &Tensor, factor: &Tensor) -> Result<Tensor> {
+pub(crate) fn times(gradients: Tensor, factor: &Tensor, is_last: bool) -> Result<Tensor> {
+    if is_last {
+        multiply(&gradients, factor, &gradients)?;
+        return Ok(gradients);
+    }
     let to = Tensor::f_empty(gradients.size(), (gradients.f_kind()?, gradients.device()))?;
-    multiply(gradients, factor, &to)?;
+    multiply(&gradients, factor, &to)?;
     Ok(to)
 }
 
