@@ -268,10 +268,10 @@ impl Operator for LinearCrossEntropy {
         let LinearCrossEntropyIn { input, weight, bias, .. } = again.needs;
         let wanted: Wish = LayerGradients { input, weight, bias: bias && of.bias.is_some() };
         let LayerGradients { input, weight, bias } = again.kept;
-        let is_ahead = (input.is_some() || !wanted.input)
+        let is_kept = (input.is_some() || !wanted.input)
             && (weight.is_some() || !wanted.weight)
             && (bias.is_some() || !wanted.bias);
-        let LayerGradients { input, weight, bias } = if is_ahead {
+        let LayerGradients { input, weight, bias } = if is_kept {
             let scaled = |kept: Option<Tensor>, is_wanted: bool| {
                 kept.filter(|_| is_wanted).map(|kept| times(kept, grad, again.is_last)).transpose()
             };
