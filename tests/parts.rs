@@ -184,7 +184,7 @@ fn losses() {
                 let (op, grad) = ("linear_cross_entropy", &incoming[0]);
                 let all =
                     args![&x, &w, &targets, &b, -100, name, 0.0, NONE, 0.0, NONE, false, 0b1011];
-                let found = kept(op, all)?;
+                let found = forward(op, all)?;
                 assert_equal(op, &found[..1], &[loss]);
                 assert_eq!(found[1].dim() == 2, reduction == Reduction::Mean);
                 let (of_x, of_w, of_b) = (&found[1], &found[2], &found[3]);
@@ -213,7 +213,7 @@ fn losses() {
             let (incoming, expected) = of_node(&[&loss], &[&logits]);
             tch::no_grad(|| -> Result<()> {
                 let op = "cross_entropy";
-                let found = kept(op, args![&logits, &targets, NONE, -100, name, 0.0, 0b1])?;
+                let found = forward(op, args![&logits, &targets, NONE, -100, name, 0.0, 0b1])?;
                 assert_equal(op, &found[..1], &[loss]);
                 let all =
                     args![&incoming[0], &found[1], &logits, &targets, NONE, -100, name, 0.0, 0b1];

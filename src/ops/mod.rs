@@ -114,12 +114,12 @@ pub mod definitions {
     pub use super::add_layer_norm::{AddLayerNorm, AddLayerNormIn, AddLayerNormOut};
     #[cfg(feature = "norm")]
     pub use super::add_rms_norm::{AddRmsNorm, AddRmsNormIn, AddRmsNormOut};
-    #[cfg(feature = "norm")]
-    pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
-    #[cfg(feature = "mlp")]
-    pub use super::gelu_mlp::{GeluMlp, GeluMlpIn, GeluMlpOut};
     #[cfg(feature = "loss")]
     pub use super::cross_entropy::{CrossEntropy, CrossEntropyIn, CrossEntropyOut};
+    #[cfg(feature = "mlp")]
+    pub use super::gelu_mlp::{GeluMlp, GeluMlpIn, GeluMlpOut};
+    #[cfg(feature = "norm")]
+    pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
     #[cfg(feature = "gemm")]
     pub use super::linear::{Linear, LinearIn, LinearOut};
     #[cfg(feature = "loss")]

@@ -82,11 +82,6 @@ impl Shapes {
     }
 }
 
-/// The kind in which tensors of this kind are computed.
-pub fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
-}
-
 /// A contiguous tensor of these sizes and this kind.
 ///
 /// # Errors
@@ -101,11 +96,6 @@ pub fn contiguous(sizes: &[SymInt], kind: Kind, like: &Tensor) -> Result<Tensor>
 /// An error of libtorch.
 pub fn nothing(like: &Tensor) -> Result<Tensor> {
     empty(&[SymInt::from(0)], like.f_kind()?, like)
-}
-
-/// The product of sizes, 1 for none.
-pub fn product(sizes: &[SymInt]) -> SymInt {
-    sizes.iter().cloned().fold(SymInt::from(1), |product, size| product * size)
 }
 
 /// As [`crate::node::returned`]: a contiguous tensor like each that needs a gradient.
