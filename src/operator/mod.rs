@@ -71,6 +71,7 @@ pub use tch::Tensor;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::apply;
 use crate::check::Check;
+use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::facts::{Facts, facts_into};
 use crate::{Error, Result};
 use node::Node;
@@ -401,9 +402,8 @@ fn constants<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Vec<(usize, Ten
         for (place, tensor) in tensors.iter().enumerate() {
             let tensor = tensor.filter(|tensor| tensor.requires_grad());
             if let Some(tensor) = tensor.filter(|_| O::In::CONSTANT >> place & 1 == 1) {
-                // With grad mode off, what is made of it requires none.
                 if let Some(expected) = O::MUST_BE_CONSTANT
-                    && tensor.f_neg()?.requires_grad()
+                    && tch_extension_grad_mode()
                 {
                     let (name, got) = (O::In::NAMES[place], "one that requires grad");
                     return Err(Error::argument(O::NAME, name, expected, got, "detach it"));

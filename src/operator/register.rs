@@ -10,8 +10,8 @@ use super::traced::{
     self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
 };
 use super::{
-    Again, Args, Call, Meta, Metas, Operator, OptionType, Outputs, Slots, Tensor, call, constants,
-    with_constants,
+    Again, Args, Call, Made, Meta, Metas, Operator, OptionType, Outputs, Slots, Tensor, call,
+    constants, known_metas, with_constants,
 };
 use crate::autograd::Inputs;
 use crate::ffi::define::{Borrowed, Call as Frame};
@@ -386,6 +386,32 @@ fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
     give(frame, gradients.into_iter().map(Some))
 }
 
+/// Checks that incoming gradients are like the outputs, and what was kept as the rule says: kernels read
+/// them by address, and anybody may call the registered operator.
+fn fits<O: Operator>(before: &First<'_>, said: Made<O, Meta<i64>>) -> Result<()> {
+    let like = |tensor: Option<&Tensor>, said: Option<&Meta<i64>>, what: &str, name: &str| {
+        let Some((tensor, said)) = tensor.zip(said) else { return Ok(()) };
+        let found = (tensor.f_kind()?, tensor.device(), tensor.size());
+        if (found.0, found.1, &found.2[..]) == (said.kind(), said.device(), said.sizes()) {
+            return Ok(());
+        }
+        let expected = format!("{:?} {:?} {:?}", said.kind(), said.device(), said.sizes());
+        let got = format!("{:?} {:?} {:?}", found.0, found.1, found.2);
+        Err(Error::argument(O::BACKWARD, &format!("{what}_{name}"), expected, got, ""))
+    };
+    let outputs = O::Out::descriptions(said.outputs);
+    let grads = refer(&before.grads).into_iter().zip(outputs.as_ref());
+    for ((grad, said), name) in grads.zip(O::Out::NAMES) {
+        like(grad, said.as_ref(), "grad", name)?;
+    }
+    let said: Vec<_> = outputs.into_iter().chain(O::Kept::items(said.kept)).collect();
+    let names: Vec<_> = O::Out::NAMES.iter().chain(O::Kept::NAMES).collect();
+    for (place, kept) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {
+        like(kept, said[place].as_ref(), "kept", names[place])?;
+    }
+    Ok(())
+}
+
 /// The gradients of the arguments that have some; those that are not needed are absent.
 fn gradients<O: Operator>(
     operator: &O,
@@ -397,6 +423,7 @@ fn gradients<O: Operator>(
     let needs = O::In::each(|place| is_needed(asked, place));
     let reads = O::In::items(operator.reads(&needs));
     let known = known::<O>(tensors)?;
+    fits::<O>(before, operator.rule(&known_metas::<O>(&known)?, &needs)?)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
     let mut results: Vec<Option<Tensor>> = (0..Dispatched::<O>::RESULTS).map(|_| None).collect();
     for (place, tensor) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {

@@ -70,6 +70,24 @@ fn registered_parts_agree_with_the_node() {
         let values = args![NONE, &grad_norm, &norm, &rows, &x, &weight, &mask, 2.0, 0b11];
         let (_, of_weight): (Tensor, Tensor) = backward.call(values).expect("gradients");
         assert_eq!(of_weight, weight.zeros_like());
+        // Kernels read by address, so nothing of another size or kind reaches them.
+        for (wrong, words) in [
+            (rows.narrow(0, 0, 2), "kept_rows: expected Double Cpu [3, 4], got Double Cpu [2, 4]"),
+            (
+                rows.to_kind(Kind::Float),
+                "kept_rows: expected Double Cpu [3, 4], got Float Cpu [3, 4]",
+            ),
+        ] {
+            let error = gradients(&wrong, 0b11).expect_err(words).to_string();
+            assert!(error.contains(words), "{error}");
+        }
+        let short = grad_y.narrow(0, 0, 2);
+        let values = args![&short, &grad_norm, &norm, &rows, &x, &weight, &mask, 2.0, 0b11];
+        let error = backward.call::<(Tensor, Tensor)>(values).expect_err("it is short").to_string();
+        assert!(
+            error.contains("grad_y: expected Double Cpu [3, 4], got Double Cpu [2, 4]"),
+            "{error}"
+        );
         // What is not needed is empty, and what was not kept is absent.
         assert_eq!(gradients(&rows, 0b10).expect("gradients").0.size(), [0]);
         let (_, _, absent): (Tensor, Tensor, Tensor) =
