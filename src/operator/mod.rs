@@ -83,7 +83,7 @@ use tch::Device;
 pub mod expansion {
     pub use super::register::definitions;
     pub use super::signature::{
-        Inputs, Place, Registered, read_tensor, tensor_argument, with_defaults_last,
+        Inputs, Place, Registered, one_of, read_tensor, tensor_argument, with_defaults_last,
     };
 }
 
@@ -126,7 +126,7 @@ pub trait Operator: Signature {
     const IS_SEEDED: bool = false;
 
     /// The outputs as a composition of other operators, for arguments that the kernels do not take;
-    /// `None` if they do. It sees the arguments before autocast. While a program is traced or transformed,
+    /// `None` if they do. In Rust it sees the arguments before autocast. While a program is traced or transformed,
     /// the composition calls the operator itself by [`dispatched`].
     ///
     /// # Errors
@@ -173,6 +173,13 @@ pub trait Operator: Signature {
     /// second, because a registered operator cannot return one tensor twice.
     fn shared_gradients(&self, _of: &Args<'_, Self>) -> &'static [(usize, usize)] {
         &[]
+    }
+
+    /// What the backward pass reads where only these outputs have a gradient: of the arguments, of the
+    /// outputs and of what is kept, one bit for each, the first one lowest. What is not read is absent, so
+    /// that it may have been changed in place. By default it reads all that it keeps.
+    fn reads_for(&self, _grads: &<Self::Out as Slots>::Of<Each<bool>>) -> [u64; 3] {
+        [u64::MAX; 3]
     }
 
     /// The outputs that have no gradient if only these arguments need one: one bit for each, the first

@@ -2,6 +2,7 @@
 
 use super::{Again, Call, Meta, Operator, Second, Slots, describe};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
+use crate::ffi::tensor::{is_plain, plain};
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -105,7 +106,7 @@ impl<O: Operator> Function for Node<O> {
             let inputs =
                 (0..Self::KEPT).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             for (place, option) in self.operator.overwrites() {
-                if inputs[*place].is_none() {
+                if inputs[*place].is_none() && self.known[*place].is_some() {
                     return Err(overwritten::<O>(*place, option));
                 }
             }
@@ -116,9 +117,13 @@ impl<O: Operator> Function for Node<O> {
         }
         let needs = O::In::each(|place| ctx.needs_input_grad(place));
         let reads = O::In::items(self.operator.reads(&needs));
+        let has_grads = O::Out::each(|place| grads.optional(place).is_some());
+        let reads_for = self.operator.reads_for(&has_grads);
+        let [is_read_argument, is_read_output, is_read_kept] =
+            reads_for.map(|bits| move |place: usize| bits >> place & 1 == 1);
         let mut of = O::In::array(|_| None);
         for (place, (of, is_read)) in of.as_mut().iter_mut().zip(reads).enumerate() {
-            if is_read {
+            if is_read && is_read_argument(place) {
                 *of = ctx.saved_optional(place)?;
             }
         }
@@ -127,13 +132,17 @@ impl<O: Operator> Function for Node<O> {
             // What is kept is no part of a graph: a constant where gradients are recorded.
             let _no_grad = is_recorded.then(tch::no_grad_guard);
             for (place, kept) in kept.as_mut().iter_mut().enumerate() {
-                *kept = ctx.saved_optional(Self::KEPT + place)?;
+                if is_read_kept(place) {
+                    *kept = as_made(ctx.saved_optional(Self::KEPT + place)?)?;
+                }
             }
         }
         let mut outputs = O::Out::array(|_| None);
         if O::READS_OUTPUTS != 0 {
             for (place, output) in outputs.as_mut().iter_mut().enumerate() {
-                *output = ctx.saved_optional(Self::OUTPUTS + place)?;
+                if is_read_output(place) {
+                    *output = ctx.saved_optional(Self::OUTPUTS + place)?;
+                }
             }
         }
         let again = Again {
@@ -150,6 +159,11 @@ impl<O: Operator> Function for Node<O> {
         let gradients = O::In::items(self.operator.backward(incoming, again)?);
         Ok(gradients.into_iter().collect::<Vec<_>>().into())
     }
+}
+
+/// What was kept, as the forward pass made it: hooks on saved tensors may lay it out in another way.
+fn as_made(kept: Option<Tensor>) -> Result<Option<Tensor>> {
+    kept.map(|kept| if is_plain(&kept) { Ok(kept) } else { plain(&kept) }).transpose()
 }
 
 fn overwritten<O: Operator>(place: usize, option: &str) -> Error {

@@ -59,10 +59,7 @@ pub fn definitions<O: Operator>(namespace: &'static str) -> Vec<Definition> {
     }
     let optional =
         |name: String| Argument { name: name.into(), default: None, ..tensor_argument("", true) };
-    let grads = O::Out::NAMES.iter().map(|name| match O::Out::NAMES.len() {
-        1 => "grad".to_string(),
-        _ => format!("grad_{name}"),
-    });
+    let grads = (0..O::Out::NAMES.len()).map(name_of_grad::<O>);
     let names = O::Out::NAMES.iter().chain(O::Kept::NAMES);
     let kept = traced::kept::<Dispatched<O>>().filter_map(|place| names.clone().nth(place));
     let first = grads.chain(kept.map(|name| format!("kept_{name}"))).map(optional);
@@ -74,6 +71,14 @@ pub fn definitions<O: Operator>(namespace: &'static str) -> Vec<Definition> {
         kernels: Kernels::<O>::BACKWARD,
     });
     all
+}
+
+/// The argument that is the gradient of an output.
+fn name_of_grad<O: Operator>(place: usize) -> String {
+    match O::Out::NAMES {
+        [_] => "grad".to_string(),
+        names => format!("grad_{}", names[place]),
+    }
 }
 
 /// The types of so many results.
@@ -251,9 +256,15 @@ fn autocast<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
 /// `x` while a program is traced: tensors with kinds and sizes alone.
 fn fake<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
     let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
-        made::<O>(&operator, tensors, 0, O::Out::NAMES.len())
+        if !O::IS_SEEDED
+            && let Some(outputs) = composed(&operator, tensors)?
+        {
+            return Ok(outputs);
+        }
+        let made = made::<O>(&operator, tensors, 0, O::Out::NAMES.len())?;
+        Ok(made.into_iter().map(Some).collect())
     })?;
-    give(frame, outputs.into_iter().map(Some))
+    give(frame, outputs)
 }
 
 /// The first of the outputs and of what is kept, as the rule says.
@@ -306,12 +317,20 @@ fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             let of = O::In::borrowed(O::NAME, tensors)?;
             let plan = operator.plan(&of, &needs)?;
             let call = Call { operator: &operator, of, needs: &needs, plan, known: None };
+            let said = O::Kept::items(call.check()?.kept);
             let made = operator.forward(&call)?;
             let mut results = contiguous(O::Out::descriptions(made.outputs))?;
             let others: Vec<&Tensor> =
                 tensors.iter().chain(&refer_own(&results)).flatten().copied().collect();
             let kept = returned_list(O::Kept::items(made.kept), &others)?;
-            for kept in kept {
+            for ((kept, said), name) in kept.into_iter().zip(said).zip(O::Kept::NAMES) {
+                if kept.is_some() && said.is_none() {
+                    return Err(Error::msg(format!(
+                        "{}: {name} is kept, of which a program that is traced knows nothing; call {}",
+                        O::FORWARD,
+                        O::NAME
+                    )));
+                }
                 results.push(Some(match kept {
                     Some(kept) => kept,
                     None => Tensor::f_empty([0; ABSENT], (like.f_kind()?, like.device()))?,
@@ -389,25 +408,31 @@ fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
 /// Checks that incoming gradients are like the outputs, and what was kept as the rule says: kernels read
 /// them by address, and anybody may call the registered operator.
 fn fits<O: Operator>(before: &First<'_>, said: Made<O, Meta<i64>>) -> Result<()> {
-    let like = |tensor: Option<&Tensor>, said: Option<&Meta<i64>>, what: &str, name: &str| {
-        let Some((tensor, said)) = tensor.zip(said) else { return Ok(()) };
+    let like = |tensor: Option<&Tensor>, said: Option<&Meta<i64>>, name: String| {
+        let Some(tensor) = tensor else { return Ok(()) };
         let found = (tensor.f_kind()?, tensor.device(), tensor.size());
-        if (found.0, found.1, &found.2[..]) == (said.kind(), said.device(), said.sizes()) {
-            return Ok(());
-        }
-        let expected = format!("{:?} {:?} {:?}", said.kind(), said.device(), said.sizes());
+        let expected = match said {
+            Some(said)
+                if (found.0, found.1, &found.2[..])
+                    == (said.kind(), said.device(), said.sizes()) =>
+            {
+                return Ok(());
+            }
+            Some(said) => format!("{:?} {:?} {:?}", said.kind(), said.device(), said.sizes()),
+            None => "nothing".to_string(),
+        };
         let got = format!("{:?} {:?} {:?}", found.0, found.1, found.2);
-        Err(Error::argument(O::BACKWARD, &format!("{what}_{name}"), expected, got, ""))
+        Err(Error::argument(O::BACKWARD, &name, expected, got, ""))
     };
     let outputs = O::Out::descriptions(said.outputs);
     let grads = refer(&before.grads).into_iter().zip(outputs.as_ref());
-    for ((grad, said), name) in grads.zip(O::Out::NAMES) {
-        like(grad, said.as_ref(), "grad", name)?;
+    for (place, (grad, said)) in grads.enumerate() {
+        like(grad, said.as_ref(), name_of_grad::<O>(place))?;
     }
     let said: Vec<_> = outputs.into_iter().chain(O::Kept::items(said.kept)).collect();
     let names: Vec<_> = O::Out::NAMES.iter().chain(O::Kept::NAMES).collect();
     for (place, kept) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {
-        like(kept, said[place].as_ref(), "kept", names[place])?;
+        like(kept, said[place].as_ref(), format!("kept_{}", names[place]))?;
     }
     Ok(())
 }
@@ -423,7 +448,9 @@ fn gradients<O: Operator>(
     let needs = O::In::each(|place| is_needed(asked, place));
     let reads = O::In::items(operator.reads(&needs));
     let known = known::<O>(tensors)?;
-    fits::<O>(before, operator.rule(&known_metas::<O>(&known)?, &needs)?)?;
+    // Those of all gradients: what was kept may have been kept for more of them.
+    let all = O::In::each(|_| true);
+    fits::<O>(before, operator.rule(&known_metas::<O>(&known)?, &all)?)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
     let mut results: Vec<Option<Tensor>> = (0..Dispatched::<O>::RESULTS).map(|_| None).collect();
     for (place, tensor) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {

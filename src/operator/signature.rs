@@ -110,6 +110,15 @@ options! {
     Vec<i64>: value => InSchema::ints(&value), value.into();
 }
 
+/// The words as a choice: `a, b or c`.
+#[doc(hidden)]
+pub fn one_of(words: &[&str]) -> String {
+    match words {
+        [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
+        _ => words.concat(),
+    }
+}
+
 /// Makes a type with few values an option, which is a text in the schema.
 macro_rules! text_option {
     ($type:ty { $($text:literal = $value:path),+ $(,)? }) => {
@@ -136,7 +145,7 @@ macro_rules! text_option {
                 match text {
                     $($text => Ok($value),)+
                     other => {
-                        let expected = [$($text),+].join(" or ");
+                        let expected = $crate::operator::expansion::one_of(&[$($text),+]);
                         Err($crate::Error::argument(of.op, of.argument, expected, other, ""))
                     }
                 }

@@ -458,10 +458,7 @@ pub(super) fn returned_list(
 }
 
 /// A contiguous copy.
-///
-/// # Errors
-/// If libtorch fails.
-pub fn copied(tensor: &Tensor) -> Result<Tensor> {
+fn copied(tensor: &Tensor) -> Result<Tensor> {
     Ok(tensor.f_to_dtype(tensor.f_kind()?, false, true)?)
 }
 
@@ -471,10 +468,4 @@ pub fn copied(tensor: &Tensor) -> Result<Tensor> {
 /// If libtorch fails.
 pub fn nothing(like: &Tensor) -> Result<Tensor> {
     Ok(Tensor::f_empty([0], (like.f_kind()?, like.device()))?)
-}
-
-/// A tensor, unless it is only in the place of one that is absent. The operators say which of the two it
-/// is by their other arguments.
-pub fn present(tensor: &Tensor, is_there: bool) -> Option<&Tensor> {
-    Some(tensor).filter(|_| is_there)
 }

@@ -72,10 +72,13 @@ fn registered_parts_agree_with_the_node() {
         assert_eq!(of_weight, weight.zeros_like());
         // Kernels read by address, so nothing of another size or kind reaches them.
         for (wrong, words) in [
-            (rows.narrow(0, 0, 2), "kept_rows: expected Double Cpu [3, 4], got Double Cpu [2, 4]"),
+            (
+                rows.narrow(0, 0, 2),
+                "kept_rows: expected torch.float64 cpu [3, 4], got torch.float64 cpu [2, 4]",
+            ),
             (
                 rows.to_kind(Kind::Float),
-                "kept_rows: expected Double Cpu [3, 4], got Float Cpu [3, 4]",
+                "kept_rows: expected torch.float64 cpu [3, 4], got torch.float32 cpu [3, 4]",
             ),
         ] {
             let error = gradients(&wrong, 0b11).expect_err(words).to_string();
@@ -85,7 +88,9 @@ fn registered_parts_agree_with_the_node() {
         let values = args![&short, &grad_norm, &norm, &rows, &x, &weight, &mask, 2.0, 0b11];
         let error = backward.call::<(Tensor, Tensor)>(values).expect_err("it is short").to_string();
         assert!(
-            error.contains("grad_y: expected Double Cpu [3, 4], got Double Cpu [2, 4]"),
+            error.contains(
+                "grad_y: expected torch.float64 cpu [3, 4], got torch.float64 cpu [2, 4]"
+            ),
             "{error}"
         );
         // What is not needed is empty, and what was not kept is absent.

@@ -8,7 +8,7 @@ use super::norm::{
 use super::way::forced;
 use crate::Result;
 use crate::operator::{
-    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Second, Signature, Slots, call, dispatched,
 };
 use tch::Tensor;
@@ -219,6 +219,11 @@ impl Operator for AddLayerNorm {
             outputs: AddLayerNormOut { sum: found.sum, output: found.output },
             kept: KeptAddLayerNorm { mean, rstd, dropped: found.dropped },
         })
+    }
+
+    /// The gradients of h alone go through dropout only.
+    fn reads_for(&self, grads: &AddLayerNormOut<Each<bool>>) -> [u64; 3] {
+        if grads.output { [u64::MAX; 3] } else { [0, 0, 0b100] }
     }
 
     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {

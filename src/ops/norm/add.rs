@@ -172,7 +172,7 @@ impl AddNorm<'_> {
                 let Some(grad_sum) = grad_sum else { return Ok([const { None }; 4]) };
                 let of_sum = if is_recorded { grad_sum.shallow_clone() } else { plain(grad_sum)? };
                 let input = wanted[0].map(|_| self.through_dropout(&of_sum, read.dropped));
-                Ok([input.transpose()?, Some(of_sum), None, None])
+                Ok([input.transpose()?, wanted[1].map(|_| of_sum), None, None])
             }
             (Some(grad_output), Some(sum)) if is_recorded => {
                 self.differentiable(grad_output, grad_sum, sum, read, wanted)
