@@ -247,6 +247,34 @@ impl Op {
         }
     }
 
+    /// As with libtorch's addition: where only h has a gradient, nothing of the norm is read.
+    pub fn what_only_the_norm_reads_may_change_before_the_sums_gradient(self) {
+        for device in devices() {
+            for dropout in [0.0, 0.5] {
+                let leaf = || Tensor::ones([4, 8], (Kind::Float, device)).set_requires_grad(true);
+                let (input, residual) = (leaf(), leaf());
+                let [weight, bias] = self.parameters(8, Kind::Float, device);
+                let parameters = [weight.as_ref(), bias.as_ref()];
+                let (mut sum, _) =
+                    (self.fused)(&input, &residual, &[8], parameters, dropout).expect("a result");
+                let _ = sum.g_add_scalar_(1.0);
+                if let Some(weight) = &weight {
+                    let _ = weight.detach().g_add_scalar_(1.0);
+                }
+                sum.sum(Kind::Float).backward();
+                assert_eq!(residual.grad(), residual.ones_like(), "{device:?} {dropout}");
+                // Twice as much, or nothing.
+                let scale = 1.0 / (1.0 - dropout);
+                let found = input.grad();
+                let is_right = found.eq(0.0).logical_or(&found.eq(scale)).all();
+                assert!(
+                    is_right.int64_value(&[]) == 1
+                        && found.sum(Kind::Float).double_value(&[]) > 0.0
+                );
+            }
+        }
+    }
+
     /// The numbers are those of libtorch's addition and norm.
     pub fn agrees_with_libtorch(self) {
         for device in devices() {
@@ -376,6 +404,7 @@ macro_rules! tests {
             dropout_drops_the_same_values_in_both_directions,
             gradients_under_dropout_are_those_of_the_formula,
             leaves_do_not_share_their_gradients,
+            what_only_the_norm_reads_may_change_before_the_sums_gradient,
             cuda_many_rows_for_each_block,
             cuda_graphs_draw_new_numbers_in_each_replay,
             second_derivatives_where_one_gradient_has_no_graph,
