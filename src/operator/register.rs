@@ -406,35 +406,41 @@ fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
 }
 
 /// Checks that incoming gradients are like the outputs, and what was kept as the rule says: kernels read
-/// them by address, and anybody may call the registered operator.
-fn fits<O: Operator>(before: &First<'_>, said: Made<O, Meta<i64>>) -> Result<()> {
+/// them by address, and anybody may call the registered operator. Returns which of what was kept the rule
+/// knows, for these gradients or, since the forward pass may have been asked for more, for all.
+fn fits<O: Operator>(
+    operator: &O,
+    before: &First<'_>,
+    metas: &Metas<O, i64>,
+    needs: &super::Needs<O>,
+) -> Result<Vec<bool>> {
     let like = |tensor: Option<&Tensor>, said: Option<&Meta<i64>>, name: String| {
-        let Some(tensor) = tensor else { return Ok(()) };
+        let Some((tensor, said)) = tensor.zip(said) else { return Ok(()) };
         let found = (tensor.f_kind()?, tensor.device(), tensor.size());
-        let expected = match said {
-            Some(said)
-                if (found.0, found.1, &found.2[..])
-                    == (said.kind(), said.device(), said.sizes()) =>
-            {
-                return Ok(());
-            }
-            Some(said) => format!("{:?} {:?} {:?}", said.kind(), said.device(), said.sizes()),
-            None => "nothing".to_string(),
-        };
+        if (found.0, found.1, &found.2[..]) == (said.kind(), said.device(), said.sizes()) {
+            return Ok(());
+        }
+        let expected = format!("{:?} {:?} {:?}", said.kind(), said.device(), said.sizes());
         let got = format!("{:?} {:?} {:?}", found.0, found.1, found.2);
         Err(Error::argument(O::BACKWARD, &name, expected, got, ""))
     };
-    let outputs = O::Out::descriptions(said.outputs);
-    let grads = refer(&before.grads).into_iter().zip(outputs.as_ref());
-    for (place, (grad, said)) in grads.enumerate() {
-        like(grad, said.as_ref(), name_of_grad::<O>(place))?;
+    let all = O::In::each(|_| true);
+    let [of_needed, of_all] =
+        [operator.rule(metas, needs)?, operator.rule(metas, &all)?].map(|said: Made<O, _>| {
+            let outputs = O::Out::descriptions(said.outputs).into_iter();
+            outputs.chain(O::Kept::items(said.kept)).collect::<Vec<Option<Meta<i64>>>>()
+        });
+    for (place, grad) in refer(&before.grads).into_iter().enumerate() {
+        like(grad, of_all[place].as_ref(), name_of_grad::<O>(place))?;
     }
-    let said: Vec<_> = outputs.into_iter().chain(O::Kept::items(said.kept)).collect();
     let names: Vec<_> = O::Out::NAMES.iter().chain(O::Kept::NAMES).collect();
+    let mut is_known = Vec::new();
     for (place, kept) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {
-        like(kept, said[place].as_ref(), format!("kept_{}", names[place]))?;
+        let said = of_needed[place].as_ref().or(of_all[place].as_ref());
+        like(kept, said, format!("kept_{}", names[place]))?;
+        is_known.push(said.is_some());
     }
-    Ok(())
+    Ok(is_known)
 }
 
 /// The gradients of the arguments that have some; those that are not needed are absent.
@@ -448,12 +454,11 @@ fn gradients<O: Operator>(
     let needs = O::In::each(|place| is_needed(asked, place));
     let reads = O::In::items(operator.reads(&needs));
     let known = known::<O>(tensors)?;
-    // Those of all gradients: what was kept may have been kept for more of them.
-    let all = O::In::each(|_| true);
-    fits::<O>(before, operator.rule(&known_metas::<O>(&known)?, &all)?)?;
+    let is_known = fits(operator, before, &known_metas::<O>(&known)?, &needs)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
     let mut results: Vec<Option<Tensor>> = (0..Dispatched::<O>::RESULTS).map(|_| None).collect();
-    for (place, tensor) in traced::kept::<Dispatched<O>>().zip(refer(&before.kept)) {
+    let kept = traced::kept::<Dispatched<O>>().zip(refer(&before.kept));
+    for ((place, tensor), _) in kept.zip(is_known).filter(|(_, is_known)| *is_known) {
         // As the forward pass made it, also if the caller has laid it out in another way.
         results[place] = tensor.map(plain).transpose()?;
     }
