@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 /// 2. Its [`rule`](Operator::rule) says what [`forward`](Operator::forward) makes, for each gradient
 ///    alone, for all, and for none: kinds, sizes and devices of the outputs, and of what is kept.
 /// 3. Each gradient alone is the same as among all: what it reads is kept and read.
-/// 4. [`conformance`] and, if all that have a gradient are of kind `Double`, [`gradcheck`](gradcheck())
+/// 4. [`conformance`](conformance()) and, if all that have a gradient are of kind `Double`, [`gradcheck`](gradcheck())
 ///    and [`gradgradcheck`] pass.
 ///
 /// The gradients of all arguments of floating point are checked, except those without one (`!`). An
