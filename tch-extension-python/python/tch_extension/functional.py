@@ -167,7 +167,7 @@ def gelu_mlp(
     w1: Tensor,
     b1: Optional[Tensor],
     w2: Tensor,
-    b2: Optional[Tensor],
+    b2: Optional[Tensor] = None,
     activation: str = "gelu_tanh",
     save_activations: bool = True,
 ) -> Tensor:
