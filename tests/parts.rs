@@ -215,14 +215,45 @@ fn losses() {
                 let op = "cross_entropy";
                 let found = forward(op, args![&logits, &targets, NONE, -100, name, 0.0, 0b1])?;
                 assert_equal(op, &found[..1], &[loss]);
-                let all =
-                    args![&incoming[0], &found[1], &logits, &targets, NONE, -100, name, 0.0, 0b1];
-                assert_equal(op, &gradients(op, all)?, &expected);
+                let of = |kept: &Tensor, targets: &Tensor| {
+                    let all =
+                        args![&incoming[0], kept, &logits, targets, NONE, -100, name, 0.0, 0b1];
+                    gradients(op, all)
+                };
+                assert_equal(op, &of(&found[1], &targets)?, &expected);
+                let refused = |found: Result<Vec<Tensor>>, words: &str| {
+                    let error = found.expect_err(words).to_string();
+                    assert!(error.contains(words), "{error}");
+                };
+                let (ones, wrong) = (logits.ones_like(), &targets + 100);
+                if reduction == Reduction::None {
+                    // The rule keeps nothing here, so a tensor in this place is ignored.
+                    assert_equal(op, &of(&ones, &targets)?, &expected);
+                    if arguments.options.1 == Device::Cpu {
+                        refused(of(&ones, &wrong), "cross_entropy: target: expected");
+                    }
+                } else {
+                    // A kernel would read it past its end.
+                    refused(of(&ones.narrow(0, 0, 3), &targets), "kept_input: expected");
+                }
                 Ok(())
             })?;
         }
         Ok(())
     });
+}
+
+#[test]
+fn a_forward_pass_keeps_what_a_trace_knows() {
+    for device in devices() {
+        let x = Tensor::ones([3, 8], (Kind::Float, device));
+        let call = |dropout: f64| {
+            forward("add_rms_norm", args![&x, &x, &[8_i64][..], NONE, 1e-5, dropout, 0b11])
+        };
+        call(0.0).expect("without dropout");
+        let error = call(0.5).expect_err("a mask would be kept").to_string();
+        assert!(error.contains("call add_rms_norm"), "{error}");
+    }
 }
 
 #[test]

@@ -33,6 +33,16 @@ pub trait Dim:
         self.number().zip(other.number()).is_some_and(|(a, b)| a != b)
     }
 
+    /// The product of sizes, 1 for none; `None` if it is known to exceed 64 bits, which it may without
+    /// elements.
+    fn product(sizes: &[Self]) -> Option<Self> {
+        let times = |product: Self, size: &Self| match (product.number(), size.number()) {
+            (Some(product), Some(size)) => product.checked_mul(size).map(Self::from),
+            _ => Some(product * size.clone()),
+        };
+        sizes.iter().try_fold(Self::from(1), times)
+    }
+
     /// The tensor's sizes.
     #[doc(hidden)]
     fn sizes(tensor: &Tensor) -> Vec<Self>;

@@ -126,8 +126,8 @@ pub trait Operator: Signature {
     const IS_SEEDED: bool = false;
 
     /// The outputs as a composition of other operators, for arguments that the kernels do not take;
-    /// `None` if they do. In Rust it sees the arguments before autocast. While a program is traced or transformed,
-    /// the composition calls the operator itself by [`dispatched`].
+    /// `None` if they do. In Rust it sees the arguments before autocast, in Python after it. While a
+    /// program is traced or transformed, the composition calls the operator itself by [`dispatched`].
     ///
     /// # Errors
     /// When the arguments do not fit, or an error of libtorch.

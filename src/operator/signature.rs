@@ -114,7 +114,9 @@ options! {
 #[doc(hidden)]
 pub fn one_of(words: &[&str]) -> String {
     match words {
-        [first @ .., last] if !first.is_empty() => format!("{} or {last}", first.join(", ")),
+        [first @ .., before, last] => {
+            [first, &[&format!("{before} or {last}")]].concat().join(", ")
+        }
         _ => words.concat(),
     }
 }
@@ -125,12 +127,11 @@ macro_rules! text_option {
         impl $crate::operator::OptionType for $type {
             fn argument(name: &'static str, default: Option<Self>) -> $crate::library::expansion::Argument {
                 use $crate::library::expansion::{Argument, ArgumentType};
-                let text = |value: Self| match value {
-                    $($value => $text,)+
+                let default = default.and_then(|value| match value {
+                    $($value => Some(<&str as ArgumentType>::default($text)),)+
                     #[allow(unreachable_patterns)]
-                    _ => "",
-                };
-                let default = default.map(|value| <&str as ArgumentType>::default(text(value)));
+                    _ => None,
+                });
                 let schema = <&str as ArgumentType>::schema(0);
                 Argument { name: name.into(), schema, default, written: false }
             }

@@ -15,15 +15,19 @@
 mod meta;
 mod node;
 
-#[cfg(feature = "gemm")]
-mod gemm;
-#[cfg(feature = "loss")]
-mod loss;
-#[cfg(feature = "mlp")]
-mod mlp;
-#[cfg(feature = "norm")]
-mod norm;
 #[cfg(feature = "recurrent")]
 mod recurrent;
 #[cfg(feature = "rope")]
 mod rope;
+
+#[allow(unused_imports)]
+use tch_extension::ops::definitions::*;
+
+#[cfg(feature = "gemm")]
+tch_extension::register! { namespace tch_extension; Linear, MatmulAddRelu }
+#[cfg(feature = "norm")]
+tch_extension::register! { namespace tch_extension; LayerNorm, RmsNorm, AddLayerNorm, AddRmsNorm }
+#[cfg(feature = "mlp")]
+tch_extension::register! { namespace tch_extension; GeluMlp, SwigluMlp }
+#[cfg(feature = "loss")]
+tch_extension::register! { namespace tch_extension; CrossEntropy, LinearCrossEntropy }

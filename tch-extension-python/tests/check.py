@@ -724,6 +724,14 @@ def check_class_weights():
         close([ops.cross_entropy(input, target, wanted)], [F.cross_entropy(input, target, weight)], "no grad mode")
 
 
+def check_mixed_kinds_without_memory():
+    """rms_norm takes a weight of any kind, also where autograd is left out and tensors have no memory."""
+    x, w = torch.empty(5, 6, device="meta"), torch.empty(6, dtype=torch.float64, device="meta")
+    with torch.inference_mode():
+        found = ops.rms_norm(x, [6], w)
+    assert (found.shape, found.dtype) == (x.shape, x.dtype), (found.shape, found.dtype)
+
+
 def check_script():
     """TorchScript calls the operators, also after a round trip through a file, and differentiates them."""
 
@@ -880,6 +888,7 @@ def main():
             check_backward_operators_are_no_constants,
             check_third_derivatives,
             check_class_weights,
+            check_mixed_kinds_without_memory,
             check_script,
             check_checkpoint,
             check_dropout_within_vmap,

@@ -7,7 +7,7 @@ use support::property::{Case as RandomCase, Property, size, style};
 use support::{KINDS, Suite, is_half, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, grad, saved_tensors_hooks};
 use tch_extension::ops::{NormWay, force};
 use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_as_accurate, assert_close, devices,
@@ -247,6 +247,29 @@ impl Op {
         }
     }
 
+    /// The kernels read moments and a mask by address.
+    pub fn hooks_may_lay_out_what_is_kept_in_another_way(self) {
+        for device in devices() {
+            for dropout in [0.0, 0.5] {
+                let gradient = |is_spread: bool| {
+                    tch::manual_seed(3);
+                    let x = Tensor::arange(32, (Kind::Float, device)).sin().view([4, 8]);
+                    let leaf = x.set_requires_grad(true);
+                    let spread = |tensor: &Tensor| Ok(Tensor::f_stack(&[tensor, tensor], -1)?);
+                    let every_other = |packed: &Tensor| Ok(packed.f_select(-1, 0)?);
+                    let guard = is_spread.then(|| saved_tensors_hooks(spread, every_other));
+                    let residual = leaf.detach();
+                    let (_, output) = (self.fused)(&leaf, &residual, &[8], [None, None], dropout)
+                        .expect("a result");
+                    drop(guard);
+                    (&output * &output.detach().cos()).sum(Kind::Float).backward();
+                    leaf.grad()
+                };
+                assert_eq!(gradient(true), gradient(false), "{device:?} {dropout}");
+            }
+        }
+    }
+
     /// As with libtorch's addition: where only h has a gradient, nothing of the norm is read.
     pub fn what_only_the_norm_reads_may_change_before_the_sums_gradient(self) {
         for device in devices() {
@@ -405,6 +428,7 @@ macro_rules! tests {
             gradients_under_dropout_are_those_of_the_formula,
             leaves_do_not_share_their_gradients,
             what_only_the_norm_reads_may_change_before_the_sums_gradient,
+            hooks_may_lay_out_what_is_kept_in_another_way,
             cuda_many_rows_for_each_block,
             cuda_graphs_draw_new_numbers_in_each_replay,
             second_derivatives_where_one_gradient_has_no_graph,

@@ -3,7 +3,7 @@
 use super::layer_norm::layer_norm_reference;
 use super::norm::kernels::Moments;
 use super::norm::{
-    AddNorm, Addends, Read, Way, add_rule, cast, check_dropout, gradients_of_sum, moment,
+    AddNorm, Addends, Read, Way, add_rule, cast, dropped_outside, gradients_of_sum, moment,
 };
 use super::way::forced;
 use crate::Result;
@@ -156,13 +156,9 @@ impl Operator for AddLayerNorm {
     const READS_OUTPUTS: u64 = 0b1;
     const IS_SEEDED: bool = true;
 
-    /// While a program is traced, or within vmap, dropout is libtorch's.
     fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
-        if !is_traced || self.dropout == 0.0 {
-            return Ok(None);
-        }
-        check_dropout(Self::NAME, self.dropout)?;
-        let input = &of.input.f_dropout(self.dropout, true)?;
+        let dropped = dropped_outside(Self::NAME, of.input, self.dropout, is_traced)?;
+        let Some(input) = &dropped else { return Ok(None) };
         let others = AddLayerNorm { dropout: 0.0, ..self.clone() };
         dispatched(&others, &AddLayerNormIn { input, ..of.clone() }).map(Some)
     }

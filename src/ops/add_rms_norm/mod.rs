@@ -2,7 +2,7 @@
 
 use super::norm::kernels::Moments;
 use super::norm::{
-    AddNorm, Addends, Read, Way, add_rule, cast, check_dropout, gradients_of_sum, moment,
+    AddNorm, Addends, Read, Way, add_rule, cast, dropped_outside, gradients_of_sum, moment,
 };
 use super::rms_norm::{default_eps, rms_norm_reference};
 use super::way::forced;
@@ -152,13 +152,9 @@ impl Operator for AddRmsNorm {
     const READS_OUTPUTS: u64 = 0b1;
     const IS_SEEDED: bool = true;
 
-    /// While a program is traced, or within vmap, dropout is libtorch's.
     fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
-        if !is_traced || self.dropout == 0.0 {
-            return Ok(None);
-        }
-        check_dropout(Self::NAME, self.dropout)?;
-        let input = &of.input.f_dropout(self.dropout, true)?;
+        let dropped = dropped_outside(Self::NAME, of.input, self.dropout, is_traced)?;
+        let Some(input) = &dropped else { return Ok(None) };
         let others = AddRmsNorm { dropout: 0.0, ..self.clone() };
         dispatched(&others, &AddRmsNormIn { input, ..of.clone() }).map(Some)
     }

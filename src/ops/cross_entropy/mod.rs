@@ -276,6 +276,8 @@ impl CrossEntropy {
     ) -> Result<Tensor> {
         let in_place = !is_plain(of.input) || (self.reuse_logits && is_last);
         let (mut logits, targets) = (plain(of.input)?, plain(of.target)?);
+        // A row of a target that is no class would be left as it is.
+        check_target(Self::NAME, &targets, logits.size2()?.1, self.ignore_index)?;
         let compute = compute_kind(logits.f_kind()?);
         let weight = of.weight.map(|weight| plain(&weight.f_to_kind(compute)?)).transpose()?;
         let factor = factor(self.reduction, &targets, weight.as_ref(), self.ignore_index, compute)?;

@@ -3,7 +3,7 @@
 use super::gemm::{self, Way as ProductWay};
 use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
 use super::mlp::plan::{self, Facts};
-use super::mlp::{Activation, KINDS, Way, count, layer, product, weight_gradient};
+use super::mlp::{Activation, KINDS, Way, layer, product, weight_gradient};
 use super::way::forced;
 use super::{linear, rows};
 use crate::amp::CastPolicy;
@@ -163,7 +163,7 @@ impl Operator for GeluMlp {
         needs: &Needs<Self>,
     ) -> Result<Made<Self, Meta<D>>> {
         let input = of.input.kind_in(&KINDS)?.supported_device()?;
-        let (leading, features) = linear::split(input, "[..., D]")?;
+        let (rows, features) = linear::split(input, "[..., D]")?;
         let w1 = of.w1.like(input)?.dim(2, "[H, D]")?;
         let hidden = &w1.sizes()[0];
         w1.shape("[H, D]", &[hidden.clone(), features.clone()])?;
@@ -176,7 +176,7 @@ impl Operator for GeluMlp {
         if let Some(b2) = &of.b2 {
             b2.like(input)?.shape("[D2]", std::slice::from_ref(outputs))?;
         }
-        let of_hidden = || input.sized([count(leading), hidden.clone()]);
+        let of_hidden = || input.sized([rows.clone(), hidden.clone()]);
         let keeps_z = needs_dz(needs);
         // If z is not kept, a takes no more memory than z would.
         let keeps_a = needs.w2 && (self.save_activations || !keeps_z);

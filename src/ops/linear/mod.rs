@@ -171,19 +171,19 @@ fn composite(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<T
     reshaped(&output, &size)
 }
 
-/// The leading sizes of an input that has rows, and the last one. `names` says what they are.
-pub(super) fn split<'a, D: Dim>(input: &'a Meta<D>, names: &str) -> Result<(&'a [D], &'a D)> {
+/// The number of rows of an input, and their size. `names` says what its sizes are.
+pub(super) fn split<'a, D: Dim>(input: &'a Meta<D>, names: &str) -> Result<(D, &'a D)> {
     let Some((features, leading)) = input.sizes().split_last() else {
         let expected = format!("shape {names}");
         return Err(input.refuse(expected, "a single number, []", "view it as [1]"));
     };
-    let mut known = leading.iter().filter_map(D::number);
-    // Without elements, the product may exceed 64 bits.
-    if known.try_fold(1_i64, |rows, size| rows.checked_mul(size)).is_none() {
-        let expected = "leading sizes whose product fits 64 bits";
-        return Err(input.refuse(expected, format!("{:?}", input.sizes()), ""));
+    match D::product(leading) {
+        Some(rows) => Ok((rows, features)),
+        None => {
+            let expected = "leading sizes whose product fits 64 bits";
+            Err(input.refuse(expected, format!("{:?}", input.sizes()), ""))
+        }
     }
-    Ok((leading, features))
 }
 
 /// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes

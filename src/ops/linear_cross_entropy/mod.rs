@@ -282,6 +282,8 @@ impl Operator for LinearCrossEntropy {
             }
         } else {
             let layer = Layer::new(&of)?;
+            let classes = layer.weight.size2()?.0;
+            check_target(Self::NAME, &layer.targets, classes, self.ignore_index)?;
             let (factor, compute) = (self.factor(&layer)?, compute_kind(layer.input.f_kind()?));
             let factors = times_gradient(factor.as_ref(), grad, compute)?;
             self.chunked(&layer, None, Some(&factors), &wanted)?

@@ -6,7 +6,7 @@ pub(super) mod plan;
 use super::gemm::{self, Way as ProductWay};
 use crate::Result;
 use crate::ffi::tensor::plain;
-use crate::operator::{Dim, text_option};
+use crate::operator::text_option;
 use tch::{Kind, Tensor};
 
 pub use kernels::Activation;
@@ -52,9 +52,4 @@ pub(super) fn weight_gradient(grad: &Tensor, input: &Tensor, way: ProductWay) ->
 pub(super) fn add_product(mut sum: Tensor, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
     let _ = sum.f_addmm_(lhs, rhs)?;
     Ok(sum)
-}
-
-/// M, the product of these sizes.
-pub(super) fn count<D: Dim>(leading: &[D]) -> D {
-    leading.iter().cloned().fold(D::from(1), |rows, size| rows * size)
 }

@@ -6,7 +6,7 @@ use super::kernels::add::{
 };
 use super::kernels::{Moments, Operands, Saved, Shape, compute_kind};
 use super::plan::Way;
-use super::rule::is_half;
+use super::rule::{check_dropout, is_half};
 use crate::autograd::{GradOptions, grad};
 use crate::ffi::tensor::{kind, plain};
 use crate::operator::{Borrowed, Each, Meta};
@@ -30,6 +30,21 @@ pub(in crate::ops) fn cast(tensors: &[Option<&Tensor>]) -> Result<Option<Vec<Opt
     let own = [input, residual].map(|tensor| Ok(Some(tensor.shallow_clone())));
     let parameters = parameters.iter().map(|parameter| parameter.map(cast).transpose());
     own.into_iter().chain(parameters).collect::<Result<Vec<_>>>().map(Some)
+}
+
+/// The input after libtorch's dropout, which takes the kernels' place while a program is traced or within
+/// vmap: a trace knows it, and it does what vmap's `randomness` says.
+pub(in crate::ops) fn dropped_outside(
+    op: &str,
+    input: &Tensor,
+    dropout: f64,
+    is_traced: bool,
+) -> Result<Option<Tensor>> {
+    if !is_traced || dropout == 0.0 {
+        return Ok(None);
+    }
+    check_dropout(op, dropout)?;
+    Ok(Some(input.f_dropout(dropout, true)?))
 }
 
 /// Where input and residual have one kind, they have one gradient, unless dropout is between them.

@@ -5,9 +5,9 @@ pub(super) mod kernels;
 mod plan;
 mod rule;
 
-pub(super) use add::{AddNorm, Addends, Read, cast, gradients_of_sum};
+pub(super) use add::{AddNorm, Addends, Read, cast, dropped_outside, gradients_of_sum};
 #[cfg(tch_extension_cuda)]
 pub(super) use plan::Plan;
 #[doc(hidden)]
 pub use plan::Way;
-pub(super) use rule::{KINDS, add_rule, check_dropout, moment, parameter_kinds, rule};
+pub(super) use rule::{KINDS, add_rule, moment, parameter_kinds, rule};

@@ -74,7 +74,7 @@ fn check_input<D: Dim>(op: &str, input: &Meta<D>, normalized_shape: &[i64]) -> R
         let expected = format!("shape [*, {}], as normalized_shape has it", wanted.join(", "));
         return Err(input.refuse(expected, format!("{sizes:?}"), ""));
     };
-    match (product(leading), product(normalized_shape)) {
+    match (D::product(leading), i64::product(normalized_shape)) {
         (Some(rows), Some(_)) => Ok(rows),
         _ => {
             let expected = "sizes whose products fit 64 bits";
@@ -117,15 +117,6 @@ fn check_kind<D: Dim>(argument: &Meta<D>, input: &Meta<D>, kinds: &[Kind]) -> Re
 fn may_be<D: Dim>(sizes: &[D], numbers: &[i64]) -> bool {
     let is_equal = |(size, number): (&D, &i64)| size.number().is_none_or(|size| size == *number);
     sizes.len() == numbers.len() && sizes.iter().zip(numbers).all(is_equal)
-}
-
-/// The product of sizes; `None` if it is known to exceed 64 bits.
-fn product<D: Dim>(sizes: &[D]) -> Option<D> {
-    let times = |product: D, size: &D| match (product.number(), size.number()) {
-        (Some(product), Some(size)) => product.checked_mul(size).map(D::from),
-        _ => Some(product * size.clone()),
-    };
-    sizes.iter().try_fold(D::from(1), times)
 }
 
 /// The table of mixed kinds: the kinds that weight and bias may have, both the same one, for an

@@ -2,7 +2,7 @@
 
 use super::gemm::Way as ProductWay;
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
-use super::mlp::{KINDS, add_product, count, layer, product, weight_gradient};
+use super::mlp::{KINDS, add_product, layer, product, weight_gradient};
 use super::way::forced;
 use super::{linear, rows};
 use crate::amp::CastPolicy;
@@ -149,7 +149,7 @@ impl Operator for SwigluMlp {
         needs: &Needs<Self>,
     ) -> Result<Made<Self, Meta<D>>> {
         let input = of.input.kind_in(&KINDS)?.supported_device()?;
-        let (leading, features) = linear::split(input, "[..., D]")?;
+        let (rows, features) = linear::split(input, "[..., D]")?;
         let w_gate = of.w_gate.like(input)?.dim(2, "[H, D]")?;
         let hidden = &w_gate.sizes()[0];
         let shape = [hidden.clone(), features.clone()];
@@ -158,7 +158,7 @@ impl Operator for SwigluMlp {
         let w_down = of.w_down.like(input)?.dim(2, "[D2, H]")?;
         let outputs = &w_down.sizes()[0];
         w_down.shape("[D2, H]", &[outputs.clone(), hidden.clone()])?;
-        let of_hidden = || input.sized([count(leading), hidden.clone()]);
+        let of_hidden = || input.sized([rows.clone(), hidden.clone()]);
         let keeps_gates = needs_gates(needs);
         // If g and u are not kept, h takes less memory than they would.
         let keeps_h = needs.w_down && (self.save_activations || !keeps_gates);

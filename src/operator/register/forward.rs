@@ -1,0 +1,188 @@
+//! The registered operators `x` and `x_forward`.
+
+use super::{VMAP_MODE, dispatched::Dispatched, give, read, refer_own};
+use crate::autograd::Inputs;
+use crate::ffi::define::Call as Frame;
+use crate::library::{SymInt, empty, without_key};
+use crate::operator::traced::{
+    self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
+};
+use crate::operator::{Call, Meta, Metas, Operator, Slots, call, constants, with_constants};
+use crate::{Error, Result};
+use tch::Tensor;
+
+fn eager<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
+    let outputs = call(operator, &O::In::borrowed(O::NAME, tensors)?)?;
+    contiguous(O::Out::owned(outputs))
+}
+
+/// The tensors as the rule describes them: contiguous.
+fn contiguous(tensors: impl IntoIterator<Item = Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
+    let plain = |tensor: Tensor| match tensor.is_contiguous() {
+        true => Ok(tensor),
+        false => tensor.f_contiguous(),
+    };
+    tensors.into_iter().map(|tensor| Ok(tensor.map(plain).transpose()?)).collect()
+}
+
+/// `x` for a device.
+pub(super) fn own<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs =
+        read::<O, _>(frame, &mut 0, |operator, tensors, _| below(|| eager(operator, tensors)))?;
+    give(frame, outputs)
+}
+
+/// `x` where there may be a graph: the operator with its own node, or the registered operators.
+pub(super) fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        if is_eager(tensors) {
+            return eager(operator, tensors);
+        }
+        if let Some(outputs) = composed(&operator, tensors)? {
+            return Ok(outputs);
+        }
+        // Autocast is off here, or has made its casts: these are the operator's own.
+        let cast = operator.cast(&O::In::borrowed(O::NAME, tensors)?)?;
+        let cast = cast.as_deref().map(refer_own);
+        let tensors = cast.as_deref().unwrap_or(tensors);
+        let constants = constants::<O>(tensors)?;
+        traced::traced_list(Dispatched(operator), &with_constants(tensors, &constants))
+    })?;
+    give(frame, outputs)
+}
+
+fn composed<O: Operator>(
+    operator: &O,
+    tensors: &[Option<&Tensor>],
+) -> Result<Option<Vec<Option<Tensor>>>> {
+    let outputs = operator.composed(&O::In::borrowed(O::NAME, tensors)?, true)?;
+    outputs.map(|outputs| contiguous(O::Out::owned(outputs))).transpose()
+}
+
+/// `x` within vmap if it draws random numbers: its composition, whose operators draw them by the rules
+/// of vmap.
+pub(super) fn seeded<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        if let Some(outputs) = composed(&operator, tensors)? {
+            return Ok(outputs);
+        }
+        let call = || Dispatched(operator).call(Inputs::new(tensors));
+        Ok(without_key(VMAP_MODE, call)?.into_iter().map(Some).collect())
+    })?;
+    give(frame, outputs)
+}
+
+/// `x` under autocast: the operator with casts of its arguments.
+pub(super) fn autocast<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs: Vec<Tensor> = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        let cast = operator.cast(&O::In::borrowed(O::NAME, tensors)?)?;
+        with_casts(tensors, cast, |tensors| Dispatched(operator).call(tensors))
+    })?;
+    give(frame, outputs.into_iter().map(Some))
+}
+
+/// `x` while a program is traced: tensors with kinds and sizes alone.
+pub(super) fn fake<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let outputs = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
+        if !O::IS_SEEDED
+            && let Some(outputs) = composed(&operator, tensors)?
+        {
+            return Ok(outputs);
+        }
+        let made = made::<O>(&operator, tensors, 0, O::Out::NAMES.len())?;
+        Ok(made.into_iter().map(Some).collect())
+    })?;
+    give(frame, outputs)
+}
+
+/// The first of the outputs and of what is kept, as the rule says.
+fn made<O: Operator>(
+    operator: &O,
+    tensors: &[Option<&Tensor>],
+    needs: Needs,
+    count: usize,
+) -> Result<Vec<Tensor>> {
+    let like = first(tensors)?;
+    let needs = O::In::each(|place| is_needed(needs, place));
+    let made = operator.rule(&symbols::<O>(tensors)?, &needs)?;
+    let outputs = O::Out::descriptions(made.outputs).into_iter();
+    let all = outputs.chain(O::Kept::items(made.kept)).take(count);
+    all.map(|meta: Option<Meta<SymInt>>| match meta {
+        Some(meta) => meta.fake(like),
+        None => empty(&[const { 0 }; ABSENT].map(SymInt::from), like.f_kind()?, like),
+    })
+    .collect()
+}
+
+fn symbols<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Metas<O, SymInt>> {
+    O::In::described(O::NAME, |index| {
+        let tensor = tensors.get(index).copied().flatten();
+        tensor.map(|tensor| Meta::of(O::NAME, O::In::NAMES[index], tensor)).transpose()
+    })
+}
+
+/// The number of dimensions of an empty tensor in the place of one that was not kept. No operator
+/// keeps an empty tensor with so many.
+pub(super) const ABSENT: usize = 16;
+
+pub(super) fn first<'a>(tensors: &[Option<&'a Tensor>]) -> Result<&'a Tensor> {
+    let none = || Error::msg("internal error: an operator without tensors");
+    tensors.iter().flatten().next().copied().ok_or_else(none)
+}
+
+/// Which gradients are needed: the next argument.
+pub(super) fn read_needs(frame: &Frame<'_>, index: &mut usize) -> Result<Needs> {
+    *index += 1;
+    frame.argument(*index - 1).int()
+}
+
+pub(super) fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
+        let asked = read_needs(frame, index)?;
+        let needs = O::In::each(|place| is_needed(asked, place));
+        let like = first(tensors)?;
+        kernel(|| {
+            let of = O::In::borrowed(O::NAME, tensors)?;
+            let plan = operator.plan(&of, &needs)?;
+            let call = Call { operator: &operator, of, needs: &needs, plan, known: None };
+            let said = O::Kept::items(call.check()?.kept);
+            let made = operator.forward(&call)?;
+            let mut results = contiguous(O::Out::descriptions(made.outputs))?;
+            let others: Vec<&Tensor> =
+                tensors.iter().chain(&refer_own(&results)).flatten().copied().collect();
+            let kept = returned_list(O::Kept::items(made.kept), &others)?;
+            for ((kept, said), name) in kept.into_iter().zip(said).zip(O::Kept::NAMES) {
+                if kept.is_some() && said.is_none() {
+                    return Err(Error::msg(format!(
+                        "{}: {name} is kept, of which a program that is traced knows nothing; call {}",
+                        O::FORWARD,
+                        O::NAME
+                    )));
+                }
+                results.push(Some(match kept {
+                    Some(kept) => kept,
+                    None => Tensor::f_empty([0; ABSENT], (like.f_kind()?, like.device()))?,
+                }));
+            }
+            Ok(results)
+        })
+    })?;
+    give(frame, results)
+}
+
+pub(super) fn fake_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        made::<O>(&operator, tensors, needs, O::Out::NAMES.len() + O::Kept::NAMES.len())
+    })?;
+    give(frame, results.into_iter().map(Some))
+}
+
+pub(super) fn autograd_of_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
+        let needs = read_needs(frame, index)?;
+        let constants = constants::<O>(tensors)?;
+        traced::forwarded_list(Dispatched(operator), &with_constants(tensors, &constants), needs)
+    })?;
+    give(frame, results)
+}
