@@ -647,6 +647,9 @@ def model_and_arguments():
 
 def check_inductor():
     """A model, compiled to native code."""
+    if not os.environ.get("TCH_EXTENSION_FULL"):
+        print("skipped check_inductor, which takes long: TCH_EXTENSION_FULL is not set")
+        return
     model, args = model_and_arguments()
     expected = gradients(model, args)
     torch._dynamo.reset()

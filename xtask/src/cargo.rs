@@ -25,6 +25,8 @@ pub const EVERYTHING: [&str; 3] = [
     "--features",
     "tch-extension/distributed,gpt/distributed,char_lltm/distributed",
 ];
+/// What [`EVERYTHING`] switches on in tch-extension, for a command that selects one package of it.
+pub const ALL_FEATURES: &str = "tch-extension/default,tch-extension/distributed";
 /// The launcher, which the tests of several processes need.
 pub const LAUNCHER: &str = "tch-run";
 /// The package of the demo, in `examples/char_lltm`.
@@ -222,8 +224,14 @@ mod tests {
                 "tests/unify/Cargo.toml: {selection:?} differs in {differ:#?}"
             );
         };
-        let ours: [&[&str]; 5] =
-            [&[], &ALL_BUT_GPT, &["-p", GPT], &["-p", "tests"], &["-p", "benches"]];
+        let ours: [&[&str]; 6] = [
+            &[],
+            &ALL_BUT_GPT,
+            &["-p", GPT],
+            &["-p", "tests"],
+            &["-p", "benches"],
+            &["-p", "tch-extension-python", "--features", ALL_FEATURES],
+        ];
         for selection in ours {
             check(1, selection);
         }

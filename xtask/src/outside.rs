@@ -3,7 +3,7 @@
 
 use crate::cargo;
 use crate::page::{self, Step};
-use crate::repo::Repo;
+use crate::repo::{Repo, files_below};
 use crate::report::say;
 use crate::setup::{Changes, KERNELS};
 use anyhow::{Context, Result, bail};
@@ -19,16 +19,22 @@ pub struct Page {
     /// Beginnings of commands, each of which the page must contain. Otherwise a page whose blocks
     /// lost their marks would pass.
     commands: &'static [&'static str],
+    /// The page whose crate it continues.
+    continues: Option<&'static Page>,
 }
 
-/// The page about an operator with kernels.
-pub const OPERATOR: Page =
-    Page { file: "docs/write-an-operator.md", commands: &["cargo test", "cargo bench"] };
+/// The page about operators with kernels.
+pub const OPERATOR: Page = Page {
+    file: "docs/write-an-operator.md",
+    commands: &["cargo test", "cargo bench"],
+    continues: None,
+};
 
 /// The page about operators for Python.
 pub const PYTHON: Page = Page {
     file: "docs/python.md",
     commands: &["python3 -m pip wheel", "python3 -m pip install", "python3 check.py", "cargo test"],
+    continues: Some(&OPERATOR),
 };
 
 /// The folder of the stand-alone example, relative to the repository.
@@ -41,7 +47,32 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
     let mut command = cargo::command(repo, changes, args);
     command.current_dir(folder).env_remove("LD_LIBRARY_PATH");
     command.env(cargo::TARGET, cargo::target_folder(repo));
+    // As the workspace's profile has it.
+    command.env("CARGO_PROFILE_DEV_BUILD_OVERRIDE_DEBUG", "line-tables-only");
     command
+}
+
+/// Tests a copy of the stand-alone example and runs its program, as its user would.
+pub fn follow_example(repo: &Repo, changes: &Changes) -> Result<()> {
+    let place = repo.root.join(EXAMPLE);
+    for args in [&["fmt", "--check"][..], &["tree", "--quiet", "--locked", "--depth", "0"]] {
+        cargo::run(&mut cargo_in(repo, changes, &place, args))?;
+    }
+    let folder = tempfile::tempdir().context("cannot make a folder for the example")?;
+    let (copy, root) = (folder.path().join("example"), repo.root.display());
+    for file in files_below(&place, "") {
+        let text = std::fs::read_to_string(place.join(&file))
+            .with_context(|| format!("cannot read {}", file.display()))?;
+        write(repo, &copy.join(file), &text.replace("\"../..", &format!("\"{root}")))?;
+    }
+    let venv =
+        format!("[env]\nLIBTORCH = '{root}/.venv/libtorch'\nCUDA_HOME = '{root}/.venv/cuda'\n");
+    write(repo, &copy.join(".cargo/config.toml"), &venv)?;
+    copy_lock(repo, &copy)?;
+    for args in [&["clippy", "--all-targets", "--", "-D", "warnings"][..], &["test"], &["run"]] {
+        cargo::run(&mut cargo_in(repo, changes, &copy, args))?;
+    }
+    Ok(())
 }
 
 /// Does what the page tells its reader to do.
@@ -64,21 +95,13 @@ struct Follower<'a> {
 
 impl Follower<'_> {
     fn follow(mut self) -> Result<()> {
-        let file = self.page.file;
-        let text = std::fs::read_to_string(self.repo.root.join(file))
-            .with_context(|| format!("cannot read {file}"))?;
-        let mut place = self.folder.to_path_buf();
-        for step in page::steps(&text) {
-            match step {
-                Step::File { path, text } => write(self.repo, &place.join(path), &text)?,
-                Step::Append { path, text } => append(&place.join(path), &text)?,
-                Step::Commands(lines) => {
-                    for line in lines.lines() {
-                        self.run(line, &mut place)?;
-                    }
-                }
-            }
+        let (file, mut place) = (self.page.file, self.folder.to_path_buf());
+        if let Some(before) = self.page.continues {
+            // Its crate, without what was tested there.
+            let makes = |line: &str| line.starts_with("cargo new ") || line.starts_with("cd ");
+            self.take(before, &mut place, makes)?;
         }
+        self.take(self.page, &mut place, |_| true)?;
         let is_missing =
             |start: &&&str| !self.commands.iter().any(|command| command.starts_with(**start));
         match self.page.commands.iter().find(is_missing) {
@@ -87,6 +110,24 @@ impl Follower<'_> {
                 bail!("{file} never says `{start}` in a block of sh, so something was not checked")
             }
         }
+    }
+
+    /// Takes the steps of a page, with those of its commands that are wanted.
+    fn take(&mut self, page: &Page, place: &mut PathBuf, wanted: fn(&str) -> bool) -> Result<()> {
+        let text = std::fs::read_to_string(self.repo.root.join(page.file))
+            .with_context(|| format!("cannot read {}", page.file))?;
+        for step in page::steps(&text) {
+            match step {
+                Step::File { path, text } => write(self.repo, &place.join(path), &text)?,
+                Step::Append { path, text } => append(&place.join(path), &text)?,
+                Step::Commands(lines) => {
+                    for line in lines.lines().filter(|line| wanted(line)) {
+                        self.run(line, place)?;
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 
     fn run(&mut self, line: &str, place: &mut PathBuf) -> Result<()> {
@@ -132,9 +173,16 @@ impl Follower<'_> {
     }
 }
 
-/// Writes a block of the page unchanged, except for the path of the clone.
+/// Writes a block of the page unchanged, except for the path of the clone, and for `unify`, with
+/// which tch is not compiled once more.
 fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
-    let text = text.replace("../tch-extension", &repo.root.to_string_lossy());
+    let root = repo.root.to_string_lossy();
+    let mut text = text.replace("../tch-extension", &root);
+    if path.ends_with("Cargo.toml") {
+        const TABLE: &str = "[dependencies]\n";
+        text =
+            text.replace(TABLE, &format!("{TABLE}unify = {{ path = \"{root}/tests/unify\" }}\n"));
+    }
     let parent = path.parent().context("a file without a folder")?;
     std::fs::create_dir_all(parent)
         .and_then(|()| std::fs::write(path, text))
@@ -150,11 +198,17 @@ fn append(path: &Path, text: &str) -> Result<()> {
 /// Gives new crates the repository's Cargo.lock, so that no dependency is built again in another version.
 fn lock_as_here(repo: &Repo, folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
-        let lock = entry.path().join("Cargo.lock");
-        if entry.path().join("Cargo.toml").exists() && !lock.exists() {
-            std::fs::copy(repo.root.join("Cargo.lock"), &lock)
-                .with_context(|| format!("cannot write {}", lock.display()))?;
+        let has = |file: &str| entry.path().join(file).exists();
+        if has("Cargo.toml") && !has("Cargo.lock") {
+            copy_lock(repo, &entry.path())?;
         }
     }
+    Ok(())
+}
+
+fn copy_lock(repo: &Repo, folder: &Path) -> Result<()> {
+    let lock = folder.join("Cargo.lock");
+    std::fs::copy(repo.root.join("Cargo.lock"), &lock)
+        .with_context(|| format!("cannot write {}", lock.display()))?;
     Ok(())
 }

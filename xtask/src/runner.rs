@@ -96,6 +96,14 @@ impl Program {
         let again = format!("cargo test {} {target}", selection.join(" "));
         Run { title: format!("{} {target}", self.package), command, again }
     }
+
+    /// Whether it has a test whose name contains this word.
+    pub fn has_test(&self, word: &str, changes: &Changes) -> Result<bool> {
+        let mut command = self.run(changes, &[]).command;
+        let output = command.args(["--list", word]).output();
+        let output = output.with_context(|| format!("cannot run {}", self.executable.display()))?;
+        Ok(String::from_utf8_lossy(&output.stdout).contains(": test\n"))
+    }
 }
 
 /// How many programs run at the same time, and the environment that leaves each its share of the

@@ -145,6 +145,10 @@ pub const ISAS: &str = "TCH_EXTENSION_ISAS";
 /// The variable that says how CUDA kernels are linked.
 pub const KERNELS: &str = "TCH_EXTENSION_KERNELS";
 
+/// The variable with which tests also run what takes long, such as inductor's compiler. `ci --full` and
+/// `wheel` set it.
+pub const FULL: &str = "TCH_EXTENSION_FULL";
+
 /// The variable from which libtest takes its number of threads.
 pub const TEST_THREADS: &str = "RUST_TEST_THREADS";
 

@@ -93,10 +93,12 @@ pub fn run(repo: &Repo, other_tch: Option<&str>) -> Result<ExitCode> {
         );
     }
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
-    let (workspace, changes) = match other_tch {
+    let (workspace, mut changes) = match other_tch {
         None => (Repo { root: repo.root.clone() }, ready.changes),
         Some(version) => versions::workspace(repo, version)?,
     };
+    // It may be published.
+    changes.push((setup::FULL.to_string(), Some("1".into())));
     build_and_test(repo, workspace, changes, has_cuda)?;
     Ok(ExitCode::SUCCESS)
 }
@@ -119,7 +121,9 @@ pub fn build_and_test(
 /// The kernel library that the wheel of this repository's libtorch has. `None` without CUDA.
 pub fn kernels(repo: &Repo, changes: Changes, has_cuda: bool) -> Result<Option<PathBuf>> {
     let build = Build::new(repo, Repo { root: repo.root.clone() }, changes, has_cuda)?;
-    let crates = cargo::messages(&mut build.cargo("build"))?;
+    // Not the wheel's package, which this would compile for other flags of the linker.
+    let library = ["build", "-p", "tests", "--lib", "--features", cargo::ALL_FEATURES];
+    let crates = cargo::messages(&mut cargo::command(&build.workspace, &build.changes, &library))?;
     build.kernels(&crates, &OldSystems::prepare(repo, &build.workspace)?)
 }
 
@@ -165,7 +169,7 @@ impl<'a> Build<'a> {
     fn wheel(&self) -> Result<(PathBuf, Option<String>)> {
         wheels::WHEEL_TOOLS.ensure(self.repo)?;
         // What the library consists of, before it is linked once more as the wheel has it.
-        let crates = cargo::messages(&mut self.cargo("build"))?;
+        let crates = cargo::messages(self.cargo("build").arg("--lib"))?;
         let old = OldSystems::prepare(self.repo, &self.workspace)?;
         let scratch = tempfile::tempdir().context("cannot make a folder for the wheel")?;
         let kernels = self.kernels(&crates, &old)?;
@@ -192,7 +196,7 @@ impl<'a> Build<'a> {
         // Functions in C of other crates stay inside.
         link.push(format!("link-arg=-Wl,--exclude-libs={}", other_crates(crates).join(":")));
         let mut command = self.cargo("rustc");
-        command.args(["--crate-type", "cdylib", cargo::AS_JSON, "--"]);
+        command.args(["--lib", "--crate-type", "cdylib", cargo::AS_JSON, "--"]);
         command.args(link.iter().flat_map(|option| ["-C", option]));
         let messages = cargo::output_messages(&mut command)?;
         messages.iter().find_map(cdylib).context("cargo built no library")
@@ -227,8 +231,11 @@ impl<'a> Build<'a> {
         Ok(Some(library))
     }
 
+    /// A cargo command with the library's package. Its dependencies are those that all builds have: the
+    /// linker leaves out what the wheel does not use.
     fn cargo(&self, subcommand: &str) -> Command {
-        cargo::command(&self.workspace, &self.changes, &[subcommand, "-p", PACKAGE, "--lib"])
+        let package = [subcommand, "-p", PACKAGE, "--features", cargo::ALL_FEATURES];
+        cargo::command(&self.workspace, &self.changes, &package)
     }
 
     /// Lays out what the wheel contains.
@@ -271,8 +278,8 @@ impl<'a> Build<'a> {
 
     /// The folders, such as `adler2-2.0.0`, of the crates whose code is in the library.
     fn folders_of_crates(&self, crates: &[Value]) -> Result<Vec<PathBuf>> {
-        let query = ["tree", "-p", PACKAGE, "--edges", "normal", "--prefix", "none"];
-        let mut command = cargo::command(&self.workspace, &self.changes, &query);
+        let mut command = self.cargo("tree");
+        command.args(["--edges", "normal", "--prefix", "none"]);
         let output = command.output().context("cannot run cargo; is it in PATH?")?;
         if !output.status.success() {
             bail!("cargo tree failed: {}", programs::last_line(&output.stderr));
@@ -430,6 +437,9 @@ impl<'a> Build<'a> {
                 // Not inside the repository, where Python would find its sources.
                 .current_dir(scratch.path())
                 .env("OUT", scratch.path())
+                .envs(self.changes.iter().filter_map(|(name, value)| {
+                    Some((name, value.as_ref()?)).filter(|_| name == setup::FULL)
+                }))
                 .env("PYTHONNOUSERSITE", "1")
                 .env("PYTHONDONTWRITEBYTECODE", "1")
                 .env("TORCHINDUCTOR_CACHE_DIR", scratch.path().join("inductor"))

@@ -270,7 +270,7 @@ impl Extension {
         let python = public.join("tch_extension/python");
         let includes =
             std::iter::once(python).chain(self.includes.iter().cloned()).chain([public]).collect();
-        let mut options = Options { includes, ..self.options.clone() };
+        let mut options = Options { includes, fewer_headers: true, ..self.options.clone() };
         let name = "TORCH_EXTENSION_NAME";
         if options.defines.iter().all(|(defined, _)| defined != name) {
             options.defines.push((name.to_string(), Some(self.name.replace('-', "_"))));

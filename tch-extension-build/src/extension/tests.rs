@@ -297,7 +297,8 @@ fn who_only_speaks_of_a_module_is_none() {
 #[test]
 fn sources_written_for_python_find_their_headers_and_name() {
     let script = Script::new("python", false);
-    let header = "#define PYBIND11_MODULE(name, m) int name\n";
+    let header = "#define PYBIND11_MODULE(name, m) int name\n\
+                  #ifndef TCH_EXTENSION_FEWER_HEADERS\n#error\n#endif\n";
     write(&script.folder.join("public/tch_extension/python/torch/extension.h"), header);
     // A header of Python's own, as it would be in a virtual environment.
     write(&script.folder.join("venv/torch/extension.h"), "#error\n");

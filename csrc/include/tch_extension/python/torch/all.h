@@ -1,6 +1,6 @@
 // The compiler finds this header before libtorch's of the same name, which includes the whole C++
 // frontend. Modules, optimizers, data loaders and serialization take two thirds of the compile
-// time, and few extensions use them, so `jit` first compiles without them.
+// time, and few extensions use them, so a first attempt compiles without them.
 #pragma once
 
 #ifdef TCH_EXTENSION_FEWER_HEADERS
