@@ -71,15 +71,21 @@ pub fn run(jobs: &[Job], workers: usize, objects: &Objects, env: &dyn Environmen
 
 /// Runs a compiler or linker. When it fails, the error contains its message.
 pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) -> Result<Output> {
-    let words = std::iter::once(command.get_program()).chain(command.get_args());
-    env.runs(&words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "));
-    let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().with_context(|| format!("{failed}: cannot run {name}"))?;
+    let output = try_compiler(command, failed, env)?;
     if !output.status.success() {
         let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        let name = command.get_program().to_string_lossy();
         bail!("{failed}; {name} ({}) says:\n{}", output.status, readable(&text, env));
     }
     Ok(output)
+}
+
+/// Runs a compiler, which may fail.
+fn try_compiler(command: &mut Command, failed: &str, env: &dyn Environment) -> Result<Output> {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    env.runs(&words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "));
+    let name = command.get_program().to_string_lossy().into_owned();
+    command.output().with_context(|| format!("{failed}: cannot run {name}"))
 }
 
 /// The largest number of lines that are shown of a compiler's message. A mismatch in one of
@@ -276,19 +282,23 @@ impl Job {
     ) -> Result<(Vec<PathBuf>, String)> {
         let failed = format!("{} does not compile", self.object.source.display());
         let list = self.object.path.with_extension("d");
-        let run = |first: &[String]| {
+        let command = |first: &[String]| {
             let mut command = Command::new(&self.program);
             // If the program is a wrapper, the compiler's name comes before all flags.
             let words = self.arguments.iter().take_while(|word| !word.starts_with('-')).count();
             let (words, flags) = self.arguments.split_at(words);
             command.args(words).args(first).args(flags).arg(list_flag).arg("-MF").arg(&list);
             command.arg("-c").arg(&self.object.source).arg("-o").arg(&self.object.path);
-            run_compiler(&mut command, &failed, env)
+            command
         };
-        let first = (!self.first.is_empty()).then(|| run(&self.first));
+        // Nobody reads what a first attempt says.
+        let first = (!self.first.is_empty())
+            .then(|| try_compiler(&mut command(&self.first), &failed, env))
+            .transpose()?
+            .filter(|output| output.status.success());
         let output = match first {
-            Some(Ok(output)) => output,
-            Some(Err(_)) | None => run(&[])?,
+            Some(output) => output,
+            None => run_compiler(&mut command(&[]), &failed, env)?,
         };
         let text = String::from_utf8_lossy(&output.stderr);
         let warnings: String = text

@@ -288,18 +288,38 @@ fn precompiled_headers_are_made_once_and_used() {
     assert!(before >= 1 && made() == before, "{before}, then {}", made());
 }
 
-#[test]
-fn a_change_inside_precompiled_headers_is_seen() {
-    let folder = scratch();
-    let config = folder.path().join("config.h");
-    let write = |text: &str| std::fs::write(&config, text).unwrap();
-    // Most of what `torch/extension.h` includes is left out, which halves the time.
-    let torch = folder.path().join("headers/torch");
+/// Most of what `torch/extension.h` includes is left out, which halves the time.
+fn few_headers(folder: &Path) {
+    let torch = folder.join("torch");
     std::fs::create_dir_all(&torch).unwrap();
     for name in ["autograd", "cuda", "enum", "fft", "nested", "sparse", "special", "utils"] {
         std::fs::write(torch.join(name).with_extension("h"), "").unwrap();
     }
     std::fs::write(torch.join("types.h"), "#include <ATen/core/TensorBody.h>\n").unwrap();
+}
+
+#[test]
+fn a_source_for_which_precompiled_headers_are_not_enough_reads_all() {
+    let folder = scratch();
+    few_headers(&folder.path().join("headers"));
+    std::fs::write(folder.path().join("headers/torch/all.h"), "#define REST 7\n").unwrap();
+    let module = Extension::new("rest")
+        .cpp("#include <torch/extension.h>\nextern \"C\" int answer() { return REST; }")
+        .include(folder.path().join("headers"))
+        .flag("-O0")
+        .cache(folder.path().join("cache"))
+        .use_pch(true)
+        .load()
+        .unwrap();
+    assert_eq!(number(&module, "answer").unwrap(), 7);
+}
+
+#[test]
+fn a_change_inside_precompiled_headers_is_seen() {
+    let folder = scratch();
+    let config = folder.path().join("config.h");
+    let write = |text: &str| std::fs::write(&config, text).unwrap();
+    few_headers(&folder.path().join("headers"));
     let load = || {
         Extension::new("inside")
             .cpp("#include <torch/extension.h>\nextern \"C\" int answer() { return VALUE; }")

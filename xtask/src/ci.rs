@@ -285,7 +285,7 @@ impl Ci {
             let mut command = versions::command(&self.repo, &[])?;
             command.env("CARGO_INCREMENTAL", "0").env("OMP_WAIT_POLICY", "passive");
             command.envs(self.changes.iter().filter_map(|(name, value)| {
-                let is_set_here = [ARCHS, NVCC_FLAGS.0].contains(&name.as_str());
+                let is_set_here = [ARCHS, NVCC_FLAGS.0, setup::FULL].contains(&name.as_str());
                 Some((name, value.as_ref()?)).filter(|_| is_set_here)
             }));
             return cargo::run(&mut command);
@@ -347,11 +347,11 @@ impl Ci {
             let kernels = kernels.map(PathBuf::into_os_string);
             changes.push((setup::KERNELS.to_string(), kernels));
         }
-        outside::follow_example(&self.repo, &changes)
+        outside::follow_example(&self.repo, &changes, self.is_full)
     }
 
     fn page(&self) -> Result<()> {
-        outside::follow_page(&self.repo, &self.changes, &outside::OPERATOR)
+        outside::follow_page(&self.repo, &self.changes, &outside::OPERATOR, self.is_full)
     }
 
     fn python_page(&self) -> Result<()> {
@@ -361,7 +361,7 @@ impl Ci {
             );
             return Ok(());
         }
-        outside::follow_page(&self.repo, &self.changes, &outside::PYTHON)
+        outside::follow_page(&self.repo, &self.changes, &outside::PYTHON, self.is_full)
     }
 
     fn documentation(&self) -> Result<()> {

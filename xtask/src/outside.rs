@@ -52,42 +52,59 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
     command
 }
 
-/// Tests a copy of the stand-alone example and runs its program, as its user would.
-pub fn follow_example(repo: &Repo, changes: &Changes) -> Result<()> {
+/// Tests the stand-alone example and runs its program, as its user would, or a copy [`with_unify`].
+pub fn follow_example(repo: &Repo, changes: &Changes, as_is: bool) -> Result<()> {
     let place = repo.root.join(EXAMPLE);
     for args in [&["fmt", "--check"][..], &["tree", "--quiet", "--locked", "--depth", "0"]] {
         cargo::run(&mut cargo_in(repo, changes, &place, args))?;
     }
+    let run = |place: &Path, lock: &[&str]| {
+        for args in [&["clippy", "--all-targets"][..], &["test"], &["run"]] {
+            let mut command = cargo_in(repo, changes, place, args);
+            command.args(lock);
+            if args[0] == "clippy" {
+                command.args(["--", "-D", "warnings"]);
+            }
+            cargo::run(&mut command)?;
+        }
+        Ok(())
+    };
+    if as_is {
+        return run(&place, &["--locked"]);
+    }
     let folder = tempfile::tempdir().context("cannot make a folder for the example")?;
     let (copy, root) = (folder.path().join("example"), repo.root.display());
     for file in files_below(&place, "") {
-        let text = std::fs::read_to_string(place.join(&file))
-            .with_context(|| format!("cannot read {}", file.display()))?;
-        write(repo, &copy.join(file), &text.replace("\"../..", &format!("\"{root}")))?;
+        let (from, to) = (place.join(&file), copy.join(&file));
+        std::fs::create_dir_all(to.parent().context("a file without a folder")?)
+            .and_then(|()| std::fs::copy(&from, &to))
+            .with_context(|| format!("cannot copy {}", from.display()))?;
     }
+    let manifest = std::fs::read_to_string(copy.join("Cargo.toml"))?;
+    let manifest = with_unify(repo, &manifest.replace("\"../..", &format!("\"{root}")));
+    write(repo, &copy.join("Cargo.toml"), &manifest)?;
     let venv =
         format!("[env]\nLIBTORCH = '{root}/.venv/libtorch'\nCUDA_HOME = '{root}/.venv/cuda'\n");
     write(repo, &copy.join(".cargo/config.toml"), &venv)?;
     copy_lock(repo, &copy)?;
-    for args in [&["clippy", "--all-targets", "--", "-D", "warnings"][..], &["test"], &["run"]] {
-        cargo::run(&mut cargo_in(repo, changes, &copy, args))?;
-    }
-    Ok(())
+    run(&copy, &[])
 }
 
-/// Does what the page tells its reader to do.
-pub fn follow_page(repo: &Repo, changes: &Changes, page: &Page) -> Result<()> {
+/// Does what the page tells its reader to do, or the same [`with_unify`].
+pub fn follow_page(repo: &Repo, changes: &Changes, page: &Page, as_is: bool) -> Result<()> {
     let folder = tempfile::tempdir().context("cannot make a folder for the page's crate")?;
     // A reader has not set it, so each program contains the kernels.
     let mut changes = changes.clone();
     changes.push((KERNELS.to_string(), None));
-    Follower { repo, changes: &changes, page, folder: folder.path(), commands: Vec::new() }.follow()
+    let (changes, folder) = (&changes, folder.path());
+    Follower { repo, changes, page, as_is, folder, commands: Vec::new() }.follow()
 }
 
 struct Follower<'a> {
     repo: &'a Repo,
     changes: &'a Changes,
     page: &'a Page,
+    as_is: bool,
     folder: &'a Path,
     /// The commands that were run.
     commands: Vec<String>,
@@ -118,7 +135,11 @@ impl Follower<'_> {
             .with_context(|| format!("cannot read {}", page.file))?;
         for step in page::steps(&text) {
             match step {
-                Step::File { path, text } => write(self.repo, &place.join(path), &text)?,
+                Step::File { path, text } => {
+                    let changes = path == "Cargo.toml" && !self.as_is;
+                    let text = if changes { with_unify(self.repo, &text) } else { text };
+                    write(self.repo, &place.join(path), &text)?;
+                }
                 Step::Append { path, text } => append(&place.join(path), &text)?,
                 Step::Commands(lines) => {
                     for line in lines.lines().filter(|line| wanted(line)) {
@@ -173,16 +194,16 @@ impl Follower<'_> {
     }
 }
 
-/// Writes a block of the page unchanged, except for the path of the clone, and for `unify`, with
-/// which tch is not compiled once more.
+/// A manifest with one more dependency, with which tch is not compiled once more for this crate.
+fn with_unify(repo: &Repo, manifest: &str) -> String {
+    const TABLE: &str = "[dependencies]\n";
+    let unify = format!("{TABLE}unify = {{ path = \"{}/tests/unify\" }}\n", repo.root.display());
+    manifest.replace(TABLE, &unify)
+}
+
+/// Writes a block of the page unchanged, except for the path of the clone.
 fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
-    let root = repo.root.to_string_lossy();
-    let mut text = text.replace("../tch-extension", &root);
-    if path.ends_with("Cargo.toml") {
-        const TABLE: &str = "[dependencies]\n";
-        text =
-            text.replace(TABLE, &format!("{TABLE}unify = {{ path = \"{root}/tests/unify\" }}\n"));
-    }
+    let text = text.replace("../tch-extension", &repo.root.to_string_lossy());
     let parent = path.parent().context("a file without a folder")?;
     std::fs::create_dir_all(parent)
         .and_then(|()| std::fs::write(path, text))
