@@ -36,6 +36,10 @@ const OLDEST_AND_NEWEST: &str = "7.5;9.0a";
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
+/// gpt's programs take a fifth of the time to compile, and its tests as long. Nothing depends on it, so
+/// all else is the same as for other commands.
+const GPT_AT_0: &str = "profile.dev.package.gpt.opt-level=0";
+
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
 const LIBRARY: &str = "tch-extension";
@@ -121,7 +125,9 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
 
 impl Ci {
     fn cargo(&self, args: &[&str]) -> Command {
-        cargo::command(&self.repo, &self.changes, args)
+        let mut command = cargo::command(&self.repo, &self.changes, &["--config", GPT_AT_0]);
+        command.args(args);
+        command
     }
 
     fn format(&self) -> Result<()> {
