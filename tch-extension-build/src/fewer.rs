@@ -15,7 +15,7 @@ pub fn argument(level: u32) -> String {
 /// How few headers a source needs, or `None` if it uses names from all.
 pub fn level_for(text: &str) -> Option<u32> {
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
-    // What headers of the user's include is not looked for.
+    // What the user's own headers include is not looked at.
     if !text.contains("torch/") || has(LEFT_OUT) {
         return None;
     }

@@ -47,8 +47,6 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
     let mut command = cargo::command(repo, changes, args);
     command.current_dir(folder).env_remove("LD_LIBRARY_PATH");
     command.env(cargo::TARGET, cargo::target_folder(repo));
-    // As the workspace's profile has it.
-    command.env("CARGO_PROFILE_DEV_BUILD_OVERRIDE_DEBUG", "line-tables-only");
     command
 }
 

@@ -97,12 +97,18 @@ impl Program {
         Run { title: format!("{} {target}", self.package), command, again }
     }
 
-    /// Whether it has a test whose name contains this word.
-    pub fn has_test(&self, word: &str, changes: &Changes) -> Result<bool> {
-        let mut command = self.run(changes, &[]).command;
-        let output = command.args(["--list", word]).output();
-        let output = output.with_context(|| format!("cannot run {}", self.executable.display()))?;
-        Ok(String::from_utf8_lossy(&output.stdout).contains(": test\n"))
+    /// The first of these words that the name of one of its tests contains. It is an error if there is
+    /// none, because nothing would be tested.
+    pub fn first_with_tests<'a>(&self, words: &[&'a str], changes: &Changes) -> Result<&'a str> {
+        for word in words {
+            let output = self.run(changes, &[]).command.args(["--list", word]).output();
+            let output =
+                output.with_context(|| format!("cannot run {}", self.executable.display()))?;
+            if String::from_utf8_lossy(&output.stdout).contains(": test\n") {
+                return Ok(word);
+            }
+        }
+        bail!("no name of a test of {} contains one of {words:?}", self.name)
     }
 }
 

@@ -38,14 +38,23 @@ impl<'c> First<'c> {
     }
 }
 
-pub(super) fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+/// Reads all arguments of `x_backward`, and runs `body`.
+fn read_all<O: Operator, T>(
+    frame: &Frame<'_>,
+    body: impl FnOnce(O, &First<'_>, &[Option<&Tensor>], Needs) -> Result<T>,
+) -> Result<T> {
     let mut index = 0;
     let before = First::read::<O>(frame, &mut index)?;
-    let gradients = read::<O, _>(frame, &mut index, |operator, tensors, index| {
-        let needs = read_needs(frame, index)?;
+    read::<O, _>(frame, &mut index, |operator, tensors, index| {
+        body(operator, &before, tensors, read_needs(frame, index)?)
+    })
+}
+
+pub(super) fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
+    let gradients = read_all::<O, _>(frame, |operator, before, tensors, needs| {
         let like = first(tensors)?;
         kernel(|| {
-            let found = gradients(&operator, &before, tensors, needs)?;
+            let found = gradients(&operator, before, tensors, needs)?;
             let (grads, kept) = (refer(&before.grads), refer(&before.kept));
             let others = tensors.iter().chain(&grads).chain(&kept).flatten().copied();
             let found = returned_list(found, &others.collect::<Vec<_>>())?;
@@ -56,7 +65,6 @@ pub(super) fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
                 .collect::<Result<Vec<_>>>()
         })
     })?;
-    drop(before);
     give(frame, gradients.into_iter().map(Some))
 }
 
@@ -157,10 +165,7 @@ fn gradients<O: Operator>(
 }
 
 pub(super) fn fake_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
-    let mut index = 0;
-    let before = First::read::<O>(frame, &mut index)?;
-    let gradients = read::<O, _>(frame, &mut index, |_, tensors, index| {
-        let needs = read_needs(frame, index)?;
+    let gradients = read_all::<O, _>(frame, |_, _, tensors, needs| {
         let like = first(tensors)?;
         differentiable::<O>()
             .map(|place| match tensors[place].filter(|_| is_needed(needs, place)) {
@@ -169,21 +174,16 @@ pub(super) fn fake_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             })
             .collect::<Result<Vec<_>>>()
     })?;
-    drop(before);
     give(frame, gradients.into_iter().map(Some))
 }
 
 pub(super) fn autograd_of_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
-    let mut index = 0;
-    let before = First::read::<O>(frame, &mut index)?;
-    let gradients = read::<O, _>(frame, &mut index, |operator, tensors, index| {
-        let needs = read_needs(frame, index)?;
+    let gradients = read_all::<O, _>(frame, |operator, before, tensors, needs| {
         let (grads, kept) = (refer(&before.grads), refer(&before.kept));
         let constants = constants::<O>(tensors)?;
         let tensors = with_constants(tensors, &constants);
         let all = traced::gradients_list(Dispatched(operator), &grads, &kept, &tensors, needs)?;
         Ok(with_gradient::<O>(all).collect::<Vec<_>>())
     })?;
-    drop(before);
     give(frame, gradients)
 }

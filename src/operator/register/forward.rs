@@ -4,6 +4,7 @@ use super::{VMAP_MODE, dispatched::Dispatched, give, read, refer_own};
 use crate::autograd::Inputs;
 use crate::ffi::define::Call as Frame;
 use crate::library::{SymInt, empty, without_key};
+use crate::operator::node::known;
 use crate::operator::traced::{
     self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
 };
@@ -142,9 +143,11 @@ pub(super) fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         let needs = O::In::each(|place| is_needed(asked, place));
         let like = first(tensors)?;
         kernel(|| {
+            // The rule runs here and in the operator, on facts that are looked up once.
+            let known = known::<O>(tensors)?;
             let of = O::In::borrowed(O::NAME, tensors)?;
             let plan = operator.plan(&of, &needs)?;
-            let call = Call { operator: &operator, of, needs: &needs, plan, known: None };
+            let call = Call { operator: &operator, of, needs: &needs, plan, known: Some(&known) };
             let said = O::Kept::items(call.check()?.kept);
             let made = operator.forward(&call)?;
             let mut results = contiguous(O::Out::descriptions(made.outputs))?;
