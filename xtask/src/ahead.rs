@@ -12,8 +12,8 @@ use std::process::{Child, Command, Stdio};
 pub struct Ahead(Option<Child>);
 
 impl Ahead {
-    /// Begins to build the package's program, if set-up is about to download libtorch.
-    pub fn of_package(repo: &Repo, package: &str) -> Ahead {
+    /// Begins to build what these arguments of `cargo build` select, if set-up is about to download libtorch.
+    pub fn of_build(repo: &Repo, args: &[&str]) -> Ahead {
         let is_missing = libtorch::choose(&real_env, repo) == Rule::Own
             && setup::check_glibc().is_ok()
             && wheels::LIBTORCH.missing(repo).is_ok_and(|missing| missing.is_some());
@@ -24,7 +24,9 @@ impl Ahead {
         // real folder, a download that ends early would let it build everything, unseen.
         let nowhere = repo.venv().join("no-libtorch-yet");
         let changes: Changes = vec![("LIBTORCH".to_string(), Some(nowhere.into()))];
-        Self::of(cargo::command(repo, &changes, &["build", "--keep-going", "--package", package]))
+        let mut command = cargo::command(repo, &changes, &["build", "--keep-going"]);
+        command.args(args);
+        Self::of(command)
     }
 
     fn of(mut command: Command) -> Ahead {

@@ -1,5 +1,6 @@
 //! The checks that a change must pass, in order of cost. The first failure stops the run.
 
+use crate::ahead::Ahead;
 use crate::commands::Usage;
 use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
@@ -36,9 +37,9 @@ const OLDEST_AND_NEWEST: &str = "7.5;9.0a";
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
-/// At -O0, gpt's programs compile in a fifth of the time, and its tests take no longer. No package
-/// depends on gpt, so everything else stays as other commands compile it.
-const GPT_AT_0: &str = "profile.dev.package.gpt.opt-level=0";
+/// At -O0, gpt's programs and what only they need compile in a fifth of the time, and its tests take no
+/// longer. Everything else stays as other commands compile it.
+const AT_0: [&str; 4] = ["gpt", "tokenizers", "fancy-regex", "regex-automata"];
 
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
@@ -82,6 +83,12 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
         let names: Vec<&str> = STEPS.iter().map(|(name, _)| *name).collect();
         bail!("no step's name contains {words:?}; there are: {}", names.join("; "));
     }
+    let is_step = |name: &str| steps.iter().any(|(step, _)| *step == name);
+    let ahead = is_step(TESTS).then(|| {
+        let at_0 = at_0();
+        let options = at_0.iter().map(String::as_str).chain(["--tests"]);
+        Ahead::of_build(&repo, &options.chain(cargo::EVERYTHING).collect::<Vec<_>>())
+    });
     let mut ready = setup::run(&repo)?;
     if std::env::var_os(ARCHS).is_none() {
         let archs = if is_full { OLDEST_AND_NEWEST } else { NEWEST };
@@ -97,14 +104,16 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     // Sources do not change during a run, so data for incremental builds would only fill the disk.
     ready.changes.push(("CARGO_INCREMENTAL".to_string(), Some("0".into())));
     wheels::TOOLS.ensure(&repo)?;
-    if steps.iter().any(|(name, _)| *name == OTHER_LIBTORCH) {
+    if is_step(OTHER_LIBTORCH) {
         // Here, so that a disk that is full fails the first step and not the last.
         wheels::LIBTORCH_2_13.ensure(&repo)?;
     }
     let has_vision = setup::vision(&repo, &ready)?;
     let has_python = setup::python(&repo, &ready)?;
-    let has_transformers =
-        steps.iter().any(|(name, _)| *name == TESTS) && setup::transformers(&repo, &ready)?;
+    let has_transformers = is_step(TESTS) && setup::transformers(&repo, &ready)?;
+    if let Some(ahead) = ahead {
+        ahead.wait();
+    }
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
     let changes = ready.changes;
     let ci = Ci { repo, changes, is_full, has_vision, has_python, has_cuda, has_transformers };
@@ -123,10 +132,14 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn at_0() -> [String; 4] {
+    AT_0.map(|package| format!("--config=profile.dev.package.{package}.opt-level=0"))
+}
+
 impl Ci {
     fn cargo(&self, args: &[&str]) -> Command {
-        let mut command = cargo::command(&self.repo, &self.changes, &["--config", GPT_AT_0]);
-        command.args(args);
+        let mut command = cargo::command(&self.repo, &self.changes, &[]);
+        command.args(at_0()).args(args);
         command
     }
 

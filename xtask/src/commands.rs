@@ -96,7 +96,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
 
 fn demo(args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
-    let ahead = Ahead::of_package(&repo, cargo::DEMO);
+    let ahead = Ahead::of_build(&repo, &["--package", cargo::DEMO]);
     let mut ready = setup::run(&repo)?;
     ahead.wait();
     ready.changes.extend(setup::short_waits());
