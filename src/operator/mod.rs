@@ -75,6 +75,7 @@ use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::facts::{Facts, facts_into};
 use crate::{Error, Result};
 use node::Node;
+use std::sync::atomic::{AtomicBool, Ordering};
 use tch::Device;
 
 /// What [`signature!`](crate::signature!) and [`register!`](crate::register!) expand to. It is no
@@ -251,6 +252,9 @@ pub struct Call<'a, O: Operator> {
     pub needs: &'a Needs<O>,
     /// What [`Operator::plan`] decided.
     pub plan: O::Plan,
+    /// Whether a program is traced. What is kept then has the kinds and sizes that the rule says, whatever
+    /// the device.
+    pub is_traced: bool,
     /// Kinds and sizes of the arguments, if they were looked up already.
     pub(crate) known: Option<&'a [Option<Meta<i64>>]>,
 }
@@ -320,11 +324,32 @@ pub struct Again<'a, O: Operator> {
     /// Whether the gradients become a part of the graph. They must then be computed by differentiable
     /// operations. It is never set with [`Second::Reference`].
     pub is_recorded: bool,
-    /// Whether this is the last backward pass of the call, so that what was kept may be overwritten.
-    pub is_last: bool,
+    /// Whether a program is traced ([`Call::is_traced`]).
+    pub is_traced: bool,
+    /// Whether no other backward pass of the call reads what was kept.
+    is_last: bool,
+    /// Whether an earlier one was allowed to overwrite it; nothing is shared with one while a program is traced.
+    is_spent: Option<&'a AtomicBool>,
 }
 
 impl<O: Operator> Again<'_, O> {
+    /// Whether what was kept may be overwritten, because no other backward pass of the call reads it.
+    /// Ask once, and just before the first write: after an answer of yes, nobody reads it again.
+    ///
+    /// # Errors
+    /// When an earlier backward pass got leave to overwrite, and failed after that.
+    pub fn may_overwrite(&self) -> Result<bool> {
+        let is_spent = |flag: &AtomicBool| flag.fetch_or(self.is_last, Ordering::Relaxed);
+        if self.is_spent.is_some_and(is_spent) {
+            return Err(Error::Autograd(format!(
+                "{}: an earlier backward pass of this call failed after it had begun to change what \
+                 the forward pass saved: run the forward pass again",
+                O::NAME
+            )));
+        }
+        Ok(self.is_last)
+    }
+
     /// Kinds and sizes of all arguments, also of those that were not saved.
     ///
     /// # Errors

@@ -4,6 +4,7 @@ use super::{Again, Call, Meta, Operator, Second, Slots, describe};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
 use crate::ffi::tensor::{is_plain, plain};
 use crate::{Error, Result};
+use std::sync::atomic::AtomicBool;
 use tch::Tensor;
 
 /// A call of an operator. Its saved tensors are its arguments, what it keeps, and its outputs, in this
@@ -13,6 +14,8 @@ pub(super) struct Node<O: Operator> {
     plan: O::Plan,
     /// What is known of the arguments, if there is a graph.
     known: Vec<Option<Meta<i64>>>,
+    /// Whether a backward pass was allowed to overwrite what was saved.
+    is_spent: AtomicBool,
 }
 
 impl<O: Operator> Node<O> {
@@ -25,7 +28,7 @@ impl<O: Operator> Node<O> {
                 "Operator: fewer than 64 arguments, and fewer than 64 outputs and kept tensors; READS_OUTPUTS has a bit for each output"
             );
         }
-        Node { operator, plan: O::Plan::default(), known: Vec::new() }
+        Node { operator, plan: O::Plan::default(), known: Vec::new(), is_spent: false.into() }
     }
 
     const KEPT: usize = O::In::NAMES.len();
@@ -60,7 +63,8 @@ impl<O: Operator> Function for Node<O> {
             self.known = known::<O>(&inputs)?;
         }
         let known = saver.needs_graph().then_some(&self.known[..]);
-        let call = Call { operator: &self.operator, of, needs: &needs, plan: self.plan, known };
+        let (operator, plan) = (&self.operator, self.plan);
+        let call = Call { operator, of, needs: &needs, plan, is_traced: false, known };
         let made = self.operator.forward(&call)?;
         let outputs = O::Out::descriptions(made.outputs);
         if saver.needs_graph() {
@@ -153,7 +157,9 @@ impl<O: Operator> Function for Node<O> {
             needs,
             plan: self.plan,
             is_recorded,
+            is_traced: false,
             is_last: ctx.is_last_backward(),
+            is_spent: Some(&self.is_spent),
         };
         let incoming = O::Out::each(|place| grads.optional(place).map(Tensor::shallow_clone));
         let gradients = O::In::items(self.operator.backward(incoming, again)?);

@@ -182,6 +182,7 @@ impl<'a, O: Operator> Case<'a, O> {
             of,
             needs: &needs,
             plan,
+            is_traced: true,
             known: None,
         })?;
         let said = O::Out::descriptions(said.outputs).into_iter().chain(O::Kept::items(said.kept));

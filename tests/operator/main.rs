@@ -207,8 +207,9 @@ impl Operator for Broken {
         Ok(Made::only(BrokenOut { y: call.of.x * 2.0 }))
     }
 
-    fn backward(&self, grads: Incoming<Self>, _: Again<'_, Self>) -> Result<Gradients<Self>> {
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
         match self.how {
+            7 if again.may_overwrite()? => Err(Error::msg("it fails after it has written")),
             3 => Err(Error::msg("its backward pass fails")),
             4 => panic!("its backward pass panics"),
             6 => Ok(BrokenIn { x: grads.y }),
@@ -245,6 +246,25 @@ fn faults_are_errors() {
     }
     // Neither grad mode nor autocast was left off.
     assert!(broken(0).expect("a result").y.requires_grad());
+}
+
+#[test]
+fn what_a_failed_backward_pass_may_have_overwritten_is_not_read_again() {
+    let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
+    let y = call(Broken { how: 7 }, &BrokenIn { x: &x }).expect("a result").y;
+    let loss = y.sum(Kind::Double);
+    let run = |keeps_graph| Tensor::f_run_backward(&[&loss], &[&x], keeps_graph, false);
+    for _ in 0..2 {
+        assert_eq!(run(true).expect("gradients")[0], Tensor::from_slice(&[2.0, 2.0]));
+    }
+    for (keeps_graph, words) in [
+        (false, "it fails after it has written"),
+        (true, "run the forward pass again"),
+        (false, "run the forward pass again"),
+    ] {
+        let error = run(keeps_graph).expect_err(words).to_string();
+        assert!(error.contains(words), "{error}");
+    }
 }
 
 #[test]

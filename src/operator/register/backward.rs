@@ -148,7 +148,9 @@ fn gradients<O: Operator>(
         plan: operator.plan(&of_call, &needs)?,
         needs,
         is_recorded: false,
+        is_traced: true,
         is_last: false,
+        is_spent: None,
     };
     let grads = O::Out::each(|place| own(before.grads[place].as_deref()));
     let gradients = O::In::items(operator.backward(grads, again)?).into_iter().enumerate();

@@ -147,7 +147,8 @@ pub(super) fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             let known = known::<O>(tensors)?;
             let of = O::In::borrowed(O::NAME, tensors)?;
             let plan = operator.plan(&of, &needs)?;
-            let call = Call { operator: &operator, of, needs: &needs, plan, known: Some(&known) };
+            let (operator, needs, known) = (&operator, &needs, Some(&known[..]));
+            let call = Call { operator, of, needs, plan, is_traced: true, known };
             let said = O::Kept::items(call.check()?.kept);
             let made = operator.forward(&call)?;
             let mut results = contiguous(O::Out::descriptions(made.outputs))?;

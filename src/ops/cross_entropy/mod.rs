@@ -191,13 +191,13 @@ impl Operator for CrossEntropy {
 
     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
         let Some(grad) = &grads.loss else { return Ok(CrossEntropyIn::none()) };
-        let input = match again.kept.input {
-            Some(gradient) => times(gradient, grad, again.is_last)?,
+        let input = match &again.kept.input {
+            Some(gradient) => times(gradient.shallow_clone(), grad, again.may_overwrite()?)?,
             None => {
                 let CrossEntropyIn { input, target, weight } = &again.of;
                 let of = [input, target, weight].map(Option::as_ref);
                 let of = CrossEntropyIn::borrowed(Self::NAME, &of)?;
-                self.gradient_of_rows(&of, grad, again.is_last)?
+                self.gradient_of_rows(&of, grad, || again.may_overwrite())?
             }
         };
         Ok(CrossEntropyIn { input: Some(input), target: None, weight: None })
@@ -267,14 +267,13 @@ impl CrossEntropy {
         Ok((total(&losses, &factor, kind)?, own))
     }
 
-    /// The gradient, from the logits. Nobody needs them after the last one.
+    /// The gradient, from the logits, and in their place if they are reused and may be overwritten.
     fn gradient_of_rows(
         &self,
         of: &Args<'_, Self>,
         grad: &Tensor,
-        is_last: bool,
+        may_overwrite: impl Fn() -> Result<bool>,
     ) -> Result<Tensor> {
-        let in_place = !is_plain(of.input) || (self.reuse_logits && is_last);
         let (mut logits, targets) = (plain(of.input)?, plain(of.target)?);
         // A row of a target that is no class would be left as it is.
         check_target(Self::NAME, &targets, logits.size2()?.1, self.ignore_index)?;
@@ -283,7 +282,8 @@ impl CrossEntropy {
         let factor = factor(self.reduction, &targets, weight.as_ref(), self.ignore_index, compute)?;
         let factors = times_gradient(factor.as_ref(), grad, compute)?;
         let operands = self.operands(&logits, &targets, weight.as_ref());
-        if in_place {
+        // A copy is nobody else's.
+        if !is_plain(of.input) || (self.reuse_logits && may_overwrite()?) {
             rows(
                 &operands,
                 Wanted { losses: None, gradients: Some((&factors, kernels::Gradients::InPlace)) },

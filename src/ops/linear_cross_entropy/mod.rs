@@ -267,13 +267,15 @@ impl Operator for LinearCrossEntropy {
         let of = LinearCrossEntropyIn::borrowed(Self::NAME, &of)?;
         let LinearCrossEntropyIn { input, weight, bias, .. } = again.needs;
         let wanted: Wish = LayerGradients { input, weight, bias: bias && of.bias.is_some() };
-        let LayerGradients { input, weight, bias } = again.kept;
-        let is_kept = (input.is_some() || !wanted.input)
-            && (weight.is_some() || !wanted.weight)
-            && (bias.is_some() || !wanted.bias);
+        let kept = &again.kept;
+        let is_kept = (kept.input.is_some() || !wanted.input)
+            && (kept.weight.is_some() || !wanted.weight)
+            && (kept.bias.is_some() || !wanted.bias);
         let LayerGradients { input, weight, bias } = if is_kept {
+            let in_place = again.may_overwrite()?;
+            let LayerGradients { input, weight, bias } = again.kept;
             let scaled = |kept: Option<Tensor>, is_wanted: bool| {
-                kept.filter(|_| is_wanted).map(|kept| times(kept, grad, again.is_last)).transpose()
+                kept.filter(|_| is_wanted).map(|kept| times(kept, grad, in_place)).transpose()
             };
             LayerGradients {
                 input: scaled(input, wanted.input)?,

@@ -309,13 +309,13 @@ pub(crate) fn total(losses: &Tensor, factor: &Tensor, kind: Kind) -> Result<Tens
     Ok(total)
 }
 
-/// Gradients that were computed ahead times the incoming one, a number of any kind, `[]` or `[1]`: in place
-/// if nobody needs them after this. They are not read then if it is 1.
+/// Gradients that were computed ahead times the incoming one, a number of any kind, `[]` or `[1]`. In place,
+/// they are not read if it is 1.
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn times(gradients: Tensor, factor: &Tensor, is_last: bool) -> Result<Tensor> {
-    if is_last {
+pub(crate) fn times(gradients: Tensor, factor: &Tensor, in_place: bool) -> Result<Tensor> {
+    if in_place {
         multiply(&gradients, factor, &gradients)?;
         return Ok(gradients);
     }
