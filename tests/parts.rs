@@ -41,9 +41,11 @@ tch_extension::register! {
     AddRmsNorm,
     CrossEntropy,
     GeluMlp,
+    Gru,
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    Lstm,
     MatmulAddRelu,
     SwigluMlp,
 }
@@ -166,6 +168,33 @@ fn norms_are_what_they_say() {
                 prove(&of, &RmsNormIn { input, weight }).expect("rms_norm");
                 let of = AddRmsNorm { normalized_shape: shape.clone(), eps, dropout };
                 prove(&of, &AddRmsNormIn { input, residual, weight }).expect("add_rms_norm");
+            }
+        }
+    }
+}
+
+#[test]
+fn layers_are_what_they_say() {
+    for device in devices() {
+        let arguments = Arguments { options: (Kind::Double, device) };
+        let [x, h, c] = arguments.leaves([&[3, 2, 3], &[2, 2], &[2, 2]]);
+        for lengths in [None, Some(vec![2, 2]), Some(vec![1, 2])] {
+            // Lengths that differ are copied to the GPU, which no graph captures.
+            if device.is_cuda() && lengths.as_deref() == Some(&[1, 2]) {
+                continue;
+            }
+            for has_biases in [true, false] {
+                let leaves =
+                    |rows: i64| arguments.leaves([&[rows, 3], &[rows, 2], &[rows], &[rows]]);
+                let [w_ih, w_hh, b_ih, b_hh] = &leaves(8);
+                let [b_ih, b_hh] = [b_ih, b_hh].map(|bias| has_biases.then_some(bias));
+                let (input, h, c) = (&x, &h, &c);
+                let of = LstmIn { input, h, c, w_ih, w_hh, b_ih, b_hh };
+                prove(&Lstm { lengths: lengths.clone() }, &of).expect("lstm");
+                let [w_ih, w_hh, b_ih, b_hh] = &leaves(6);
+                let [b_ih, b_hh] = [b_ih, b_hh].map(|bias| has_biases.then_some(bias));
+                let of = GruIn { input, h, w_ih, w_hh, b_ih, b_hh };
+                prove(&Gru { lengths: lengths.clone() }, &of).expect("gru");
             }
         }
     }
@@ -328,74 +357,97 @@ fn products_and_mlps() {
 }
 
 #[test]
+fn layers() {
+    for_all(|arguments| {
+        let [x, h, c] = arguments.leaves([&[5, 4, 16], &[4, 24], &[4, 24]]);
+        for lengths in [None, Some(&[2, 3, 1, 3][..]), Some(&[3, 3, 3, 3][..])] {
+            let [w_ih, w_hh, b_ih, b_hh] = arguments.leaves([&[96, 16], &[96, 24], &[96], &[96]]);
+            let (w, b) = ([&w_ih, &w_hh], [&b_ih, &b_hh]);
+            let of = RnnWeights { w_ih: w[0], w_hh: w[1], b_ih: Some(b[0]), b_hh: Some(b[1]) };
+            let (y, (h1, c1)) = match lengths {
+                None => f_lstm(&x, &of, (&h, &c))?,
+                Some(lengths) => f_lstm_padded(&x, lengths, &of, (&h, &c))?,
+            };
+            layer("lstm", &[&y, &h1, &c1], &[&x, &h, &c, w[0], w[1], b[0], b[1]], lengths)?;
+
+            let [w_ih, w_hh, b_ih, b_hh] = arguments.leaves([&[72, 16], &[72, 24], &[72], &[72]]);
+            let (w, b) = ([&w_ih, &w_hh], [&b_ih, &b_hh]);
+            let of = RnnWeights { w_ih: w[0], w_hh: w[1], b_ih: Some(b[0]), b_hh: Some(b[1]) };
+            let (y, h1) = match lengths {
+                None => f_gru(&x, &of, &h)?,
+                Some(lengths) => f_gru_padded(&x, lengths, &of, &h)?,
+            };
+            layer("gru", &[&y, &h1], &[&x, &h, w[0], w[1], b[0], b[1]], lengths)?;
+        }
+        Ok(())
+    });
+}
+
+/// Compares the registered operators of an LSTM or GRU with the outputs that the operator made of these
+/// tensors, and with its gradients.
+fn layer(
+    name: &str,
+    outputs: &[&Tensor],
+    tensors: &[&Tensor],
+    lengths: Option<&[i64]>,
+) -> Result<()> {
+    fn and<'a>(args: Args<'a>, tensors: &[&'a Tensor]) -> Args<'a> {
+        tensors.iter().fold(args, |args, tensor| args.arg(*tensor))
+    }
+    let (incoming, expected) = of_node(outputs, tensors);
+    let guard = tch::no_grad_guard();
+    let all = (1_i64 << tensors.len()) - 1;
+    let made = forward(name, and(Args::new(), tensors).arg(lengths).arg(all))?;
+    let (made, kept) = made.split_at(outputs.len());
+    let owned: Vec<Tensor> = outputs.iter().map(|output| output.detach()).collect();
+    assert_equal(name, made, &owned);
+    // What is kept has the steps of the longest sequence.
+    let steps = if lengths.is_some() { 3 } else { 5 };
+    assert_eq!(kept[1].size(), [steps, 4, 96], "{name}");
+    assert_eq!(
+        (kept[0].dim(), kept[0].numel() > 0),
+        if name == "lstm" { (3, true) } else { (16, false) }
+    );
+
+    let incoming: Vec<&Tensor> = incoming.iter().collect();
+    let of_kept = |c: &Tensor, activations: &Tensor, needs: i64| {
+        let args = and(and(Args::new(), &incoming), &[&made[0], c, activations]);
+        gradients(name, and(args, tensors).arg(lengths).arg(needs))
+    };
+    assert_equal(name, &of_kept(&kept[0], &kept[1], all)?, &expected);
+    let some = of_kept(&kept[0], &kept[1], 0b1000)?;
+    assert_eq!((some[0].size(), some[1].size(), some[2].size()), (vec![0], vec![0], vec![0]));
+    assert_equal(name, &some[3..4], &expected[3..4]);
+    // The gradients are made of what was kept: the forward pass runs once. In half kinds on the CPU, and where
+    // our kernels on CUDA would be one for each step, it runs once more.
+    let is_half = made[0].kind() == Kind::BFloat16;
+    if made[0].device() == Device::Cpu {
+        for place in [0, 1].into_iter().filter(|place| kept[*place].numel() > 0) {
+            let of = |at: usize| if at == place { kept[at].zeros_like() } else { kept[at].copy() };
+            let of_zeros = of_kept(&of(0), &of(1), all)?;
+            let is_same = of_zeros[0].equal(&of_kept(&kept[0], &kept[1], all)?[0]);
+            assert_eq!(is_same, is_half, "{name} {place}");
+        }
+    }
+    // Without all that was kept, it runs once more.
+    let absent = Tensor::empty([0; 16], (made[0].kind(), made[0].device()));
+    assert_equal(name, &of_kept(&kept[0], &absent, all)?, &expected);
+    assert_equal(name, &of_kept(&absent, &kept[1], all)?, &expected);
+
+    let none = forward(name, and(Args::new(), tensors).arg(lengths).arg(0))?;
+    assert!(none[outputs.len()..].iter().all(|kept| kept.dim() == 16), "{name}");
+    drop(guard);
+    let wrong = of_kept(&kept[0], &kept[1].narrow(0, 0, 2), all)
+        .expect_err("a step is missing")
+        .to_string();
+    assert!(wrong.contains(&format!("{name}_backward: kept_activations: expected")), "{wrong}");
+    Ok(())
+}
+
+#[test]
 fn sequences() {
     for_all(|arguments| {
         let [x, h, c] = arguments.leaves([&[5, 4, 16], &[4, 24], &[4, 24]]);
-        for gates in [4, 3] {
-            let rows = gates * 24;
-            let [w_ih, w_hh, b_ih, b_hh] =
-                arguments.leaves([&[rows, 16], &[rows, 24], &[rows], &[rows]]);
-            let weights =
-                RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: Some(&b_ih), b_hh: Some(&b_hh) };
-            let lengths = [2, 4, 1, 4];
-            for is_padded in [false, true] {
-                let (outputs, states): (Vec<Tensor>, Vec<&Tensor>) = match (gates, is_padded) {
-                    (4, false) => {
-                        let (y, (h1, c1)) = f_lstm(&x, &weights, (&h, &c))?;
-                        (vec![y, h1, c1], vec![&h, &c])
-                    }
-                    (4, _) => {
-                        let (y, (h1, c1)) = f_lstm_padded(&x, &lengths, &weights, (&h, &c))?;
-                        (vec![y, h1, c1], vec![&h, &c])
-                    }
-                    (_, false) => {
-                        let (y, h1) = f_gru(&x, &weights, &h)?;
-                        (vec![y, h1], vec![&h])
-                    }
-                    _ => {
-                        let (y, h1) = f_gru_padded(&x, &lengths, &weights, &h)?;
-                        (vec![y, h1], vec![&h])
-                    }
-                };
-                let inputs: Vec<&Tensor> =
-                    [&x, &w_ih, &w_hh, &b_ih, &b_hh].into_iter().chain(states).collect();
-                let (incoming, expected) = of_node(&outputs.iter().collect::<Vec<_>>(), &inputs);
-                let g: Vec<Option<&Tensor>> = incoming.iter().map(Some).collect();
-                tch::no_grad(|| -> Result<()> {
-                    let found = match (gates, is_padded) {
-                        (4, false) => parts::lstm_backward(
-                            [g[0], g[1], g[2]],
-                            &x,
-                            &weights,
-                            (&h, &c),
-                            [true; 7],
-                        )?,
-                        (4, _) => parts::lstm_padded_backward(
-                            [g[0], g[1], g[2]],
-                            &x,
-                            &lengths,
-                            &weights,
-                            (&h, &c),
-                            [true; 7],
-                        )?,
-                        (_, false) => {
-                            parts::gru_backward([g[0], g[1]], &x, &weights, &h, [true; 7])?
-                        }
-                        _ => parts::gru_padded_backward(
-                            [g[0], g[1]],
-                            &x,
-                            &lengths,
-                            &weights,
-                            &h,
-                            [true; 7],
-                        )?,
-                    };
-                    let found = if gates == 4 { &found[..] } else { &found[..6] };
-                    assert_equal(&format!("{gates} gates, {is_padded}"), found, &expected);
-                    Ok(())
-                })?;
-            }
-        }
         for steps in [1, 2, 5] {
             let x = x.detach().narrow(0, 0, steps).copy().set_requires_grad(true);
             let [w, b] = arguments.leaves([&[72, 40], &[72]]);

@@ -61,7 +61,7 @@ pub struct Place {
 #[diagnostic::on_unimplemented(
     message = "`{Self}` is no type of an option in `signature!`",
     label = "no type of an option",
-    note = "an option is an `i64`, `f64`, `bool`, `Vec<i64>` or `Reduction`, or an `Option` of a number"
+    note = "an option is an `i64`, `f64`, `bool`, `Vec<i64>` or `Reduction`, or an `Option` of an `i64`, `f64` or `Vec<i64>`"
 )]
 pub trait OptionType: Clone + Send + Sync + 'static {
     /// The argument in the schema.
@@ -108,6 +108,10 @@ options! {
     Option<i64>: value => <Option<i64> as ArgumentType>::default(value), (*value).into();
     Option<f64>: value => <Option<f64> as ArgumentType>::default(value), (*value).into();
     Vec<i64>: value => InSchema::ints(&value), value.into();
+    Option<Vec<i64>>: value => match value {
+        None => <Option<Vec<i64>> as ArgumentType>::default(None),
+        Some(value) => InSchema::ints(&value),
+    }, value.as_ref().into();
 }
 
 /// The words as a choice: `a, b or c`.
@@ -281,7 +285,7 @@ impl Registered {
 /// |---|---|
 /// | none, `?` | `Tensor`, `Tensor?` |
 /// | `i64`, `f64`, `bool` | `int`, `float`, `bool` |
-/// | `Vec<i64>` | `int[]` |
+/// | `Vec<i64>`, `Option<Vec<i64>>` | `int[]`, `int[]?` |
 /// | `Option<i64>`, `Option<f64>` | `int?`, `float?` |
 /// | `tch::Reduction` | `str`: "none", "mean" or "sum" |
 /// | `ops::Activation` | `str`: "gelu_tanh", "gelu", "relu_squared" or "silu" |

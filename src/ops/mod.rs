@@ -100,8 +100,6 @@ pub mod parts {
     pub use super::lltm::parts::*;
     #[cfg(feature = "recurrent")]
     pub use super::lltm_cell::parts::*;
-    #[cfg(feature = "recurrent")]
-    pub use super::recurrent::layer::parts::*;
     #[cfg(feature = "rope")]
     pub use super::rope::parts::*;
 }
@@ -118,6 +116,8 @@ pub mod definitions {
     pub use super::cross_entropy::{CrossEntropy, CrossEntropyIn, CrossEntropyOut};
     #[cfg(feature = "mlp")]
     pub use super::gelu_mlp::{GeluMlp, GeluMlpIn, GeluMlpOut};
+    #[cfg(feature = "recurrent")]
+    pub use super::gru::{Gru, GruIn, GruOut};
     #[cfg(feature = "norm")]
     pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
     #[cfg(feature = "gemm")]
@@ -126,6 +126,8 @@ pub mod definitions {
     pub use super::linear_cross_entropy::{
         LinearCrossEntropy, LinearCrossEntropyIn, LinearCrossEntropyOut,
     };
+    #[cfg(feature = "recurrent")]
+    pub use super::lstm::{Lstm, LstmIn, LstmOut};
     #[cfg(feature = "gemm")]
     pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
     #[cfg(feature = "norm")]

@@ -12,11 +12,10 @@
 // Operators have the arguments of torch's counterparts.
 #![allow(clippy::too_many_arguments)]
 
+#[cfg(feature = "recurrent")]
+mod lltm;
 mod meta;
 mod node;
-
-#[cfg(feature = "recurrent")]
-mod recurrent;
 #[cfg(feature = "rope")]
 mod rope;
 
@@ -31,3 +30,5 @@ tch_extension::register! { namespace tch_extension; LayerNorm, RmsNorm, AddLayer
 tch_extension::register! { namespace tch_extension; GeluMlp, SwigluMlp }
 #[cfg(feature = "loss")]
 tch_extension::register! { namespace tch_extension; CrossEntropy, LinearCrossEntropy }
+#[cfg(feature = "recurrent")]
+tch_extension::register! { namespace tch_extension; Lstm, Gru }

@@ -677,6 +677,23 @@ def check_cuda_graphs():
         close(found[1], expected[1], f"gradient {step}", atol=1e-4, rtol=1e-4)
 
 
+def check_long_sequences():
+    """Sequences that are long enough for kernels of all steps have the same gradients in a trace."""
+    for name, gates, states in (("lstm", 4, 2), ("gru", 3, 1)):
+        op = getattr(ops, name)
+        for lengths in (None, [64, 5, 33, 1, 64, 7, 63, 60]):
+            for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 2e-3), (torch.bfloat16, 0.05)):
+                state = [randn(8, 32) for _ in range(states)]
+                args = leaves((randn(64, 8, 16), *state, *(0.2 * w for w in rnn_weights(gates, 16, 32)), lengths), dtype)
+                torch._dynamo.reset()
+                compiled = torch.compile(lambda *args: op(*args), backend="aot_eager", fullgraph=True)
+                found, expected = gradients(compiled, args), gradients(op, args)
+                for of, values, others in (("output", found[0], expected[0]), ("gradient", found[1], expected[1])):
+                    # Relative to the largest element: gradients of weights are sums over all steps.
+                    values, others = ([value / other.abs().max() for value, other in zip(all, others)] for all in (values, others))
+                    close(values, others, f"{name} {dtype} {lengths is None} {of}", atol=tolerance, rtol=0)
+
+
 def check_backward_operators_are_no_constants():
     """A second derivative through an operator of the backward direction is right."""
     x, w, b, grad = leaves((randn(3, 6), randn(6), randn(6), randn(3, 6)), torch.float64)
@@ -888,6 +905,7 @@ def main():
         for check in (
             check_inductor,
             check_cuda_graphs,
+            check_long_sequences,
             check_backward_operators_are_no_constants,
             check_third_derivatives,
             check_class_weights,

@@ -7,6 +7,9 @@ use super::recurrent::RnnWeights;
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
 use super::recurrent::layer::{self, Cell, Costs, State};
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs, call,
+};
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -93,8 +96,7 @@ pub fn gru(input: &Tensor, weights: &RnnWeights<'_>, h: &Tensor) -> (Tensor, Ten
 /// If an argument has another kind, device or shape than stated (the error names the argument), or
 /// if libtorch or CUDA fails.
 pub fn f_gru(input: &Tensor, weights: &RnnWeights<'_>, h: &Tensor) -> Result<(Tensor, Tensor)> {
-    let (output, (last, _)) = layer::f_layer::<Gru>(input, weights, h, None)?;
-    Ok((output, last))
+    all_steps(input, None, weights, h)
 }
 
 /// [`gru`] in plain tch operations, without checks of its own.
@@ -107,7 +109,7 @@ pub fn gru_reference(
     h: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     let state = (h.shallow_clone(), None);
-    let (output, (last, _)) = layer::reference::<Gru>(input, weights, state, None)?;
+    let (output, (last, _)) = layer::reference::<Gru>(input, None, weights, state)?;
     Ok((output, last))
 }
 
@@ -117,8 +119,7 @@ pub fn gru_reference(
 /// Sequence b has `lengths[b]` steps, from 1 to T, in any order. The steps after them are padding:
 /// their input is never used, even if it is NaN; their output and its gradient are zero; and the
 /// state stays what it was after the last step of the sequence. All else is as for [`gru`], except
-/// that on CUDA cuDNN's kernels are not used where lengths differ, and that such a call cannot be
-/// captured in a CUDA graph, because it copies the lengths to the GPU.
+/// that a call whose lengths differ cannot be captured in a CUDA graph, because it copies them to the GPU.
 ///
 /// Equivalent to:
 /// ```
@@ -163,8 +164,7 @@ pub fn f_gru_padded(
     weights: &RnnWeights<'_>,
     h: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
-    let (output, (last, _)) = layer::f_padded::<Gru>(input, lengths, weights, h, None)?;
-    Ok((output, last))
+    all_steps(input, Some(lengths), weights, h)
 }
 
 /// [`gru_padded`] in plain tch operations, without checks of its own.
@@ -178,16 +178,35 @@ pub fn gru_padded_reference(
     h: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     let state = (h.shallow_clone(), None);
-    let (output, (last, _)) = layer::padded_reference::<Gru>(input, lengths, weights, state)?;
+    let (output, (last, _)) = layer::reference::<Gru>(input, Some(lengths), weights, state)?;
     Ok((output, last))
 }
 
-pub(super) struct Gru;
+fn all_steps(
+    input: &Tensor,
+    lengths: Option<&[i64]>,
+    weights: &RnnWeights<'_>,
+    h: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
+    let of = GruIn { input, h, w_ih, w_hh, b_ih, b_hh };
+    let GruOut { output, h } = call(Gru { lengths: lengths.map(<[i64]>::to_vec) }, &of)?;
+    Ok((output, h))
+}
+
+crate::signature! {
+    /// [`gru`] and [`gru_padded`] as an operator.
+    pub Gru: GruIn -> GruOut = "gru"(
+        input, h, w_ih, w_hh, b_ih?, b_hh?, lengths: Option<Vec<i64>> = None
+    ) -> (output, h)
+}
+
+layer::operator!(Gru: GruIn -> GruOut,);
 
 impl Cell for Gru {
     const OP: &'static str = "gru";
     const GATES: i64 = 3;
-    const ROWS: &'static str = "3H";
+    const PARAMETERS: [&'static str; 3] = ["[3H, F]", "[3H, H]", "[3H]"];
     const STATE_IS_H: bool = true;
     const SEPARATE: i64 = 1;
     // There is no state but h.

@@ -7,6 +7,9 @@ use super::recurrent::RnnWeights;
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
 use super::recurrent::layer::{self, Cell, Costs, State};
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs, call,
+};
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -100,9 +103,9 @@ pub fn lstm(
 pub fn f_lstm(
     input: &Tensor,
     weights: &RnnWeights<'_>,
-    (h, c): (&Tensor, &Tensor),
+    state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
-    with_c(layer::f_layer::<Lstm>(input, weights, h, Some(c))?)
+    all_steps(input, None, weights, state)
 }
 
 /// [`lstm`] in plain tch operations, without checks of its own.
@@ -115,7 +118,7 @@ pub fn lstm_reference(
     (h, c): (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     let state = (h.shallow_clone(), Some(c.shallow_clone()));
-    with_c(layer::reference::<Lstm>(input, weights, state, None)?)
+    with_c(layer::reference::<Lstm>(input, None, weights, state)?)
 }
 
 /// [`lstm`] for sequences of different lengths in one batch, as torch.nn.LSTM computes a
@@ -170,9 +173,9 @@ pub fn f_lstm_padded(
     input: &Tensor,
     lengths: &[i64],
     weights: &RnnWeights<'_>,
-    (h, c): (&Tensor, &Tensor),
+    state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
-    with_c(layer::f_padded::<Lstm>(input, lengths, weights, h, Some(c))?)
+    all_steps(input, Some(lengths), weights, state)
 }
 
 /// [`lstm_padded`] in plain tch operations, without checks of its own.
@@ -186,7 +189,7 @@ pub fn lstm_padded_reference(
     (h, c): (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     let state = (h.shallow_clone(), Some(c.shallow_clone()));
-    with_c(layer::padded_reference::<Lstm>(input, lengths, weights, state)?)
+    with_c(layer::reference::<Lstm>(input, Some(lengths), weights, state)?)
 }
 
 fn with_c((output, (h, c)): (Tensor, State)) -> Result<(Tensor, (Tensor, Tensor))> {
@@ -194,12 +197,31 @@ fn with_c((output, (h, c)): (Tensor, State)) -> Result<(Tensor, (Tensor, Tensor)
     Ok((output, (h, c)))
 }
 
-pub(super) struct Lstm;
+fn all_steps(
+    input: &Tensor,
+    lengths: Option<&[i64]>,
+    weights: &RnnWeights<'_>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
+    let of = LstmIn { input, h, c, w_ih, w_hh, b_ih, b_hh };
+    let LstmOut { output, h, c } = call(Lstm { lengths: lengths.map(<[i64]>::to_vec) }, &of)?;
+    Ok((output, (h, c)))
+}
+
+crate::signature! {
+    /// [`lstm`] and [`lstm_padded`] as an operator.
+    pub Lstm: LstmIn -> LstmOut = "lstm"(
+        input, h, c, w_ih, w_hh, b_ih?, b_hh?, lengths: Option<Vec<i64>> = None
+    ) -> (output, h, c)
+}
+
+layer::operator!(Lstm: LstmIn -> LstmOut, c);
 
 impl Cell for Lstm {
     const OP: &'static str = "lstm";
     const GATES: i64 = 4;
-    const ROWS: &'static str = "4H";
+    const PARAMETERS: [&'static str; 3] = ["[4H, F]", "[4H, H]", "[4H]"];
     const STATE_IS_H: bool = false;
     const SEPARATE: i64 = 0;
     // The input gate closes, and the forget gate opens.

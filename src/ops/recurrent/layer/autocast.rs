@@ -1,5 +1,6 @@
 //! What autocast casts of a layer.
 
+use super::KINDS;
 use crate::Result;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::dispatch::promote;
@@ -17,7 +18,7 @@ use tch::{Kind, Tensor};
 ///
 /// # Errors
 /// An error of libtorch.
-pub fn cast(
+pub(super) fn cast(
     tensors: &[Option<&Tensor>],
     state: Range<usize>,
     has_lengths: bool,
@@ -33,7 +34,12 @@ pub fn cast(
     let operand = operand.f_kind()?;
     let is_half = matches!(operand, Kind::Half | Kind::BFloat16);
     // Autocast casts no `Double`. What does not fit together is refused later.
-    if is_on_a_list || !is_half || states.iter().any(|state| state.kind() == Kind::Double) {
+    let is_foreign = tensors.iter().flatten().any(|tensor| !KINDS.contains(&tensor.kind()));
+    if is_on_a_list
+        || !is_half
+        || is_foreign
+        || states.iter().any(|state| state.kind() == Kind::Double)
+    {
         return Ok(Some(cast));
     }
     let kind = promote(operand, last.f_kind()?);

@@ -13,9 +13,10 @@ pub(in crate::ops) type State = (Tensor, Option<Tensor>);
 pub(in crate::ops) trait Cell: Send + Sync + 'static {
     /// The operator's name.
     const OP: &'static str;
-    /// The number of gates, and its name in messages: the rows of a weight.
+    /// The number of gates.
     const GATES: i64;
-    const ROWS: &'static str;
+    /// The shapes of w_ih, w_hh and a bias, for messages.
+    const PARAMETERS: [&'static str; 3];
     /// Whether the state is h, and there is no c.
     const STATE_IS_H: bool;
     /// How many of the last gates need the product with h, and its bias, by themselves.
@@ -37,7 +38,7 @@ pub(in crate::ops) trait Cell: Send + Sync + 'static {
 
 /// All steps in plain tch operations: (h of all steps, the last state). A step that is padding, as
 /// `[T, B, 1]` says, ignores its input, puts out zeros and keeps the state.
-pub(in crate::ops) fn reference<C: Cell>(
+pub(super) fn reference<C: Cell>(
     input: &Tensor,
     weights: &RnnWeights<'_>,
     state: State,

@@ -1,20 +1,17 @@
 //! A layer's outputs and gradients as functions of tensors and plain values, below autograd.
 
-use super::libtorch::{
-    are_flat_for_cudnn, backward_by_cudnn, backward_by_onednn, forward_by_cudnn, forward_by_onednn,
-};
+use super::libtorch::{backward_by_cudnn, backward_by_onednn, forward_by_cudnn, forward_by_onednn};
 use super::over_steps::OverSteps;
 use super::plan::{self, Choice, Library};
 use super::tf32::Tf32;
-use super::{Cell, place};
+use super::{Arguments, Cell, Gradients, Needs, Plan, absent, place};
+use crate::Result;
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
 use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuSaved, InputGates};
 use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
 use crate::ops::recurrent::kernels::{Outputs, product, tf32_product};
 use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
-use crate::{Error, Result};
-use std::sync::atomic::AtomicBool;
 use tch::{Device, Kind, Tensor};
 
 pub(super) struct Operands<'a> {
@@ -25,22 +22,39 @@ pub(super) struct Operands<'a> {
     pub b_hh: Option<&'a Tensor>,
     pub h: &'a Tensor,
     pub c: Option<&'a Tensor>,
-    /// Which steps are padding, `[T, B, 1]`: they keep the state.
+    /// Which steps keep a state that is not h, `[T, B, 1]`, because they are padding.
     pub padding: Option<&'a Tensor>,
 }
 
-/// What [`backward`] reads.
+impl<'a> Operands<'a> {
+    /// The arguments, without padding.
+    pub fn new<C: Cell>(arguments: &Arguments<'a>) -> Result<Self> {
+        let [Some(input), Some(h), c, Some(w_ih), Some(w_hh), b_ih, b_hh] = *arguments else {
+            return Err(absent::<C>());
+        };
+        Ok(Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, padding: None })
+    }
+}
+
+/// What the forward pass kept, as far as it did.
+#[derive(Clone, Copy)]
+pub(super) struct Kept<'a> {
+    /// h of all steps, `[T, B, H]`
+    pub output: Option<&'a Tensor>,
+    /// c of all steps, if there is one; by oneDNN only the last one
+    pub c: Option<&'a Tensor>,
+    pub activations: Option<&'a Tensor>,
+    /// Whether it may be overwritten.
+    pub may_overwrite: &'a dyn Fn() -> Result<bool>,
+}
+
+/// What the gradients are computed from.
 pub(super) struct Saved<'a> {
-    /// The arguments, in the order of `place`.
-    pub inputs: &'a [Option<Tensor>],
-    pub output: Tensor,
-    /// c of all steps, if there is one; by oneDNN only the last one.
-    pub c: Option<Tensor>,
-    pub activations: Tensor,
-    /// No other backward pass will read this.
-    pub is_last: bool,
-    /// Whether a backward pass has written into this.
-    pub is_spent: &'a AtomicBool,
+    pub operands: &'a Operands<'a>,
+    pub output: &'a Tensor,
+    pub c: Option<&'a Tensor>,
+    pub activations: &'a Tensor,
+    pub may_overwrite: &'a dyn Fn() -> Result<bool>,
 }
 
 /// The kind in which kernels compute tensors of this kind: on the CPU there are none for the half
@@ -112,11 +126,10 @@ fn biases<C: Cell>(
 }
 
 /// Computes all steps. No output shares memory with an argument. If `keep` is set, this keeps what
-/// [`backward`] reads. It sets whose kernels it uses.
+/// [`backward`] reads.
 pub(super) fn forward<C: Cell>(
     operands: &Operands<'_>,
-    library: &mut Library,
-    choice: Choice,
+    Plan { choice, library }: Plan,
     keep: bool,
 ) -> Result<Outputs> {
     let Operands { input, h, c, .. } = *operands;
@@ -134,15 +147,7 @@ pub(super) fn forward<C: Cell>(
         });
     }
     let sizes = Sizes { steps, batch, features, hidden };
-    *library = match operands.padding {
-        None if device.is_cuda() => {
-            let is_flat = are_flat_for_cudnn(operands)?;
-            plan::library::<C>(choice, sizes, kind, device, keep, is_flat)?
-        }
-        None => plan::cpu_library::<C>(choice, sizes, kind, keep),
-        Some(_) => Library::Ours,
-    };
-    match *library {
+    match library {
         Library::Cudnn => return forward_by_cudnn(operands, keep),
         Library::Onednn => return forward_by_onednn(operands, keep),
         Library::Ours => {}
@@ -251,42 +256,69 @@ fn cpu_team<C: Cell>(sizes: Sizes, like: &Tensor) -> Result<cpu::Team> {
     Ok(team([sizes.steps, sizes.batch, sizes.hidden], C::GATES, like.f_kind()?, threads))
 }
 
-pub(super) type Gradients = Vec<Option<Tensor>>;
-
 /// Computes the gradients that are needed, from those for the output and for the last h and c; an
-/// absent one is zero.
+/// absent one is zero. What was not kept is computed once more.
 pub(super) fn backward<C: Cell>(
     grads: [Option<&Tensor>; 3],
+    operands: &Operands<'_>,
+    kept: &Kept<'_>,
+    needs: &Needs,
+    plan: Plan,
+) -> Result<Gradients> {
+    let (steps, batch, _) = operands.input.size3()?;
+    if steps == 0 || batch == 0 || operands.h.size2()?.1 == 0 {
+        return backward_of_nothing(grads, operands, needs);
+    }
+    let Kept { c, may_overwrite, .. } = *kept;
+    if let (Some(output), Some(activations)) = (kept.output, kept.activations)
+        && (plan.library == Library::Cudnn || c.is_some() != C::STATE_IS_H)
+    {
+        let saved = Saved { operands, output, c, activations, may_overwrite };
+        return by_library::<C>(grads, &saved, needs, plan);
+    }
+    let Outputs { output, c, activations, .. } = forward::<C>(operands, plan, true)?;
+    let activations = activations.ok_or_else(absent::<C>)?;
+    let (output, c, activations) = (&output, c.as_ref(), &activations);
+    let saved = Saved { operands, output, c, activations, may_overwrite: &|| Ok(true) };
+    by_library::<C>(grads, &saved, needs, plan)
+}
+
+fn by_library<C: Cell>(
+    grads: [Option<&Tensor>; 3],
     saved: &Saved<'_>,
-    needs: &[bool; place::LEN],
-    (library, choice): (Library, Choice),
+    needs: &Needs,
+    Plan { choice, library }: Plan,
 ) -> Result<Gradients> {
     match library {
-        Library::Cudnn => return backward_by_cudnn(grads, saved, needs),
-        Library::Onednn => return backward_by_onednn(grads, saved, needs),
-        Library::Ours => {}
+        Library::Cudnn => backward_by_cudnn(grads, saved, needs),
+        Library::Onednn => backward_by_onednn(grads, saved, needs),
+        Library::Ours => backward_by_ours::<C>(grads, saved, needs, choice),
     }
-    let device = saved.output.device();
-    let argument = |place: usize| -> Result<Tensor> {
-        let found = saved.inputs[place].as_ref();
-        worked(found.ok_or_else(|| Error::msg("internal error: a saved input is absent"))?)
-    };
+}
+
+fn backward_by_ours<C: Cell>(
+    grads: [Option<&Tensor>; 3],
+    saved: &Saved<'_>,
+    needs: &Needs,
+    choice: Choice,
+) -> Result<Gradients> {
+    let (device, operands) = (saved.output.device(), saved.operands);
     let (steps, batch, hidden) = saved.output.size3()?;
     let rows = steps * batch;
     let kind = saved.output.f_kind()?;
-    let output = worked(&saved.output)?;
-    let (weight, h0) = (argument(place::W_HH)?, argument(place::H)?);
-    let (states, first_state) = match &saved.c {
-        Some(c) => (c.shallow_clone(), argument(place::C)?),
+    let (output, activations) = (worked(saved.output)?, worked(saved.activations)?);
+    let (weight, h0) = (worked(operands.w_hh)?, worked(operands.h)?);
+    let (states, first_state) = match saved.c.zip(operands.c) {
+        Some((c, c0)) => (worked(c)?, worked(c0)?),
         None => (output.shallow_clone(), h0.shallow_clone()),
     };
     let [grad_output, grad_h, grad_c] = grads;
     let grad_output = grad_output.map(worked).transpose()?;
-    let features = argument(place::INPUT)?.size3()?.2;
+    let features = operands.input.size3()?.2;
     let sizes = Sizes { steps, batch, features, hidden };
     let read = CpuSaved {
         weight: &weight,
-        activations: &saved.activations,
+        activations: &activations,
         states: &states,
         first_state: &first_state,
     };
@@ -299,7 +331,7 @@ pub(super) fn backward<C: Cell>(
             let team = cpu_team::<C>(sizes, &states)?;
             let is_input_multiplied =
                 needs[place::INPUT] && multiplies_input(sizes, C::GATES, states.f_kind()?, team);
-            let w_ih = is_input_multiplied.then(|| argument(place::W_IH)).transpose()?;
+            let w_ih = is_input_multiplied.then(|| worked(operands.w_ih)).transpose()?;
             cpu::backward(C::CPU, team, &read, w_ih.as_ref(), grads, needs[place::H])?
         }
         Some(cell) => {
@@ -307,7 +339,7 @@ pub(super) fn backward<C: Cell>(
             (cuda::backward(&cell, kernel, &read, grads, needs[place::H])?, None)
         }
     };
-    let input = argument(place::INPUT)?;
+    let input = worked(operands.input)?;
     let over_steps = OverSteps {
         gates: made.gates.f_view([rows, C::GATES * hidden])?,
         separate: made.separate.map(|of| of.f_view([rows, C::SEPARATE * hidden])).transpose()?,
@@ -324,40 +356,43 @@ pub(super) fn backward<C: Cell>(
     let [w_ih, w_hh] = over_steps.of_weights(needs_weights)?;
     let [b_ih, b_hh] = over_steps.of_biases([needs[place::B_IH], needs[place::B_HH]])?;
     let of_input = match input_gradient {
-        None if needs[place::INPUT] => Some(over_steps.of_input(&argument(place::W_IH)?)?),
+        None if needs[place::INPUT] => Some(over_steps.of_input(&worked(operands.w_ih)?)?),
         computed => computed,
     };
-    Ok(vec![
+    Ok([
         wanted(place::INPUT, of_input)?,
+        wanted(place::H, Some(made.h0))?,
+        wanted(place::C, Some(made.c0))?,
         wanted(place::W_IH, w_ih)?,
         wanted(place::W_HH, w_hh)?,
         wanted(place::B_IH, b_ih)?,
         wanted(place::B_HH, b_hh)?,
-        wanted(place::H, Some(made.h0))?,
-        wanted(place::C, Some(made.c0))?,
-        None,
     ])
 }
 
 /// The gradients of a sequence without steps, rows or columns: those for the state are passed
 /// through, and the others are zero.
-pub(super) fn backward_of_nothing(
+fn backward_of_nothing(
     [_, grad_h, grad_c]: [Option<&Tensor>; 3],
-    inputs: &[Option<Tensor>],
-    needs: &[bool; place::LEN],
+    operands: &Operands<'_>,
+    needs: &Needs,
 ) -> Result<Gradients> {
-    let gradient = |(place, input): (usize, &Option<Tensor>)| -> Result<Option<Tensor>> {
-        let Some(input) = input.as_ref().filter(|_| needs[place]) else { return Ok(None) };
-        let kind = input.f_kind()?;
-        let given = match place {
-            place::H => grad_h,
-            place::C => grad_c,
-            _ => None,
-        };
-        match given {
-            Some(given) => row_major_copy(given, kind).map(Some),
-            None => Ok(Some(Tensor::f_zeros(input.size(), (kind, input.device()))?)),
-        }
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *operands;
+    let gradient = |place: usize, of: Option<&Tensor>, given: Option<&Tensor>| -> Result<_> {
+        let Some(of) = of.filter(|_| needs[place]) else { return Ok(None) };
+        let kind = of.f_kind()?;
+        Ok(Some(match given {
+            Some(given) => row_major_copy(given, kind)?,
+            None => Tensor::f_zeros(of.size(), (kind, of.device()))?,
+        }))
     };
-    inputs.iter().enumerate().map(gradient).collect()
+    Ok([
+        gradient(place::INPUT, Some(input), None)?,
+        gradient(place::H, Some(h), grad_h)?,
+        gradient(place::C, c, grad_c)?,
+        gradient(place::W_IH, Some(w_ih), None)?,
+        gradient(place::W_HH, Some(w_hh), None)?,
+        gradient(place::B_IH, b_ih, None)?,
+        gradient(place::B_HH, b_hh, None)?,
+    ])
 }

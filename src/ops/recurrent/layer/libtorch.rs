@@ -1,13 +1,12 @@
 //! A layer by libtorch's own layers: cuDNN's on CUDA, oneDNN's on the CPU.
 
-use super::functions::{Gradients, Operands, Saved, copied, without_first_dimension};
-use super::place;
+use super::functions::{Operands, Saved, copied, without_first_dimension};
+use super::{Arguments, Gradients, Needs, place};
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::Outputs;
 use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
 use crate::ops::recurrent::kernels::onednn::{self, OnednnOperands, OnednnSaved};
 use crate::{Error, Result};
-use std::sync::atomic::Ordering;
 use tch::Tensor;
 
 /// The parameters in cuDNN's order. It has both biases or none, so an absent one becomes zeros.
@@ -32,8 +31,8 @@ fn with_zeros(biases: [Option<&Tensor>; 2], w_ih: &Tensor) -> Result<[Tensor; 2]
 }
 
 /// Whether cuDNN takes the parameters as they are.
-pub(super) fn are_flat_for_cudnn(operands: &Operands<'_>) -> Result<bool> {
-    let Operands { w_ih, w_hh, b_ih, b_hh, .. } = *operands;
+pub(super) fn are_flat_for_cudnn(arguments: &Arguments<'_>) -> Result<bool> {
+    let [_, _, _, Some(w_ih), Some(w_hh), b_ih, b_hh] = *arguments else { return Ok(false) };
     match (b_ih, b_hh) {
         (None, None) => cudnn::are_flat(&[w_ih, w_hh]),
         (Some(b_ih), Some(b_hh)) => cudnn::are_flat(&[w_ih, w_hh, b_ih, b_hh]),
@@ -63,48 +62,33 @@ pub(super) fn forward_by_cudnn(operands: &Operands<'_>, keep: bool) -> Result<Ou
     })
 }
 
-fn saved_input<'a>(saved: &Saved<'a>, place: usize) -> Result<&'a Tensor> {
-    let found = saved.inputs[place].as_ref();
-    found.ok_or_else(|| Error::msg("internal error: a saved input is absent"))
-}
-
 pub(super) fn backward_by_cudnn(
     grads: [Option<&Tensor>; 3],
     saved: &Saved<'_>,
-    needs: &[bool; place::LEN],
+    needs: &Needs,
 ) -> Result<Gradients> {
-    let found = |place: usize| saved_input(saved, place);
-    let optional = |place: usize| saved.inputs[place].as_ref();
-    let parameters = parameters_of_cudnn(
-        [found(place::W_IH)?, found(place::W_HH)?],
-        [optional(place::B_IH), optional(place::B_HH)],
-    )?;
-    let c = optional(place::C).map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *saved.operands;
+    let parameters = parameters_of_cudnn([w_ih, w_hh], [b_ih, b_hh])?;
+    let c = c.map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
     let [grad_output, grad_h, grad_c] = grads;
     let of_layer =
         |grad: Option<&Tensor>| grad.map(|grad| plain(&grad.f_unsqueeze(0)?)).transpose();
     let (grad_output, grad_h, grad_c) =
         (grad_output.map(plain).transpose()?, of_layer(grad_h)?, of_layer(grad_c)?);
     // cuDNN writes into what it reads here, which another backward pass may need.
-    if saved.is_spent.fetch_or(saved.is_last, Ordering::Relaxed) {
-        return Err(Error::msg(
-            "an earlier backward pass of this call failed after it had begun to change what the \
-             forward pass saved: run the forward pass again",
-        ));
-    }
-    let reserve = match saved.is_last {
+    let reserve = match (saved.may_overwrite)()? {
         true => saved.activations.shallow_clone(),
-        false => copied(&saved.activations)?,
+        false => copied(saved.activations)?,
     };
     let of_parameters = [place::W_IH, place::W_HH, place::B_IH, place::B_HH];
     let made = cudnn::backward(
         &CudnnOperands {
-            input: &plain(found(place::INPUT)?)?,
+            input: &plain(input)?,
             parameters: &parameters.iter().collect::<Vec<_>>(),
-            h: &plain(&found(place::H)?.f_unsqueeze(0)?)?,
+            h: &plain(&h.f_unsqueeze(0)?)?,
             c: c.as_ref(),
         },
-        (&saved.output, &reserve),
+        (saved.output, &reserve),
         [grad_output.as_ref(), grad_h.as_ref(), grad_c.as_ref()],
         [
             needs[place::INPUT],
@@ -118,9 +102,8 @@ pub(super) fn backward_by_cudnn(
     let own = |grad: Option<Tensor>| grad.map(|grad| copied(&grad)).transpose();
     let of_one_layer = |grad: Option<Tensor>| grad.map(|grad| grad.f_squeeze_dim(0)).transpose();
     let [w_ih, w_hh, b_ih, b_hh] = [own(w_ih)?, own(w_hh)?, own(b_ih)?, own(b_hh)?];
-    let all = [input, w_ih, w_hh, b_ih, b_hh, of_one_layer(h)?, of_one_layer(c)?];
-    let all = all.into_iter().chain([None]);
-    Ok(all.zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
+    let all = [input, of_one_layer(h)?, of_one_layer(c)?, w_ih, w_hh, b_ih, b_hh];
+    Ok(needed(all, needs))
 }
 
 /// A layer's tensors as oneDNN reads them.
@@ -153,9 +136,13 @@ impl ForOnednn {
     }
 }
 
+fn without_c() -> Error {
+    Error::msg("internal error: an LSTM without c")
+}
+
 pub(super) fn forward_by_onednn(operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
     let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *operands;
-    let c = c.ok_or_else(|| Error::msg("internal error: an LSTM without c"))?;
+    let c = c.ok_or_else(without_c)?;
     let given = ForOnednn::new([input, w_ih, w_hh, h, c], [b_ih, b_hh])?;
     let (output, last_h, last_c, workspace) = onednn::forward(&given.operands(), keep)?;
     Ok(Outputs {
@@ -171,35 +158,32 @@ pub(super) fn forward_by_onednn(operands: &Operands<'_>, keep: bool) -> Result<O
 pub(super) fn backward_by_onednn(
     grads: [Option<&Tensor>; 3],
     saved: &Saved<'_>,
-    needs: &[bool; place::LEN],
+    needs: &Needs,
 ) -> Result<Gradients> {
-    let found = |place: usize| saved_input(saved, place);
-    let biases = [place::B_IH, place::B_HH].map(|place| saved.inputs[place].as_ref());
-    let given = ForOnednn::new(
-        [
-            found(place::INPUT)?,
-            found(place::W_IH)?,
-            found(place::W_HH)?,
-            found(place::H)?,
-            found(place::C)?,
-        ],
-        biases,
-    )?;
-    let last_c = saved.c.as_ref();
-    let last_c = last_c.ok_or_else(|| Error::msg("internal error: c was not saved"))?;
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *saved.operands;
+    let (c, last_c) = c.zip(saved.c).ok_or_else(without_c)?;
+    let given = ForOnednn::new([input, w_ih, w_hh, h, c], [b_ih, b_hh])?;
     let grads = grads.map(|grad| grad.map(plain).transpose());
     let [grad_output, grad_h, grad_c] = grads;
     let (grad_output, grad_h, grad_c) = (grad_output?, grad_h?, grad_c?);
     // oneDNN writes into what it reads here, which another thread's backward pass may be reading.
-    let workspace = match saved.is_last {
+    let workspace = match (saved.may_overwrite)()? {
         true => saved.activations.shallow_clone(),
-        false => copied(&saved.activations)?,
+        false => copied(saved.activations)?,
     };
     let made = onednn::backward(
         &given.operands(),
-        &OnednnSaved { output: &saved.output, last_c, workspace: &workspace },
+        &OnednnSaved { output: saved.output, last_c, workspace: &workspace },
         [grad_output.as_ref(), grad_h.as_ref(), grad_c.as_ref()],
     )?;
-    let all = made.into_iter().map(Some).chain([None]);
-    Ok(all.zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
+    let [input, w_ih, w_hh, b_ih, b_hh, h, c] = made.map(Some);
+    Ok(needed([input, h, c, w_ih, w_hh, b_ih, b_hh], needs))
+}
+
+/// The gradients without those that are not needed.
+fn needed(mut gradients: Gradients, needs: &Needs) -> Gradients {
+    for (gradient, is_needed) in gradients.iter_mut().zip(needs) {
+        gradient.take_if(|_| !is_needed);
+    }
+    gradients
 }

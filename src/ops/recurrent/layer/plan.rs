@@ -1,8 +1,9 @@
 //! Which way computes a layer.
 
+use super::libtorch::are_flat_for_cudnn;
 use super::products::{Call, HOST, Host, Products, STEP_OF_OURS};
 use super::tf32::Tf32;
-use super::{Cell, Costs};
+use super::{Arguments, Cell, Costs};
 use crate::Result;
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
@@ -66,8 +67,9 @@ impl Way {
 const VALUES: i64 = 4;
 
 /// How much of a GPU a layer may fill.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum Room {
+    #[default]
     Whole,
     /// Another layer of the same sizes runs at the same time.
     Half,
@@ -91,7 +93,7 @@ pub(crate) fn with_half_of_the_gpu<T>(body: impl FnOnce() -> T) -> T {
 }
 
 /// What a call decides for both of its passes, whichever threads run them.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Choice {
     way: Way,
     room: Room,
@@ -110,9 +112,10 @@ impl Choice {
 }
 
 /// Who computes a layer in both directions.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Library {
     /// Kernels of this crate.
+    #[default]
     Ours,
     Cudnn,
     Onednn,
@@ -144,23 +147,22 @@ pub(super) fn is_by_steps(Choice { way, .. }: Choice, sizes: Sizes) -> bool {
     }
 }
 
-/// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set. `is_flat`
-/// says that cuDNN takes the parameters as they are.
+/// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set.
 pub(super) fn library<C: Cell>(
     choice: Choice,
     sizes: Sizes,
     kind: Kind,
     device: Device,
     keep: bool,
-    is_flat: bool,
+    arguments: &Arguments<'_>,
 ) -> Result<Library> {
     let Choice { way, room } = choice;
     // cuDNN accepts no input without features.
     let may_be_cudnn = sizes.features > 0 && cudnn::is_enabled();
     Ok(match way {
-        _ if C::CUDA.is_none() => Library::Cudnn,
         Way::Cudnn if may_be_cudnn => Library::Cudnn,
         Way::Automatic | Way::Packed | Way::Onednn if may_be_cudnn => {
+            let is_flat = are_flat_for_cudnn(arguments)?;
             let gpu = Gpu::of(device)?;
             let products = Products::new(C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
             let directions = [Direction::Forward, Direction::Backward];
@@ -237,6 +239,16 @@ pub(super) fn kernel<C: Cell>(
         Way::Step | Way::Cudnn => None,
     };
     Ok(kernel.unwrap_or(Kernel::Step))
+}
+
+/// Whether the cheapest of our kernels is one for each step in either direction. It depends on nothing that may
+/// change between the two passes of a call: tf32 counts as allowed.
+pub(super) fn is_step_cheapest<C: Cell>(sizes: Sizes, kind: Kind, device: Device) -> Result<bool> {
+    let tf32 = if kind == Kind::Float { Tf32::ALL } else { Tf32::NONE };
+    let products = Products::new(C::GATES, sizes, kind, tf32);
+    let of = (Gpu::of(device)?, Room::Whole);
+    let is_step = |direction| automatic(C::COSTS, direction, sizes, products, of).0 == Kernel::Step;
+    Ok([Direction::Forward, Direction::Backward].into_iter().any(is_step))
 }
 
 /// The kernel whose steps cost least, and what one costs with its share of all products.

@@ -1,6 +1,8 @@
 //! `lltm` and `lltm_cell`.
+//!
+//! What an LLTM over a sequence saves for its gradients depends on the kernels that compute it, so a trace
+//! cannot know it. The operator `lltm_backward` therefore computes the forward pass once more.
 
-use super::{flat, output};
 use crate::meta::{Shapes, contiguous, likes};
 use crate::node::{
     ALL, Needs, Pair, below, call, cast, forwarded, gradients, gradients_by, is_eager, kernel,
@@ -139,6 +141,17 @@ fn lltm_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Kind, Kind)> {
 fn in_matching_kinds(input: &Tensor, h: &Tensor, c: &Tensor) -> Result<(Tensor, Tensor, Tensor)> {
     let (product, state) = lltm_kinds(input, h, c)?;
     Ok((input.f_to_kind(product)?, h.f_to_kind(product)?, c.f_to_kind(state)?))
+}
+
+/// A fake h of all steps.
+fn output(input: &Tensor, h: &Tensor, kind: Kind) -> Result<Tensor> {
+    let size: Vec<SymInt> = sizes(input).into_iter().take(1).chain(sizes(h)).collect();
+    contiguous(&size, kind, input)
+}
+
+/// Three results as an operator returns them.
+fn flat((output, (h, c)): (Tensor, (Tensor, Tensor))) -> (Tensor, Tensor, Tensor) {
+    (output, h, c)
 }
 
 /// What the fake kernels check. H + F, the columns of the weight, is no multiple of one size.
