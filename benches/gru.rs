@@ -11,7 +11,7 @@ fn fused(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
         return Err(Error::msg("six tensors"));
     };
     let weights = RnnWeights { w_ih, w_hh, b_ih: Some(b_ih), b_hh: Some(b_hh) };
-    let (output, h) = f_gru(x, &weights, h)?;
+    let (output, h) = f_gru(x, h, &weights, &Default::default())?;
     Ok(vec![output, h])
 }
 

@@ -18,7 +18,7 @@ const ON_CUDA: [(i64, i64, i64); 5] = [
 const ON_CPU: [(i64, i64, i64); 3] = [(64, 64, 100), (512, 128, 5000), (256, 256, 32_000)];
 
 type Op =
-    fn(&Tensor, &Tensor, Option<&Tensor>, &Tensor, &LinearCrossEntropyOptions) -> Result<Tensor>;
+    fn(&Tensor, &Tensor, &Tensor, Option<&Tensor>, &LinearCrossEntropyOptions) -> Result<Tensor>;
 
 fn provider(name: &'static str, op: Op) -> Provider {
     Provider::new(name, move |inputs| {
@@ -26,7 +26,7 @@ fn provider(name: &'static str, op: Op) -> Provider {
         let (rows, classes) = (input.size2()?.0, weight.size2()?.0);
         let targets =
             Tensor::f_arange(rows, (Kind::Int64, input.device()))?.f_remainder(classes)?;
-        Ok(vec![op(input, weight, None, &targets, &LinearCrossEntropyOptions::default())?])
+        Ok(vec![op(input, weight, &targets, None, &LinearCrossEntropyOptions::default())?])
     })
 }
 

@@ -11,7 +11,7 @@ fn fused(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
         return Err(Error::msg("seven tensors"));
     };
     let weights = RnnWeights { w_ih, w_hh, b_ih: Some(b_ih), b_hh: Some(b_hh) };
-    let (output, (h, c)) = f_lstm(x, &weights, (h, c))?;
+    let (output, (h, c)) = f_lstm(x, (h, c), &weights, &Default::default())?;
     Ok(vec![output, h, c])
 }
 

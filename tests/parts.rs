@@ -207,7 +207,7 @@ fn losses() {
             let [x, w, b] = arguments.leaves([&[6, 16], &[11, 16], &[11]]);
             let targets = Tensor::from_slice(&[0_i64, 10, 3, -100, 2, 5]).to(arguments.options.1);
             let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
-            let loss = f_linear_cross_entropy(&x, &w, Some(&b), &targets, &options)?;
+            let loss = f_linear_cross_entropy(&x, &w, &targets, Some(&b), &options)?;
             let (incoming, expected) = of_node(&[&loss], &[&x, &w, &b]);
             tch::no_grad(|| -> Result<()> {
                 let (op, grad) = ("linear_cross_entropy", &incoming[0]);
@@ -364,19 +364,13 @@ fn layers() {
             let [w_ih, w_hh, b_ih, b_hh] = arguments.leaves([&[96, 16], &[96, 24], &[96], &[96]]);
             let (w, b) = ([&w_ih, &w_hh], [&b_ih, &b_hh]);
             let of = RnnWeights { w_ih: w[0], w_hh: w[1], b_ih: Some(b[0]), b_hh: Some(b[1]) };
-            let (y, (h1, c1)) = match lengths {
-                None => f_lstm(&x, &of, (&h, &c))?,
-                Some(lengths) => f_lstm_padded(&x, lengths, &of, (&h, &c))?,
-            };
+            let (y, (h1, c1)) = f_lstm(&x, (&h, &c), &of, &RnnOptions { lengths })?;
             layer("lstm", &[&y, &h1, &c1], &[&x, &h, &c, w[0], w[1], b[0], b[1]], lengths)?;
 
             let [w_ih, w_hh, b_ih, b_hh] = arguments.leaves([&[72, 16], &[72, 24], &[72], &[72]]);
             let (w, b) = ([&w_ih, &w_hh], [&b_ih, &b_hh]);
             let of = RnnWeights { w_ih: w[0], w_hh: w[1], b_ih: Some(b[0]), b_hh: Some(b[1]) };
-            let (y, h1) = match lengths {
-                None => f_gru(&x, &of, &h)?,
-                Some(lengths) => f_gru_padded(&x, lengths, &of, &h)?,
-            };
+            let (y, h1) = f_gru(&x, &h, &of, &RnnOptions { lengths })?;
             layer("gru", &[&y, &h1], &[&x, &h, w[0], w[1], b[0], b[1]], lengths)?;
         }
         Ok(())

@@ -2,8 +2,7 @@
 
 use super::side_stream::OnSideStream;
 use crate::ops::{
-    RnnWeights, check_lengths, f_gru, f_gru_padded, f_lstm, f_lstm_padded, flatten_for_cudnn,
-    with_half_of_the_gpu,
+    RnnOptions, RnnWeights, check_lengths, f_gru, f_lstm, flatten_for_cudnn, with_half_of_the_gpu,
 };
 use crate::{Result, check};
 use std::borrow::Borrow;
@@ -321,10 +320,7 @@ impl Lstm {
     ) -> Result<(Tensor, LSTMState)> {
         let call: Call = |input, lengths, weights, h, c| {
             let c = c.ok_or_else(|| crate::Error::msg("internal error: an LSTM without c"))?;
-            let (output, (h, c)) = match lengths {
-                Some(lengths) => f_lstm_padded(input, lengths, weights, (h, c))?,
-                None => f_lstm(input, weights, (h, c))?,
-            };
+            let (output, (h, c)) = f_lstm(input, (h, c), weights, &RnnOptions { lengths })?;
             Ok((output, h, Some(c)))
         };
         let (output, h, c) = self.0.run(call, input, h, Some(c))?;
@@ -434,10 +430,7 @@ impl Gru {
         GRUState(h): &GRUState,
     ) -> Result<(Tensor, GRUState)> {
         let call: Call = |input, lengths, weights, h, _| {
-            let (output, h) = match lengths {
-                Some(lengths) => f_gru_padded(input, lengths, weights, h)?,
-                None => f_gru(input, weights, h)?,
-            };
+            let (output, h) = f_gru(input, h, weights, &RnnOptions { lengths })?;
             Ok((output, h, None))
         };
         let (output, h, _) = self.0.run(call, input, h, None)?;

@@ -72,8 +72,7 @@ macro_rules! operators {
             }
             gru of "recurrent" {
                 functions: [
-                    gru, f_gru, gru_reference,
-                    gru_padded, f_gru_padded, gru_padded_reference
+                    gru, f_gru, gru_reference
                 ],
                 way: [],
                 files: [
@@ -125,8 +124,7 @@ macro_rules! operators {
             }
             lstm of "recurrent" {
                 functions: [
-                    lstm, f_lstm, lstm_reference,
-                    lstm_padded, f_lstm_padded, lstm_padded_reference
+                    lstm, f_lstm, lstm_reference
                 ],
                 way: [],
                 files: [

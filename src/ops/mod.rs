@@ -76,10 +76,10 @@ pub use mlp::Way as MlpWay;
 #[doc(hidden)]
 pub use norm::Way as NormWay;
 #[cfg(feature = "recurrent")]
-pub use recurrent::RnnWeights;
-#[cfg(feature = "recurrent")]
 #[doc(hidden)]
 pub use recurrent::Way as RnnWay;
+#[cfg(feature = "recurrent")]
+pub use recurrent::{RnnOptions, RnnWeights};
 #[cfg(feature = "recurrent")]
 pub(crate) use recurrent::{check_lengths, flatten_for_cudnn, with_half_of_the_gpu};
 #[cfg(feature = "rope")]

@@ -66,15 +66,16 @@ fn autocasts_kind_on_cuda(kind: Kind, device: Device) -> Kind {
     if device.is_cuda() { kind } else { Kind::Float }
 }
 
-const LENGTHS: [i64; 3] = [3, 1, 2];
-
 const LSTM: &[&[i64]] = &[&[4, 3, 5], &[8, 5], &[8, 2], &[8], &[8], &[3, 2], &[3, 2]];
 const GRU: &[&[i64]] = &[&[4, 3, 5], &[6, 5], &[6, 2], &[6], &[6], &[3, 2]];
 const LLTM: &[&[i64]] = &[&[4, 3, 5], &[6, 7], &[6], &[3, 2], &[3, 2]];
-const LSTM_FUSED: Call = |t| Ok(three(f_lstm(&t[0], &weights(t), (&t[5], &t[6]))?));
-const LSTM_COMPOSITE: Call = |t| Ok(three(lstm_reference(&t[0], &weights(t), (&t[5], &t[6]))?));
-const GRU_FUSED: Call = |t| Ok(two(f_gru(&t[0], &weights(t), &t[5])?));
-const GRU_COMPOSITE: Call = |t| Ok(two(gru_reference(&t[0], &weights(t), &t[5])?));
+const WHOLE: RnnOptions<'_> = RnnOptions { lengths: None };
+const PADDED: RnnOptions<'_> = RnnOptions { lengths: Some(&[3, 1, 2]) };
+const LSTM_FUSED: Call = |t| Ok(three(f_lstm(&t[0], (&t[5], &t[6]), &weights(t), &WHOLE)?));
+const LSTM_COMPOSITE: Call =
+    |t| Ok(three(lstm_reference(&t[0], (&t[5], &t[6]), &weights(t), &WHOLE)?));
+const GRU_FUSED: Call = |t| Ok(two(f_gru(&t[0], &t[5], &weights(t), &WHOLE)?));
+const GRU_COMPOSITE: Call = |t| Ok(two(gru_reference(&t[0], &t[5], &weights(t), &WHOLE)?));
 const LLTM_FUSED: Call = |t| Ok(three(f_lltm(&t[0], &t[1], Some(&t[2]), (&t[3], &t[4]))?));
 const LLTM_COMPOSITE: Call =
     |t| Ok(three(lltm_reference(&t[0], &t[1], Some(&t[2]), (&t[3], &t[4]))?));
@@ -150,11 +151,11 @@ const CASES: [Case; 25] = [
         &[&[5, 6], &[7, 6], &[7]],
         |t| {
             let (targets, options) = (targets(&t[0]), Default::default());
-            Ok(vec![f_linear_cross_entropy(&t[0], &t[1], Some(&t[2]), &targets, &options)?])
+            Ok(vec![f_linear_cross_entropy(&t[0], &t[1], &targets, Some(&t[2]), &options)?])
         },
         |t| {
             let (targets, options) = (targets(&t[0]), Default::default());
-            Ok(vec![linear_cross_entropy_reference(&t[0], &t[1], Some(&t[2]), &targets, &options)?])
+            Ok(vec![linear_cross_entropy_reference(&t[0], &t[1], &targets, Some(&t[2]), &options)?])
         },
     ),
     Case::new(
@@ -163,12 +164,12 @@ const CASES: [Case; 25] = [
         |t| {
             let options =
                 LinearCrossEntropyOptions { reduction: tch::Reduction::None, ..Default::default() };
-            Ok(vec![f_linear_cross_entropy(&t[0], &t[1], None, &targets(&t[0]), &options)?])
+            Ok(vec![f_linear_cross_entropy(&t[0], &t[1], &targets(&t[0]), None, &options)?])
         },
         |t| {
             let options =
                 LinearCrossEntropyOptions { reduction: tch::Reduction::None, ..Default::default() };
-            Ok(vec![linear_cross_entropy_reference(&t[0], &t[1], None, &targets(&t[0]), &options)?])
+            Ok(vec![linear_cross_entropy_reference(&t[0], &t[1], &targets(&t[0]), None, &options)?])
         },
     ),
     Case::new(
@@ -224,10 +225,10 @@ const CASES: [Case; 25] = [
     )
     .of_kind(autocasts_kind),
     Case::new(
-        "lstm_padded",
+        "lstm, padded",
         LSTM,
-        |t| Ok(three(f_lstm_padded(&t[0], &LENGTHS, &weights(t), (&t[5], &t[6]))?)),
-        |t| Ok(three(lstm_padded_reference(&t[0], &LENGTHS, &weights(t), (&t[5], &t[6]))?)),
+        |t| Ok(three(f_lstm(&t[0], (&t[5], &t[6]), &weights(t), &PADDED)?)),
+        |t| Ok(three(lstm_reference(&t[0], (&t[5], &t[6]), &weights(t), &PADDED)?)),
     )
     .of_kind(autocasts_kind_on_cuda),
     Case::new("gru", GRU, GRU_FUSED, GRU_COMPOSITE).of_kind(autocasts_kind_on_cuda),
@@ -246,10 +247,10 @@ const CASES: [Case; 25] = [
     )
     .of_kind(autocasts_kind_on_cuda),
     Case::new(
-        "gru_padded",
+        "gru, padded",
         GRU,
-        |t| Ok(two(f_gru_padded(&t[0], &LENGTHS, &weights(t), &t[5])?)),
-        |t| Ok(two(gru_padded_reference(&t[0], &LENGTHS, &weights(t), &t[5])?)),
+        |t| Ok(two(f_gru(&t[0], &t[5], &weights(t), &PADDED)?)),
+        |t| Ok(two(gru_reference(&t[0], &t[5], &weights(t), &PADDED)?)),
     )
     .of_kind(autocasts_kind_on_cuda),
 ];

@@ -18,17 +18,14 @@ use rnn_padded::some_lengths;
 use support::packed::Packed;
 use tch::{Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::ops::{
-    RnnWay, RnnWeights, f_gru, f_gru_padded, force, gru_padded_reference, gru_reference,
-};
+use tch_extension::ops::{RnnOptions, RnnWay, RnnWeights, f_gru, force, gru_reference};
 
-fn call(
-    gru: impl Fn(&Tensor, &RnnWeights<'_>, &Tensor) -> Result<(Tensor, Tensor)>,
-    arguments: &[Tensor],
-) -> Result<Vec<Tensor>> {
+type Gru = fn(&Tensor, &Tensor, &RnnWeights<'_>, &RnnOptions<'_>) -> Result<(Tensor, Tensor)>;
+
+fn call(gru: Gru, arguments: &[Tensor], lengths: Option<&[i64]>) -> Result<Vec<Tensor>> {
     let [x, w_ih, w_hh, biases @ .., h] = arguments else { unreachable!("four at least") };
     let weights = RnnWeights { w_ih, w_hh, b_ih: biases.first(), b_hh: biases.get(1) };
-    let (output, h) = gru(x, &weights, h)?;
+    let (output, h) = gru(x, h, &weights, &RnnOptions { lengths })?;
     Ok(vec![output, h])
 }
 
@@ -45,26 +42,22 @@ fn libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 const RNN: Rnn = Rnn {
     gates: 3,
     states: 1,
-    fused: |arguments| call(f_gru, arguments),
-    reference: |arguments| call(gru_reference, arguments),
+    fused: |arguments| call(f_gru, arguments, None),
+    reference: |arguments| call(gru_reference, arguments, None),
     libtorch,
 };
 
 rnn::tests!(RNN);
 rnn::each_way_tests! {
     RNN,
-    with_packed_weights(conformance): |arguments| force(RnnWay::Packed, || call(f_gru, arguments)),
-    by_steps(conformance): |arguments| force(RnnWay::Step, || call(f_gru, arguments)),
+    with_packed_weights(conformance): |arguments| force(RnnWay::Packed, || call(f_gru, arguments, None)),
+    by_steps(conformance): |arguments| force(RnnWay::Step, || call(f_gru, arguments, None)),
 }
 rnn_random::random_tests!("gru", RNN);
 rnn_tf32::tf32_tests!(RNN, Some(1));
 
 fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
-    call(|x, weights, h| f_gru_padded(x, lengths, weights, h), arguments)
-}
-
-fn padded_reference(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
-    call(|x, weights, h| gru_padded_reference(x, lengths, weights, h), arguments)
+    call(f_gru, arguments, Some(lengths))
 }
 
 fn packed_by_libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
@@ -80,14 +73,8 @@ fn packed_by_libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 const PADDED: Rnn = Rnn {
-    fused: |arguments| match some_lengths(&arguments[0]) {
-        Some(lengths) => padded(arguments, &lengths),
-        None => call(f_gru, arguments),
-    },
-    reference: |arguments| match some_lengths(&arguments[0]) {
-        Some(lengths) => padded_reference(arguments, &lengths),
-        None => call(gru_reference, arguments),
-    },
+    fused: |arguments| call(f_gru, arguments, some_lengths(&arguments[0]).as_deref()),
+    reference: |arguments| call(gru_reference, arguments, some_lengths(&arguments[0]).as_deref()),
     libtorch: packed_by_libtorch,
     ..RNN
 };

@@ -59,12 +59,12 @@ fn targets_of(input: &Tensor, weight: &Tensor) -> Tensor {
 }
 
 type Op =
-    fn(&Tensor, &Tensor, Option<&Tensor>, &Tensor, &LinearCrossEntropyOptions) -> Result<Tensor>;
+    fn(&Tensor, &Tensor, &Tensor, Option<&Tensor>, &LinearCrossEntropyOptions) -> Result<Tensor>;
 
 impl Case {
     fn call(self, op: Op, inputs: &[Tensor]) -> Result<Tensor> {
         let [input, weight, bias @ ..] = inputs else { panic!("two inputs or three") };
-        op(input, weight, bias.first(), &targets_of(input, weight), &self.options)
+        op(input, weight, &targets_of(input, weight), bias.first(), &self.options)
     }
 
     /// The suite expects outputs of the inputs' kind.
@@ -161,7 +161,7 @@ fn the_formula_by_hand() {
             ..Default::default()
         };
         for op in [f_linear_cross_entropy as Op, linear_cross_entropy_reference] {
-            let found = op(&inputs[0], &inputs[1], Some(&inputs[2]), &targets, &options);
+            let found = op(&inputs[0], &inputs[1], &targets, Some(&inputs[2]), &options);
             let found = found.expect("a loss").double_value(&[]);
             assert!((found - expected).abs() < 1e-13, "{found} {expected} on {device:?}");
         }
@@ -171,7 +171,7 @@ fn the_formula_by_hand() {
 /// Loss and gradients of libtorch's own layer and loss, under autocast, too.
 #[test]
 fn as_libtorch() {
-    let libtorch: Op = |input, weight, bias, targets, options| {
+    let libtorch: Op = |input, weight, targets, bias, options| {
         let logits = input.f_linear(weight, bias)?;
         let logits =
             if logits.kind() == Kind::Double { logits } else { logits.to_kind(Kind::Float) };
@@ -244,7 +244,7 @@ fn as_libtorch() {
                 let of = |op: Op| {
                     let leaves = leaves(&inputs);
                     let loss =
-                        op(&leaves[0], &leaves[1], None, &targets, &options).expect("a loss");
+                        op(&leaves[0], &leaves[1], &targets, None, &options).expect("a loss");
                     let sum = loss.sum(Kind::Float);
                     let found = grad(&[&sum], &[&leaves[0], &leaves[1]], &GradOptions::default());
                     let mut all = found.expect("gradients").into_vec();
@@ -309,7 +309,7 @@ fn any_incoming_gradient_any_number_of_times() {
         let options = LinearCrossEntropyOptions { ignore_index: IGNORED, ..Default::default() };
         let targets = targets_of(&input, &weight);
         let loss =
-            f_linear_cross_entropy(&input, &weight, None, &targets, &options).expect("a loss");
+            f_linear_cross_entropy(&input, &weight, &targets, None, &options).expect("a loss");
         let of = |factor: f64, retain: bool| -> Vec<Tensor> {
             let factor = Tensor::full([], factor, (Kind::Float, device));
             let options = GradOptions {
@@ -447,7 +447,7 @@ fn cuda_memory_stays_within_the_bound() {
         let options =
             LinearCrossEntropyOptions { memory, accumulate_in_float, ..Default::default() };
         let run = || {
-            let loss = f_linear_cross_entropy(&input, &weight, None, &targets, &options);
+            let loss = f_linear_cross_entropy(&input, &weight, &targets, None, &options);
             let found =
                 grad(&[&loss.expect("a loss")], &[&input, &weight], &GradOptions::default());
             drop(found.expect("gradients"));
@@ -477,15 +477,15 @@ fn bad_input_is_refused_by_name() {
         let of = |size: &[i64], kind| Tensor::zeros(size, (kind, device));
         let (x, w, t) = (of(&[3, 4], Kind::Float), of(&[5, 4], Kind::Float), of(&[3], Kind::Int64));
         let op = f_linear_cross_entropy as Op;
-        let with = |options: LinearCrossEntropyOptions| op(&x, &w, None, &t, &options);
+        let with = |options: LinearCrossEntropyOptions| op(&x, &w, &t, None, &options);
         for (error, parts) in [
-            (op(&of(&[3], Kind::Float), &w, None, &t, &default), ["input", "[N, D]"]),
-            (op(&of(&[3, 4], Kind::Int), &w, None, &t, &default), ["input", "Int"]),
-            (op(&x, &of(&[5, 3], Kind::Float), None, &t, &default), ["weight", "[V, D]"]),
-            (op(&x, &of(&[5, 4], Kind::Half), None, &t, &default), ["weight", "Half"]),
-            (op(&x, &w, Some(&of(&[4], Kind::Float)), &t, &default), ["bias", "[V]"]),
-            (op(&x, &w, None, &of(&[2], Kind::Int64), &default), ["target", "[N]"]),
-            (op(&x, &w, None, &of(&[3], Kind::Float), &default), ["target", "Int64"]),
+            (op(&of(&[3], Kind::Float), &w, &t, None, &default), ["input", "[N, D]"]),
+            (op(&of(&[3, 4], Kind::Int), &w, &t, None, &default), ["input", "Int"]),
+            (op(&x, &of(&[5, 3], Kind::Float), &t, None, &default), ["weight", "[V, D]"]),
+            (op(&x, &of(&[5, 4], Kind::Half), &t, None, &default), ["weight", "Half"]),
+            (op(&x, &w, &t, Some(&of(&[4], Kind::Float)), &default), ["bias", "[V]"]),
+            (op(&x, &w, &of(&[2], Kind::Int64), None, &default), ["target", "[N]"]),
+            (op(&x, &w, &of(&[3], Kind::Float), None, &default), ["target", "Int64"]),
             (
                 with(LinearCrossEntropyOptions { label_smoothing: -0.1, ..default }),
                 ["label_smoothing", "-0.1"],
@@ -512,7 +512,7 @@ fn bad_input_is_refused_by_name() {
     }
     let of = |size: &[i64]| Tensor::zeros(size, (Kind::Float, Device::Cpu));
     let targets = Tensor::from_slice(&[0_i64, 5, 1]);
-    let error = f_linear_cross_entropy(&of(&[3, 4]), &of(&[5, 4]), None, &targets, &default)
+    let error = f_linear_cross_entropy(&of(&[3, 4]), &of(&[5, 4]), &targets, None, &default)
         .expect_err("no class")
         .to_string();
     assert!(error.contains("target:") && error.contains("5 at 1"), "{error}");

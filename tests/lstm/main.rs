@@ -19,19 +19,16 @@ use support::packed::Packed;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, apply_with, grad};
-use tch_extension::ops::{
-    RnnWay, RnnWeights, f_lstm, f_lstm_padded, force, lstm_padded_reference, lstm_reference,
-};
+use tch_extension::ops::{RnnOptions, RnnWay, RnnWeights, f_lstm, force, lstm_reference};
 
-type Results = Result<(Tensor, (Tensor, Tensor))>;
+type State<'a> = (&'a Tensor, &'a Tensor);
+type Lstm =
+    fn(&Tensor, State<'_>, &RnnWeights<'_>, &RnnOptions<'_>) -> Result<(Tensor, (Tensor, Tensor))>;
 
-fn call(
-    lstm: impl Fn(&Tensor, &RnnWeights<'_>, (&Tensor, &Tensor)) -> Results,
-    arguments: &[Tensor],
-) -> Result<Vec<Tensor>> {
+fn call(lstm: Lstm, arguments: &[Tensor], lengths: Option<&[i64]>) -> Result<Vec<Tensor>> {
     let [x, w_ih, w_hh, biases @ .., h, c] = arguments else { unreachable!("five at least") };
     let weights = RnnWeights { w_ih, w_hh, b_ih: biases.first(), b_hh: biases.get(1) };
-    let (output, (h, c)) = lstm(x, &weights, (h, c))?;
+    let (output, (h, c)) = lstm(x, (h, c), &weights, &RnnOptions { lengths })?;
     Ok(vec![output, h, c])
 }
 
@@ -48,27 +45,23 @@ fn libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 const RNN: Rnn = Rnn {
     gates: 4,
     states: 2,
-    fused: |arguments| call(f_lstm, arguments),
-    reference: |arguments| call(lstm_reference, arguments),
+    fused: |arguments| call(f_lstm, arguments, None),
+    reference: |arguments| call(lstm_reference, arguments, None),
     libtorch,
 };
 
 rnn::tests!(RNN);
 rnn::each_way_tests! {
     RNN,
-    with_packed_weights(conformance): |arguments| force(RnnWay::Packed, || call(f_lstm, arguments)),
-    by_steps(conformance): |arguments| force(RnnWay::Step, || call(f_lstm, arguments)),
-    by_onednn: |arguments| force(RnnWay::Onednn, || call(f_lstm, arguments)),
+    with_packed_weights(conformance): |arguments| force(RnnWay::Packed, || call(f_lstm, arguments, None)),
+    by_steps(conformance): |arguments| force(RnnWay::Step, || call(f_lstm, arguments, None)),
+    by_onednn: |arguments| force(RnnWay::Onednn, || call(f_lstm, arguments, None)),
 }
 rnn_random::random_tests!("lstm", RNN);
 rnn_tf32::tf32_tests!(RNN, None);
 
 fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
-    call(|x, weights, state| f_lstm_padded(x, lengths, weights, state), arguments)
-}
-
-fn padded_reference(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
-    call(|x, weights, state| lstm_padded_reference(x, lengths, weights, state), arguments)
+    call(f_lstm, arguments, Some(lengths))
 }
 
 fn packed_by_libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
@@ -86,14 +79,8 @@ fn packed_by_libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 const PADDED: Rnn = Rnn {
-    fused: |arguments| match some_lengths(&arguments[0]) {
-        Some(lengths) => padded(arguments, &lengths),
-        None => call(f_lstm, arguments),
-    },
-    reference: |arguments| match some_lengths(&arguments[0]) {
-        Some(lengths) => padded_reference(arguments, &lengths),
-        None => call(lstm_reference, arguments),
-    },
+    fused: |arguments| call(f_lstm, arguments, some_lengths(&arguments[0]).as_deref()),
+    reference: |arguments| call(lstm_reference, arguments, some_lengths(&arguments[0]).as_deref()),
     libtorch: packed_by_libtorch,
     ..RNN
 };
@@ -110,7 +97,7 @@ fn onednn_inside_the_operator_is_libtorchs() {
     for sizes in [[12, 16, 32, 128], [3, 2, 5, 33], [1, 1, 1, 1]] {
         let inputs = RNN.inputs(sizes, Kind::Float, Device::Cpu);
         let leaves = support::leaves(&inputs);
-        let ours = force(RnnWay::Onednn, || call(f_lstm, &leaves)).expect("outputs");
+        let ours = force(RnnWay::Onednn, || call(f_lstm, &leaves, None)).expect("outputs");
         let theirs = libtorch(&leaves).expect("outputs");
         let expected = gradients_of(&theirs, &leaves);
         assert!(ours.iter().zip(&theirs).all(|(ours, theirs)| ours.equal(theirs)), "{sizes:?}");
@@ -141,7 +128,7 @@ fn gradients_of(outputs: &[Tensor], leaves: &[Tensor]) -> Vec<Tensor> {
 fn two_threads_through_one_graph_by_onednn() {
     let inputs = RNN.inputs([12, 16, 32, 256], Kind::Float, Device::Cpu);
     let leaves = support::leaves(&inputs);
-    let outputs = force(RnnWay::Onednn, || call(f_lstm, &leaves)).expect("outputs");
+    let outputs = force(RnnWay::Onednn, || call(f_lstm, &leaves, None)).expect("outputs");
     let own = |of: &[Tensor]| of.iter().map(Tensor::shallow_clone).collect::<Vec<Tensor>>();
     let of = |outputs: Vec<Tensor>, leaves: Vec<Tensor>| gradients_of(&outputs[..1], &leaves);
     let expected = of(own(&outputs), own(&leaves));
@@ -164,7 +151,7 @@ fn two_threads_through_one_graph_by_onednn() {
 fn what_the_backward_reads_is_checked() {
     for way in [RnnWay::Onednn, RnnWay::Packed, RnnWay::Step] {
         let leaves = support::leaves(&RNN.inputs([6, 16, 8, 256], Kind::Float, Device::Cpu));
-        let outputs = force(way, || call(f_lstm, &leaves)).expect("outputs");
+        let outputs = force(way, || call(f_lstm, &leaves, None)).expect("outputs");
         let mut w_hh = leaves[2].shallow_clone();
         w_hh.set_data(&Tensor::zeros([4, 1], (Kind::Float, Device::Cpu)));
         let at: Vec<&Tensor> = leaves.iter().collect();
@@ -179,7 +166,7 @@ fn what_the_backward_reads_is_checked() {
 fn no_gradient_at_all() {
     for way in [RnnWay::Onednn, RnnWay::Packed, RnnWay::Step] {
         let leaves = support::leaves(&RNN.inputs([4, 8, 8, 256], Kind::Float, Device::Cpu));
-        let outputs = force(way, || call(f_lstm, &leaves)).expect("outputs");
+        let outputs = force(way, || call(f_lstm, &leaves, None)).expect("outputs");
         let y = apply_with(
             "none",
             &[Some(&outputs[0])],

@@ -322,7 +322,7 @@ fn one_direction_at_a_time(vs: &VarStore, input: &Tensor, hidden: i64) -> Tensor
                 b_ih: Some(find("bias_ih")),
                 b_hh: Some(find("bias_hh")),
             };
-            ops::lstm(input, &weights, (&state, &state)).0
+            ops::lstm(input, (&state, &state), &weights, &Default::default()).0
         };
         let layer = |input: &Tensor, name: &str| {
             let reverse = of(&input.flip([0]), &format!("{name}_reverse")).flip([0]);

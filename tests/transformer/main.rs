@@ -305,7 +305,7 @@ impl Model {
             )?);
         }
         let options = LinearCrossEntropyOptions::default();
-        f_linear_cross_entropy(&rows, &self.tokens.ws, None, &targets, &options)
+        f_linear_cross_entropy(&rows, &self.tokens.ws, &targets, None, &options)
     }
 }
 

@@ -214,7 +214,7 @@ impl Gpt {
         let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
         let hidden = self.hidden(inputs, 0, train, None)?.f_reshape([-1, self.config.dim])?;
         let targets = targets.f_reshape([-1])?;
-        f_linear_cross_entropy(&hidden, &self.tokens.ws, None, &targets, &Default::default())
+        f_linear_cross_entropy(&hidden, &self.tokens.ws, &targets, None, &Default::default())
     }
 
     /// The logits `[B, V]` of the token after the last one of `inputs`, `[B, T]`. The caches have the

@@ -3,10 +3,10 @@
 mod costs;
 mod kernels;
 
-use super::recurrent::RnnWeights;
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
 use super::recurrent::layer::{self, Cell, Costs, State};
+use super::recurrent::{RnnOptions, RnnWeights};
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs, call,
 };
@@ -23,9 +23,10 @@ use tch::Tensor;
 /// ```
 ///
 /// * `input`: x, `[T, B, F]`
+/// * `h`: h before the first step, `[B, H]`
 /// * `weights`: W_ih `[3H, F]`, W_hh `[3H, H]`, b_ih and b_hh `[3H]` or absent; the rows are for r,
 ///   z and n
-/// * `h`: h before the first step, `[B, H]`
+/// * `options`: the lengths of the sequences, if they differ
 ///
 /// Returns (h of all steps `[T, B, H]`, h after the last step `[B, H]`). Both are contiguous and
 /// have memory of their own. The tensors are of one kind, `Float`, `Double`, `Half` or `BFloat16`,
@@ -77,26 +78,65 @@ use tch::Tensor;
 /// let (output, h) = x.gru(&h0.unsqueeze(0), &parameters, true, 1, 0.0, true, false, false);
 ///
 /// let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: Some(&b_ih), b_hh: Some(&b_hh) };
-/// let fused = gru(&x, &weights, &h0);
+/// let fused = gru(&x, &h0, &weights, &Default::default());
 /// assert!(fused.0.allclose(&output, 1e-12, 1e-12, false));
 /// assert!(fused.1.allclose(&h.squeeze_dim(0), 1e-12, 1e-12, false));
+/// ```
+///
+/// # Sequences of different lengths
+/// With [`lengths`](RnnOptions::lengths) this is what torch.nn.GRU computes of a `PackedSequence`. The input of the
+/// steps that are padding is never used, even if it is NaN; their output and its gradient are zero; and the
+/// state stays what it was after the last step of the sequence. Where lengths differ, the call cannot be
+/// captured in a CUDA graph, because it copies the lengths to the GPU.
+///
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{RnnOptions, RnnWeights, gru};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([9, 4], options), Tensor::randn([9, 3], options));
+/// # let h0 = Tensor::randn([2, 3], options);
+/// # let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: None, b_hh: None };
+/// let lengths = [6, 2];
+/// let (output, h) = gru(&x, &h0, &weights, &RnnOptions { lengths: Some(&lengths) });
+///
+/// for (b, length) in (0..).zip(lengths) {
+///     let x = x.narrow(0, 0, length).narrow(1, b, 1);
+///     let alone = gru(&x, &h0.narrow(0, b, 1), &weights, &Default::default());
+///     assert!(alone.0.allclose(&output.narrow(0, 0, length).narrow(1, b, 1), 1e-12, 1e-12, false));
+///     assert!(alone.1.allclose(&h.narrow(0, b, 1), 1e-12, 1e-12, false));
+/// }
+/// assert_eq!(output.narrow(0, 2, 4).select(1, 1).abs().max().double_value(&[]), 0.0);
 /// ```
 ///
 /// Source: <https://pytorch.org/docs/stable/generated/torch.nn.GRU.html>.
 ///
 /// # Panics
 /// If [`f_gru`] returns an error.
-pub fn gru(input: &Tensor, weights: &RnnWeights<'_>, h: &Tensor) -> (Tensor, Tensor) {
-    super::unwrap(f_gru(input, weights, h))
+pub fn gru(
+    input: &Tensor,
+    h: &Tensor,
+    weights: &RnnWeights<'_>,
+    options: &RnnOptions<'_>,
+) -> (Tensor, Tensor) {
+    super::unwrap(f_gru(input, h, weights, options))
 }
 
 /// [`gru`], with an error instead of a panic.
 ///
 /// # Errors
-/// If an argument has another kind, device or shape than stated (the error names the argument), or
-/// if libtorch or CUDA fails.
-pub fn f_gru(input: &Tensor, weights: &RnnWeights<'_>, h: &Tensor) -> Result<(Tensor, Tensor)> {
-    all_steps(input, None, weights, h)
+/// If an argument has another kind, device or shape than stated (the error names the argument); if there
+/// is not one length for each sequence, from 1 to T; or if libtorch or CUDA fails.
+pub fn f_gru(
+    input: &Tensor,
+    h: &Tensor,
+    weights: &RnnWeights<'_>,
+    options: &RnnOptions<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
+    let of = GruIn { input, h, w_ih, w_hh, b_ih, b_hh };
+    let lengths = options.lengths.map(<[i64]>::to_vec);
+    let GruOut { output, h } = call(Gru { lengths }, &of)?;
+    Ok((output, h))
 }
 
 /// [`gru`] in plain tch operations, without checks of its own.
@@ -105,97 +145,17 @@ pub fn f_gru(input: &Tensor, weights: &RnnWeights<'_>, h: &Tensor) -> Result<(Te
 /// If an operation of libtorch fails.
 pub fn gru_reference(
     input: &Tensor,
-    weights: &RnnWeights<'_>,
     h: &Tensor,
+    weights: &RnnWeights<'_>,
+    options: &RnnOptions<'_>,
 ) -> Result<(Tensor, Tensor)> {
     let state = (h.shallow_clone(), None);
-    let (output, (last, _)) = layer::reference::<Gru>(input, None, weights, state)?;
+    let (output, (last, _)) = layer::reference::<Gru>(input, options.lengths, weights, state)?;
     Ok((output, last))
-}
-
-/// [`gru`] for sequences of different lengths in one batch, as torch.nn.GRU computes a
-/// `PackedSequence`.
-///
-/// Sequence b has `lengths[b]` steps, from 1 to T, in any order. The steps after them are padding:
-/// their input is never used, even if it is NaN; their output and its gradient are zero; and the
-/// state stays what it was after the last step of the sequence. All else is as for [`gru`], except
-/// that a call whose lengths differ cannot be captured in a CUDA graph, because it copies them to the GPU.
-///
-/// Equivalent to:
-/// ```
-/// # use tch::{Kind, Device, Tensor};
-/// # use tch_extension::ops::{RnnWeights, gru, gru_padded};
-/// # let options = (Kind::Double, Device::Cpu);
-/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([9, 4], options), Tensor::randn([9, 3], options));
-/// # let h0 = Tensor::randn([2, 3], options);
-/// # let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: None, b_hh: None };
-/// let lengths = [6, 2];
-/// let (output, h) = gru_padded(&x, &lengths, &weights, &h0);
-///
-/// for (b, length) in (0..).zip(lengths) {
-///     let x = x.narrow(0, 0, length).narrow(1, b, 1);
-///     let alone = gru(&x, &weights, &h0.narrow(0, b, 1));
-///     assert!(alone.0.allclose(&output.narrow(0, 0, length).narrow(1, b, 1), 1e-12, 1e-12, false));
-///     assert!(alone.1.allclose(&h.narrow(0, b, 1), 1e-12, 1e-12, false));
-/// }
-/// assert_eq!(output.narrow(0, 2, 4).select(1, 1).abs().max().double_value(&[]), 0.0);
-/// ```
-///
-/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pack_padded_sequence.html>.
-///
-/// # Panics
-/// If [`f_gru_padded`] returns an error.
-pub fn gru_padded(
-    input: &Tensor,
-    lengths: &[i64],
-    weights: &RnnWeights<'_>,
-    h: &Tensor,
-) -> (Tensor, Tensor) {
-    super::unwrap(f_gru_padded(input, lengths, weights, h))
-}
-
-/// [`gru_padded`], with an error instead of a panic.
-///
-/// # Errors
-/// As for [`f_gru`]; and if there is not one length for each sequence, from 1 to T.
-pub fn f_gru_padded(
-    input: &Tensor,
-    lengths: &[i64],
-    weights: &RnnWeights<'_>,
-    h: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    all_steps(input, Some(lengths), weights, h)
-}
-
-/// [`gru_padded`] in plain tch operations, without checks of its own.
-///
-/// # Errors
-/// If an operation of libtorch fails.
-pub fn gru_padded_reference(
-    input: &Tensor,
-    lengths: &[i64],
-    weights: &RnnWeights<'_>,
-    h: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    let state = (h.shallow_clone(), None);
-    let (output, (last, _)) = layer::reference::<Gru>(input, Some(lengths), weights, state)?;
-    Ok((output, last))
-}
-
-fn all_steps(
-    input: &Tensor,
-    lengths: Option<&[i64]>,
-    weights: &RnnWeights<'_>,
-    h: &Tensor,
-) -> Result<(Tensor, Tensor)> {
-    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
-    let of = GruIn { input, h, w_ih, w_hh, b_ih, b_hh };
-    let GruOut { output, h } = call(Gru { lengths: lengths.map(<[i64]>::to_vec) }, &of)?;
-    Ok((output, h))
 }
 
 crate::signature! {
-    /// [`gru`] and [`gru_padded`] as an operator.
+    /// [`gru`] as an operator.
     pub Gru: GruIn -> GruOut = "gru"(
         input, h, w_ih, w_hh, b_ih?, b_hh?, lengths: Option<Vec<i64>> = None
     ) -> (output, h)

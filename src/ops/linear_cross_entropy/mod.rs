@@ -65,8 +65,8 @@ impl Default for LinearCrossEntropyOptions {
 ///
 /// * `input`: x, `[N, D]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
 /// * `weight`: W, `[V, D]`
-/// * `bias`: b, `[V]`; `None` for zeros
 /// * `target`: t, `[N]`, of kind `Int64`: a class from 0 to V - 1, or `ignore_index`
+/// * `bias`: b, `[V]`; `None` for zeros
 ///
 /// Returns a loss without dimensions, or with `Reduction::None` those of the rows, `[N]`; of kind
 /// `Double` for `Double`, and otherwise `Float`. The mean of no rows is NaN, as in libtorch. Strides
@@ -99,7 +99,7 @@ impl Default for LinearCrossEntropyOptions {
 /// # let targets = Tensor::from_slice(&[0_i64, 6, 3, -100, 2]);
 /// let loss = x.matmul(&w.tr()).log_softmax(-1, Kind::Double).nll_loss(&targets);
 ///
-/// let ours = linear_cross_entropy(&x, &w, None, &targets, &LinearCrossEntropyOptions::default());
+/// let ours = linear_cross_entropy(&x, &w, &targets, None, &LinearCrossEntropyOptions::default());
 /// assert!(ours.allclose(&loss, 1e-12, 1e-12, false));
 /// ```
 ///
@@ -108,11 +108,11 @@ impl Default for LinearCrossEntropyOptions {
 pub fn linear_cross_entropy(
     input: &Tensor,
     weight: &Tensor,
-    bias: Option<&Tensor>,
     target: &Tensor,
+    bias: Option<&Tensor>,
     options: &LinearCrossEntropyOptions,
 ) -> Tensor {
-    super::unwrap(f_linear_cross_entropy(input, weight, bias, target, options))
+    super::unwrap(f_linear_cross_entropy(input, weight, target, bias, options))
 }
 
 /// [`linear_cross_entropy`], with an error instead of a panic.
@@ -125,8 +125,8 @@ pub fn linear_cross_entropy(
 pub fn f_linear_cross_entropy(
     input: &Tensor,
     weight: &Tensor,
-    bias: Option<&Tensor>,
     target: &Tensor,
+    bias: Option<&Tensor>,
     options: &LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
     let LinearCrossEntropyOptions {
@@ -157,8 +157,8 @@ pub fn f_linear_cross_entropy(
 pub fn linear_cross_entropy_reference(
     input: &Tensor,
     weight: &Tensor,
-    bias: Option<&Tensor>,
     target: &Tensor,
+    bias: Option<&Tensor>,
     options: &LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
     let compute = compute_kind(input.f_kind()?);
@@ -306,7 +306,7 @@ impl Operator for LinearCrossEntropy {
             ..Default::default()
         };
         let LinearCrossEntropyIn { input, weight, target, bias } = *of;
-        let loss = linear_cross_entropy_reference(input, weight, bias, target, &options)?;
+        let loss = linear_cross_entropy_reference(input, weight, target, bias, &options)?;
         Ok(LinearCrossEntropyOut { loss })
     }
 }

@@ -3,10 +3,10 @@
 mod costs;
 mod kernels;
 
-use super::recurrent::RnnWeights;
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
 use super::recurrent::layer::{self, Cell, Costs, State};
+use super::recurrent::{RnnOptions, RnnWeights};
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs, call,
 };
@@ -23,8 +23,9 @@ use tch::Tensor;
 /// ```
 ///
 /// * `input`: x, `[T, B, F]`
-/// * `weights`: W_ih `[4H, F]`, W_hh `[4H, H]`, b_ih and b_hh `[4H]` or absent
 /// * `state`: (h, c) before the first step, each `[B, H]`
+/// * `weights`: W_ih `[4H, F]`, W_hh `[4H, H]`, b_ih and b_hh `[4H]` or absent
+/// * `options`: the lengths of the sequences, if they differ
 ///
 /// Returns (h of all steps `[T, B, H]`, (h, c) after the last step, each `[B, H]`). All three are
 /// contiguous and have memory of their own. The tensors are of one kind, `Float`, `Double`, `Half`
@@ -77,10 +78,40 @@ use tch::Tensor;
 /// let (output, h, c) = x.lstm(&[&h, &c], &parameters, true, 1, 0.0, true, false, false);
 ///
 /// let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: Some(&b_ih), b_hh: Some(&b_hh) };
-/// let fused = lstm(&x, &weights, (&h0, &c0));
+/// let fused = lstm(&x, (&h0, &c0), &weights, &Default::default());
 /// assert!(fused.0.allclose(&output, 1e-12, 1e-12, false));
 /// assert!(fused.1.0.allclose(&h.squeeze_dim(0), 1e-12, 1e-12, false));
 /// assert!(fused.1.1.allclose(&c.squeeze_dim(0), 1e-12, 1e-12, false));
+/// ```
+///
+/// # Sequences of different lengths
+/// With [`lengths`](RnnOptions::lengths) this is what torch.nn.LSTM computes of a `PackedSequence`. The input of
+/// the steps that are padding is never used, even if it is NaN; their output and its gradient are zero;
+/// and the state stays what it was after the last step of the sequence. Where lengths differ, cuDNN's kernels
+/// are not used, and the call cannot be captured in a CUDA graph, because it copies the lengths to the GPU.
+/// Under autocast on the CPU only what is multiplied is rounded to autocast's kind, and the outputs have the
+/// kind of c, as in libtorch.
+///
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{RnnOptions, RnnWeights, lstm};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([12, 4], options), Tensor::randn([12, 3], options));
+/// # let (h0, c0) = (Tensor::randn([2, 3], options), Tensor::randn([2, 3], options));
+/// # let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: None, b_hh: None };
+/// let lengths = [6, 2];
+/// let options = RnnOptions { lengths: Some(&lengths) };
+/// let (output, (h, c)) = lstm(&x, (&h0, &c0), &weights, &options);
+///
+/// for (b, length) in (0..).zip(lengths) {
+///     let x = x.narrow(0, 0, length).narrow(1, b, 1);
+///     let state = (&h0.narrow(0, b, 1), &c0.narrow(0, b, 1));
+///     let alone = lstm(&x, state, &weights, &Default::default());
+///     assert!(alone.0.allclose(&output.narrow(0, 0, length).narrow(1, b, 1), 1e-12, 1e-12, false));
+///     assert!(alone.1.0.allclose(&h.narrow(0, b, 1), 1e-12, 1e-12, false));
+///     assert!(alone.1.1.allclose(&c.narrow(0, b, 1), 1e-12, 1e-12, false));
+/// }
+/// assert_eq!(output.narrow(0, 2, 4).select(1, 1).abs().max().double_value(&[]), 0.0);
 /// ```
 ///
 /// Source: <https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html>.
@@ -89,23 +120,29 @@ use tch::Tensor;
 /// If [`f_lstm`] returns an error.
 pub fn lstm(
     input: &Tensor,
-    weights: &RnnWeights<'_>,
     state: (&Tensor, &Tensor),
+    weights: &RnnWeights<'_>,
+    options: &RnnOptions<'_>,
 ) -> (Tensor, (Tensor, Tensor)) {
-    super::unwrap(f_lstm(input, weights, state))
+    super::unwrap(f_lstm(input, state, weights, options))
 }
 
 /// [`lstm`], with an error instead of a panic.
 ///
 /// # Errors
-/// If an argument has another kind, device or shape than stated (the error names the argument), or
-/// if libtorch or CUDA fails.
+/// If an argument has another kind, device or shape than stated (the error names the argument); if there
+/// is not one length for each sequence, from 1 to T; or if libtorch or CUDA fails.
 pub fn f_lstm(
     input: &Tensor,
+    (h, c): (&Tensor, &Tensor),
     weights: &RnnWeights<'_>,
-    state: (&Tensor, &Tensor),
+    options: &RnnOptions<'_>,
 ) -> Result<(Tensor, (Tensor, Tensor))> {
-    all_steps(input, None, weights, state)
+    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
+    let of = LstmIn { input, h, c, w_ih, w_hh, b_ih, b_hh };
+    let lengths = options.lengths.map(<[i64]>::to_vec);
+    let LstmOut { output, h, c } = call(Lstm { lengths }, &of)?;
+    Ok((output, (h, c)))
 }
 
 /// [`lstm`] in plain tch operations, without checks of its own.
@@ -114,103 +151,18 @@ pub fn f_lstm(
 /// If an operation of libtorch fails.
 pub fn lstm_reference(
     input: &Tensor,
-    weights: &RnnWeights<'_>,
     (h, c): (&Tensor, &Tensor),
+    weights: &RnnWeights<'_>,
+    options: &RnnOptions<'_>,
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     let state = (h.shallow_clone(), Some(c.shallow_clone()));
-    with_c(layer::reference::<Lstm>(input, None, weights, state)?)
-}
-
-/// [`lstm`] for sequences of different lengths in one batch, as torch.nn.LSTM computes a
-/// `PackedSequence`.
-///
-/// Sequence b has `lengths[b]` steps, from 1 to T, in any order. The steps after them are padding:
-/// their input is never used, even if it is NaN; their output and its gradient are zero; and the
-/// state stays what it was after the last step of the sequence. All else is as for [`lstm`], except
-/// that on CUDA cuDNN's kernels are not used where lengths differ, and that such a call cannot be
-/// captured in a CUDA graph, because it copies the lengths to the GPU. Under autocast on the CPU only
-/// what is multiplied is rounded to autocast's kind, and the outputs have the kind of c, as in libtorch.
-///
-/// Equivalent to:
-/// ```
-/// # use tch::{Kind, Device, Tensor};
-/// # use tch_extension::ops::{RnnWeights, lstm, lstm_padded};
-/// # let options = (Kind::Double, Device::Cpu);
-/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([12, 4], options), Tensor::randn([12, 3], options));
-/// # let (h0, c0) = (Tensor::randn([2, 3], options), Tensor::randn([2, 3], options));
-/// # let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: None, b_hh: None };
-/// let lengths = [6, 2];
-/// let (output, (h, c)) = lstm_padded(&x, &lengths, &weights, (&h0, &c0));
-///
-/// for (b, length) in (0..).zip(lengths) {
-///     let x = x.narrow(0, 0, length).narrow(1, b, 1);
-///     let alone = lstm(&x, &weights, (&h0.narrow(0, b, 1), &c0.narrow(0, b, 1)));
-///     assert!(alone.0.allclose(&output.narrow(0, 0, length).narrow(1, b, 1), 1e-12, 1e-12, false));
-///     assert!(alone.1.0.allclose(&h.narrow(0, b, 1), 1e-12, 1e-12, false));
-///     assert!(alone.1.1.allclose(&c.narrow(0, b, 1), 1e-12, 1e-12, false));
-/// }
-/// assert_eq!(output.narrow(0, 2, 4).select(1, 1).abs().max().double_value(&[]), 0.0);
-/// ```
-///
-/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pack_padded_sequence.html>.
-///
-/// # Panics
-/// If [`f_lstm_padded`] returns an error.
-pub fn lstm_padded(
-    input: &Tensor,
-    lengths: &[i64],
-    weights: &RnnWeights<'_>,
-    state: (&Tensor, &Tensor),
-) -> (Tensor, (Tensor, Tensor)) {
-    super::unwrap(f_lstm_padded(input, lengths, weights, state))
-}
-
-/// [`lstm_padded`], with an error instead of a panic.
-///
-/// # Errors
-/// As for [`f_lstm`]; and if there is not one length for each sequence, from 1 to T.
-pub fn f_lstm_padded(
-    input: &Tensor,
-    lengths: &[i64],
-    weights: &RnnWeights<'_>,
-    state: (&Tensor, &Tensor),
-) -> Result<(Tensor, (Tensor, Tensor))> {
-    all_steps(input, Some(lengths), weights, state)
-}
-
-/// [`lstm_padded`] in plain tch operations, without checks of its own.
-///
-/// # Errors
-/// If an operation of libtorch fails.
-pub fn lstm_padded_reference(
-    input: &Tensor,
-    lengths: &[i64],
-    weights: &RnnWeights<'_>,
-    (h, c): (&Tensor, &Tensor),
-) -> Result<(Tensor, (Tensor, Tensor))> {
-    let state = (h.shallow_clone(), Some(c.shallow_clone()));
-    with_c(layer::reference::<Lstm>(input, Some(lengths), weights, state)?)
-}
-
-fn with_c((output, (h, c)): (Tensor, State)) -> Result<(Tensor, (Tensor, Tensor))> {
+    let (output, (h, c)) = layer::reference::<Lstm>(input, options.lengths, weights, state)?;
     let c = c.ok_or_else(|| Error::msg("internal error: an LSTM without c"))?;
     Ok((output, (h, c)))
 }
 
-fn all_steps(
-    input: &Tensor,
-    lengths: Option<&[i64]>,
-    weights: &RnnWeights<'_>,
-    (h, c): (&Tensor, &Tensor),
-) -> Result<(Tensor, (Tensor, Tensor))> {
-    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
-    let of = LstmIn { input, h, c, w_ih, w_hh, b_ih, b_hh };
-    let LstmOut { output, h, c } = call(Lstm { lengths: lengths.map(<[i64]>::to_vec) }, &of)?;
-    Ok((output, (h, c)))
-}
-
 crate::signature! {
-    /// [`lstm`] and [`lstm_padded`] as an operator.
+    /// [`lstm`] as an operator.
     pub Lstm: LstmIn -> LstmOut = "lstm"(
         input, h, c, w_ih, w_hh, b_ih?, b_hh?, lengths: Option<Vec<i64>> = None
     ) -> (output, h, c)

@@ -6,5 +6,5 @@ pub(super) mod plan;
 
 pub(crate) use kernels::cudnn::flatten as flatten_for_cudnn;
 pub(super) use kernels::{columns, product};
-pub use layer::{RnnWeights, Way};
+pub use layer::{RnnOptions, RnnWeights, Way};
 pub(crate) use layer::{check_lengths, with_half_of_the_gpu};

@@ -43,6 +43,14 @@ pub struct RnnWeights<'a> {
     pub b_hh: Option<&'a Tensor>,
 }
 
+/// Options of [`lstm`](crate::ops::lstm()) and [`gru`](crate::ops::gru()).
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RnnOptions<'a> {
+    /// The number of steps of each sequence of the batch, from 1 to T, in any order; `None` if each has T.
+    /// The steps after the last one of a sequence are padding.
+    pub lengths: Option<&'a [i64]>,
+}
+
 /// The positions of the arguments, and of their gradients.
 mod place {
     pub const INPUT: usize = 0;
