@@ -45,6 +45,8 @@ tch_extension::register! {
     LayerNorm,
     Linear,
     LinearCrossEntropy,
+    Lltm,
+    LltmCell,
     Lstm,
     MatmulAddRelu,
     SwigluMlp,
@@ -448,10 +450,29 @@ fn sequences() {
             let (y, (h1, c1)) = f_lltm(&x, &w, Some(&b), (&h, &c))?;
             let (incoming, expected) = of_node(&[&y, &h1, &c1], &[&x, &w, &b, &h, &c]);
             tch::no_grad(|| -> Result<()> {
-                let tensors = [Some(&x), Some(&w), Some(&b), Some(&h), Some(&c)];
-                let grads = [Some(&incoming[0]), Some(&incoming[1]), Some(&incoming[2])];
-                let found = parts::lltm_backward(grads, &tensors, [true; 5])?;
-                assert_equal(&format!("lltm {steps}"), &found, &expected);
+                let what = format!("lltm {steps}");
+                let made = forward("lltm", args![&x, &w, &b, &h, &c, 0b11111])?;
+                assert_equal(&what, &made[..3], &[y.detach(), h1.detach(), c1.detach()]);
+                assert_eq!(made[3].size(), [steps, 4, 24], "{what}");
+                assert_eq!(made[4].size(), [steps, 4, 72], "{what}");
+                let found = |kept: &Tensor, needs: i64| {
+                    let (g, y, last_c) = (&incoming, &made[0], &made[2]);
+                    let of = args![&g[0], &g[1], &g[2], y, last_c, &made[3], kept];
+                    gradients("lltm", of.arg(&x).arg(&w).arg(&b).arg(&h).arg(&c).arg(needs))
+                };
+                assert_equal(&what, &found(&made[4], 0b11111)?, &expected);
+                let of_h = found(&made[4], 0b01000)?;
+                assert_eq!((of_h[0].size(), of_h[4].size()), (vec![0], vec![0]), "{what}");
+                assert_equal(&what, &of_h[3..4], &expected[3..4]);
+                // The forward pass runs once: the gradients are made of what it kept. In half kinds on
+                // the CPU it runs once more.
+                if x.device().is_cuda() || x.kind() == Kind::Float {
+                    let of_zeros = found(&made[4].zeros_like(), 0b11111)?;
+                    assert!(!of_zeros[0].equal(&found(&made[4], 0b11111)?[0]), "{what}");
+                    let absent = Tensor::empty([0; 16], (x.kind(), x.device()));
+                    let error = found(&absent, 0b11111).expect_err("nothing was kept").to_string();
+                    assert!(error.contains("lltm_forward"), "{error}");
+                }
                 Ok(())
             })?;
         }
@@ -460,16 +481,39 @@ fn sequences() {
         let (h1, c1) = f_lltm_cell(&x, &w, None, (&h, &c))?;
         let (incoming, expected) = of_node(&[&h1, &c1], &[&x, &w, &h, &c]);
         tch::no_grad(|| -> Result<()> {
-            let tensors = [Some(&x), Some(&w), None, Some(&h), Some(&c)];
-            let (new_h, new_c, gates) = parts::lltm_cell_forward(&tensors)?;
-            let grads = [Some(&incoming[0]), Some(&incoming[1])];
-            let needs = [true, true, false, true, true];
-            let found = parts::lltm_cell_backward(grads, (&new_c, &gates), &tensors, needs)?;
-            assert_equal("lltm_cell", &[Some(new_h), Some(new_c)], &[h1, c1]);
+            let made = forward("lltm_cell", args![&x, &w, NONE, &h, &c, 0b11011])?;
+            assert_equal("lltm_cell", &made[..2], &[h1.detach(), c1.detach()]);
+            assert_eq!(made[2].size(), [4, 72]);
+            let of = args![&incoming[0], &incoming[1], &made[1], &made[2], &x, &w, NONE, &h, &c];
+            let found = gradients("lltm_cell", of.arg(0b11011))?;
+            assert_eq!(found[2].size(), [0]);
+            let found = [&found[0], &found[1], &found[3], &found[4]].map(Tensor::shallow_clone);
             assert_equal("lltm_cell", &found, &expected);
             Ok(())
         })
     });
+}
+
+/// What every operator proves, in the kind and on the devices of the other proofs.
+#[test]
+fn cuda_and_cpu_sequences_are_proven() {
+    for device in devices() {
+        tch::manual_seed(9);
+        let arguments = Arguments { options: (Kind::Double, device) };
+        for steps in [0, 1, 2, 3] {
+            let [x, h, c] = &arguments.leaves([&[steps, 2, 3], &[2, 2], &[2, 2]]);
+            let [w, b] = &arguments.leaves([&[6, 5], &[6]]);
+            for bias in [Some(b), None] {
+                prove(&Lltm {}, &LltmIn { input: x, weight: w, bias, h, c }).expect("lltm");
+            }
+        }
+        let [x, h, c] = &arguments.leaves([&[2, 3], &[2, 2], &[2, 2]]);
+        let [w, b] = &arguments.leaves([&[6, 5], &[1, 6]]);
+        for bias in [Some(b), None] {
+            prove(&LltmCell {}, &LltmCellIn { input: x, weight: w, bias, h, c })
+                .expect("lltm_cell");
+        }
+    }
 }
 
 #[test]

@@ -1,5 +1,4 @@
-// The backward pass of LLTM in a grid, with products in half kinds. `fits` is described in
-// kernels.h.
+// The backward pass of LLTM in a grid, with products in half kinds.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/choose_backward.h"
 #include "params.h"

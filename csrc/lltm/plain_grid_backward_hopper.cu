@@ -34,7 +34,6 @@ struct GridPlainBackward {
 }  // namespace
 }  // namespace tch_extension::lltm
 
-// `fits` is described in kernels.h.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const tch_extension::recurrent::grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension::lltm;

@@ -49,7 +49,6 @@ struct GridPlainForward {
 }  // namespace
 }  // namespace tch_extension::lltm
 
-// `fits` is described in kernels.h.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
     const tch_extension::recurrent::grid::ForwardParams* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension::lltm;

@@ -3,7 +3,6 @@
 #include "../recurrent/wide_grid/choose_backward.h"
 #include "params.h"
 
-// `fits` is described in kernels.h.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(
     const tch_extension::recurrent::grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension::recurrent;

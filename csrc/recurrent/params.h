@@ -13,6 +13,10 @@
 #include <cstddef>
 #include <cstdint>
 
+namespace at {
+class Tensor;
+}
+
 // Adds `b_ih` and `b_hh`. Separate rows, which are the last ones, are not added.
 struct RecurrentBiases {
   int64_t rows;
@@ -75,6 +79,116 @@ struct RecurrentScaleRows {
   int64_t columns;
   // The second may have no rows.
   RecurrentScaledRows matrices[2];
+};
+
+// One step forward, after its product. The kinds are those of step/params.h.
+struct RecurrentStepForward {
+  int64_t batch;
+  int64_t hidden;
+  // Of the state.
+  int32_t kind;
+  // Of the products' operands.
+  int32_t product_kind;
+  // `[B, G·H]`, of the gates' kind.
+  const void* input_gates;
+  // `[B, G·H]`, of the gates' kind.
+  const void* hidden_gates;
+  // `[G·H]`, of the gates' kind, null for zeros.
+  const void* bias;
+  // `[S·H]`, of the gates' kind: the bias of the product with h of the separate gates, null for
+  // zeros.
+  const void* separate_bias;
+  // `[B, H]`, the state before the step, of the state's kind.
+  const void* c;
+  // `[B, H]`, of the state's kind.
+  void* new_h;
+  // `[B, H]`, of the state's kind; may be c; not written where the state is h.
+  void* new_c;
+  // `[B, H]`, new_h in the product's kind; null if nobody needs it.
+  void* operand;
+  // `[B, V·H]`, of the state's kind; null if nobody needs them; may be input_gates where V = G.
+  void* activations;
+};
+
+// All steps forward, each a product and a kernel.
+struct RecurrentStepsForward {
+  int64_t steps;
+  // The kernel on the CPU, `void (const RecurrentStepForward*) noexcept`, or null.
+  const void* on_cpu;
+  // The kernel on CUDA, `LaunchStatus (const RecurrentStepForward*, cudaStream_t)`, or null.
+  const void* on_cuda;
+  // Whether the state is h, and there is no c.
+  int32_t state_is_h;
+  // Whether c of all steps is kept, rather than the last one only.
+  int32_t keeps_c;
+  // Those of the first step.
+  RecurrentStepForward first;
+  // `[T, B, G·H]`
+  const at::Tensor* input_gates;
+  // `[G·H, H]`; its rows may be apart.
+  const at::Tensor* weight;
+  // `[B, H]`
+  const at::Tensor* h0;
+  // `[B, G·H]`, which the products are written to.
+  const at::Tensor* hidden_gates;
+  // `[T, B, H]`
+  const at::Tensor* output;
+  // `[B, H]`, of the product's kind, if the output has another: h of a step for the next product.
+  const at::Tensor* operand;
+  // `[T, B, V·H]`; null if nobody needs them.
+  const at::Tensor* activations;
+  // `[B, H]`: h after the last step, in addition; null if `operand` is not.
+  void* last_h;
+};
+
+// One step backward, before its product.
+struct RecurrentStepBackward {
+  int64_t batch;
+  int64_t hidden;
+  int32_t kind;
+  int32_t product_kind;
+  // `[B, H]`, of the state's kind, null for zeros.
+  const void* grad_output;
+  // `[B, H]`, of the gates' kind: from the next step; null for zeros.
+  const void* grad_h;
+  // `[B, H]`, of the gates' kind: on entry for the state after the step, on return for the one
+  // before.
+  void* grad_c;
+  // `[B, V·H]`, of the state's kind.
+  const void* activations;
+  // `[B, H]`, the state after the step, of the state's kind; null where it is h.
+  const void* new_c;
+  // `[B, H]`, the state before the step; null unless the cell needs it.
+  const void* previous_c;
+  // `[B, G·H]`, of the product's kind.
+  void* grad_gates;
+  // `[B, S·H]`, of the product's kind; null without separate gates.
+  void* grad_separate;
+};
+
+// All steps backward, each a kernel and a product.
+struct RecurrentStepsBackward {
+  int64_t steps;
+  const void* on_cpu;
+  const void* on_cuda;
+  int32_t state_is_h;
+  int32_t needs_grad_h0;
+  // Those of the last step. `previous_c` is the first state.
+  RecurrentStepBackward last;
+  // `[G·H, H]`; its rows may be apart.
+  const at::Tensor* weight;
+  // `[T, B, H]`; null for zeros.
+  const at::Tensor* grad_output;
+  // `[T, B, V·H]`
+  const at::Tensor* activations;
+  // `[T, B, H]`
+  const at::Tensor* states;
+  // `[B, H]`
+  const at::Tensor* grad_h;
+  // `[T, B, G·H]`
+  const at::Tensor* grad_gates;
+  // `[T, B, S·H]`; null without separate gates.
+  const at::Tensor* grad_separate;
 };
 
 // The parameters of the forward pass. G, V and S are a cell's numbers of gates, of saved values and
@@ -327,60 +441,6 @@ struct RecurrentGridBackward {
   float* exchange_scales;
 };
 
-// One step forward, after its product. The kinds are those of step/params.h.
-struct RecurrentStepForward {
-  int64_t batch;
-  int64_t hidden;
-  // Of the state.
-  int32_t kind;
-  // Of the products' operands.
-  int32_t product_kind;
-  // `[B, G·H]`, of the gates' kind.
-  const void* input_gates;
-  // `[B, G·H]`, of the gates' kind.
-  const void* hidden_gates;
-  // `[G·H]`, of the gates' kind, null for zeros.
-  const void* bias;
-  // `[S·H]`, of the gates' kind: the bias of the product with h of the separate gates, null for
-  // zeros.
-  const void* separate_bias;
-  // `[B, H]`, the state before the step, of the state's kind.
-  const void* c;
-  // `[B, H]`, of the state's kind.
-  void* new_h;
-  // `[B, H]`, of the state's kind; may be c; not written where the state is h.
-  void* new_c;
-  // `[B, H]`, new_h in the product's kind; null if nobody needs it.
-  void* operand;
-  // `[B, V·H]`, of the state's kind; null if nobody needs them; may be input_gates where V = G.
-  void* activations;
-};
-
-// One step backward, before its product.
-struct RecurrentStepBackward {
-  int64_t batch;
-  int64_t hidden;
-  int32_t kind;
-  int32_t product_kind;
-  // `[B, H]`, of the state's kind, null for zeros.
-  const void* grad_output;
-  // `[B, H]`, of the gates' kind: from the next step; null for zeros.
-  const void* grad_h;
-  // `[B, H]`, of the gates' kind: on entry for the state after the step, on return for the one
-  // before.
-  void* grad_c;
-  // `[B, V·H]`, of the state's kind.
-  const void* activations;
-  // `[B, H]`, the state after the step, of the state's kind; null where it is h.
-  const void* new_c;
-  // `[B, H]`, the state before the step; null unless the cell needs it.
-  const void* previous_c;
-  // `[B, G·H]`, of the product's kind.
-  void* grad_gates;
-  // `[B, S·H]`, of the product's kind; null without separate gates.
-  void* grad_separate;
-};
-
 // clang-format off
 namespace at { class Tensor; }
 namespace tch_extension { struct LaunchStatus; }
@@ -440,6 +500,8 @@ char* tch_extension_onednn_lstm_backward(const at::Tensor* input,
                                          at::Tensor** results);
 tch_extension::LaunchStatus tch_extension_recurrent_scale_rows_cuda(const RecurrentScaleRows* params,
                                                                     cudaStream_t stream);
+char* tch_extension_recurrent_steps_forward(const RecurrentStepsForward* call);
+char* tch_extension_recurrent_steps_backward(const RecurrentStepsBackward* call);
 }  // extern "C"
 #pragma GCC visibility pop
 // clang-format on

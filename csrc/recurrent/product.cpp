@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
@@ -64,6 +65,12 @@ bool is_for_onednn(const at::Tensor& lhs, const at::Tensor& rhs) {
 
 }  // namespace
 
+at::Tensor zeros_for(const at::Tensor& like, int64_t columns, int64_t rows) {
+  constexpr int64_t kFewRows = 32;
+  if (!like.is_cuda() || like.scalar_type() != at::kFloat || rows > kFewRows) return {};
+  return at::zeros({columns}, like.options());
+}
+
 at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias) {
   if (is_for_onednn(lhs, rhs)) {
     const auto added = bias == nullptr ? std::nullopt : std::make_optional(*bias);
@@ -72,7 +79,8 @@ at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tenso
     return onednn_linear()->call(lhs.contiguous(), rhs.t().contiguous(), added, "none",
                                  c10::List<std::optional<at::Scalar>>(), std::nullopt);
   }
-  return bias == nullptr ? at::mm(lhs, rhs) : at::addmm(*bias, lhs, rhs);
+  const at::Tensor zeros = bias == nullptr ? zeros_for(lhs, rhs.size(1), lhs.size(0)) : *bias;
+  return zeros.defined() ? at::addmm(zeros, lhs, rhs) : at::mm(lhs, rhs);
 }
 
 #ifdef TCH_EXTENSION_CUDA

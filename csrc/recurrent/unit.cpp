@@ -5,3 +5,4 @@
 #include "cudnn.cpp"
 #include "onednn.cpp"
 #include "product.cpp"
+#include "steps.cpp"

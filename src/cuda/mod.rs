@@ -134,11 +134,24 @@ pub struct LaunchStatus {
 }
 
 impl LaunchStatus {
+    /// No kernel was launched, and none had to be.
+    pub(crate) fn of_nothing() -> Self {
+        LaunchStatus { kernel: c"".as_ptr(), error: std::ptr::null() }
+    }
+
+    pub(crate) fn failed(kernel: &'static CStr, error: &'static CStr) -> Self {
+        LaunchStatus { kernel: kernel.as_ptr(), error: error.as_ptr() }
+    }
+
+    pub(crate) fn is_error(&self) -> bool {
+        !self.error.is_null()
+    }
+
     fn into_result(self) -> Result<()> {
         if self.error.is_null() {
             return Ok(());
         }
-        // SAFETY: only C++ makes this type, with static, null-terminated texts.
+        // SAFETY: C++ and the functions above make this type of static, null-terminated texts.
         let text = |text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
         Err(Error::Launch { kernel: text(self.kernel), message: text(self.error) })
     }

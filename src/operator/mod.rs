@@ -165,7 +165,8 @@ pub trait Operator: Signature {
     fn rule<D: Dim>(&self, of: &Metas<Self, D>, needs: &Needs<Self>)
     -> Result<Made<Self, Meta<D>>>;
 
-    /// Which arguments the backward pass reads, if these gradients are needed. By default all.
+    /// Which arguments the backward pass reads, if these gradients are needed. By default all. While a
+    /// program is traced, all are there.
     fn reads(&self, _needs: &Needs<Self>) -> <Self::In as Slots>::Of<Each<bool>> {
         Self::In::each(|_| true)
     }

@@ -10,7 +10,7 @@
 //! the former with the same node ([`forwarded`]), the latter by the operator's reference
 //! ([`gradients`]).
 
-use crate::amp::{Autocast, CastPolicy, autocast_inputs};
+use crate::amp::Autocast;
 use crate::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
 use crate::library::{below_autograd, is_traced};
 use crate::{Error, Result};
@@ -81,17 +81,7 @@ pub(super) fn kept<P: Pair>() -> impl Iterator<Item = usize> {
 }
 
 /// Calls the operators of a pair, as a part of the graph if there is one.
-///
-/// # Errors
-/// An error of an operator.
-pub fn traced<P: Pair, const N: usize>(pair: P, inputs: &[Option<&Tensor>]) -> Result<[Tensor; N]> {
-    Tensors::from(traced_list(pair, inputs)?).exactly()
-}
-
-pub(super) fn traced_list<P: Pair>(
-    pair: P,
-    inputs: &[Option<&Tensor>],
-) -> Result<Vec<Option<Tensor>>> {
+pub(super) fn traced<P: Pair>(pair: P, inputs: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
     let results = apply(Node { pair, asked: None }, inputs)?.into_vec();
     // What is saved comes after the outputs.
     Ok(results.into_iter().take(P::OUTPUTS).collect())
@@ -99,18 +89,7 @@ pub(super) fn traced_list<P: Pair>(
 
 /// Calls the operator that computes the outputs and what the gradients that `asked` names read, as a
 /// part of the graph if there is one. What is saved are constants there: it follows from the inputs.
-///
-/// # Errors
-/// An error of an operator.
-pub fn forwarded<P: Pair, const N: usize>(
-    pair: P,
-    inputs: &[Option<&Tensor>],
-    asked: Needs,
-) -> Result<[Tensor; N]> {
-    Tensors::from(forwarded_list(pair, inputs, asked)?).exactly()
-}
-
-pub(super) fn forwarded_list<P: Pair>(
+pub(super) fn forwarded<P: Pair>(
     pair: P,
     inputs: &[Option<&Tensor>],
     asked: Needs,
@@ -119,20 +98,7 @@ pub(super) fn forwarded_list<P: Pair>(
 }
 
 /// Calls the operator that computes the gradients, as a part of the graph if there is one.
-///
-/// # Errors
-/// An error of an operator.
-pub fn gradients<P: Pair, const N: usize>(
-    pair: P,
-    grads: &[Option<&Tensor>],
-    kept: &[Option<&Tensor>],
-    inputs: &[Option<&Tensor>],
-    needs: Needs,
-) -> Result<[Tensor; N]> {
-    Tensors::from(gradients_list(pair, grads, kept, inputs, needs)?).exactly()
-}
-
-pub(super) fn gradients_list<P: Pair>(
+pub(super) fn gradients<P: Pair>(
     pair: P,
     grads: &[Option<&Tensor>],
     kept: &[Option<&Tensor>],
@@ -354,11 +320,6 @@ pub fn is_needed(needs: Needs, place: usize) -> bool {
     needs >> place & 1 == 1
 }
 
-/// Whether each of the first N bits is set.
-pub fn needs<const N: usize>(needs: Needs) -> [bool; N] {
-    std::array::from_fn(|place| is_needed(needs, place))
-}
-
 /// Autocast is off on all devices until the guards are dropped: the arguments may be on several.
 fn without_autocast() -> Result<[Option<Autocast>; 2]> {
     let off = |device| Autocast::kind(device).map(|_| Autocast::disabled(device)).transpose();
@@ -391,18 +352,6 @@ pub fn below<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     body()
 }
 
-/// Calls an operator with the casts of these tensors that autocast makes.
-///
-/// # Errors
-/// Those of the operator.
-pub fn cast<T>(
-    policy: CastPolicy,
-    tensors: &[Option<&Tensor>],
-    body: impl FnOnce(Inputs<'_>) -> Result<T>,
-) -> Result<T> {
-    with_casts(tensors, autocast_inputs(policy, tensors)?, body)
-}
-
 /// Calls an operator with the casts of these tensors, or, if there are none, with the tensors.
 ///
 /// # Errors
@@ -425,24 +374,8 @@ fn with_grad<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     tch::with_grad(body)
 }
 
-/// The gradients as an operator returns them: contiguous, each with memory of its own, and an empty
-/// tensor for each that is not needed.
-///
-/// # Errors
-/// If libtorch fails.
-pub fn returned<const N: usize>(
-    like: &Tensor,
-    gradients: [Option<Tensor>; N],
-) -> Result<[Tensor; N]> {
-    let mut made = Vec::with_capacity(N);
-    for gradient in returned_list(gradients, &[])? {
-        made.push(gradient.map_or_else(|| nothing(like), Ok)?);
-    }
-    made.try_into().map_err(|_| Error::msg("internal error: the number of gradients changed"))
-}
-
 /// Tensors that are contiguous and share no memory with each other and with `others`.
-pub(super) fn returned_list(
+pub(super) fn returned(
     tensors: impl IntoIterator<Item = Option<Tensor>>,
     others: &[&Tensor],
 ) -> Result<Vec<Option<Tensor>>> {

@@ -57,6 +57,8 @@ mod rope;
 #[cfg(feature = "mlp")]
 mod swiglu_mlp;
 mod way;
+#[cfg(all(test, feature = "recurrent", feature = "norm"))]
+mod ways;
 
 #[cfg(feature = "loss")]
 pub use cross_entropy::CrossEntropyOptions;
@@ -96,10 +98,6 @@ pub use way::force;
 #[doc(hidden)]
 #[allow(missing_docs)]
 pub mod parts {
-    #[cfg(feature = "recurrent")]
-    pub use super::lltm::parts::*;
-    #[cfg(feature = "recurrent")]
-    pub use super::lltm_cell::parts::*;
     #[cfg(feature = "rope")]
     pub use super::rope::parts::*;
 }
@@ -126,6 +124,10 @@ pub mod definitions {
     pub use super::linear_cross_entropy::{
         LinearCrossEntropy, LinearCrossEntropyIn, LinearCrossEntropyOut,
     };
+    #[cfg(feature = "recurrent")]
+    pub use super::lltm::{Lltm, LltmIn, LltmOut};
+    #[cfg(feature = "recurrent")]
+    pub use super::lltm_cell::{LltmCell, LltmCellIn, LltmCellOut};
     #[cfg(feature = "recurrent")]
     pub use super::lstm::{Lstm, LstmIn, LstmOut};
     #[cfg(feature = "gemm")]

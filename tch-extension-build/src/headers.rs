@@ -50,7 +50,8 @@ const EXTERNALS: [External; 4] = [
         cpp: "TchExtensionColumnSums",
         brought: "tch_extension/column_sums.h",
     },
-    External { rust: "C_tensor", cpp: "at::Tensor", brought: "ATen/core/Tensor.h" },
+    // Kernels get pointers only, and libtorch's header takes the compiler longer than they do.
+    External { rust: "C_tensor", cpp: "at::Tensor", brought: "namespace at {\nclass Tensor;\n}" },
 ];
 
 impl Header {
@@ -195,12 +196,12 @@ fn with_includes(text: &str, declared_here: &[String]) -> String {
     let mut lines: Vec<&str> = needed.map(|external| external.brought).collect();
     lines.sort_unstable();
     lines.dedup();
-    let (ours, others): (Vec<&str>, Vec<&str>) =
+    let (ours, declared): (Vec<&str>, Vec<&str>) =
         lines.into_iter().partition(|line| line.starts_with("tch_extension/"));
-    let others: String = others.iter().map(|line| format!("\n#include <{line}>\n")).collect();
+    let declared: String = declared.iter().map(|line| format!("\n{line}\n")).collect();
     let ours: String = ours.iter().map(|line| format!("#include \"{line}\"\n")).collect();
     let blank = if ours.is_empty() { "" } else { "\n" };
-    let all = format!("#pragma once\n{others}\n#include <cstdint>\n{blank}{ours}");
+    let all = format!("#pragma once\n\n#include <cstdint>\n{blank}{ours}{declared}");
     text.replacen("#pragma once\n", &all, 1)
 }
 
@@ -401,11 +402,13 @@ mod tests {
         );
         let expected = "#pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include <cstdint>
 
 #include \"tch_extension/accessor.h\"
+
+namespace at {
+class Tensor;
+}
 
 // Which kernel.
 enum class SoftCapWay : int32_t {

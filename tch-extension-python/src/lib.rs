@@ -12,8 +12,6 @@
 // Operators have the arguments of torch's counterparts.
 #![allow(clippy::too_many_arguments)]
 
-#[cfg(feature = "recurrent")]
-mod lltm;
 mod meta;
 mod node;
 #[cfg(feature = "rope")]
@@ -31,4 +29,4 @@ tch_extension::register! { namespace tch_extension; GeluMlp, SwigluMlp }
 #[cfg(feature = "loss")]
 tch_extension::register! { namespace tch_extension; CrossEntropy, LinearCrossEntropy }
 #[cfg(feature = "recurrent")]
-tch_extension::register! { namespace tch_extension; Lstm, Gru }
+tch_extension::register! { namespace tch_extension; Lstm, Gru, Lltm, LltmCell }

@@ -1,7 +1,6 @@
 //! What fake kernels are made of. They read sizes as [`SymInt`]s, so that torch.compile makes one graph
 //! for all sizes.
 
-use crate::node::{Needs, is_needed};
 use tch::{Kind, Tensor};
 use tch_extension::library::{SymInt, empty, sizes};
 use tch_extension::{Error, Result, check};
@@ -82,37 +81,10 @@ impl Shapes {
     }
 }
 
-/// A contiguous tensor of these sizes and this kind.
-///
-/// # Errors
-/// An error of libtorch.
-pub fn contiguous(sizes: &[SymInt], kind: Kind, like: &Tensor) -> Result<Tensor> {
-    empty(sizes, kind, like)
-}
-
 /// In the place of a tensor that is absent.
 ///
 /// # Errors
 /// An error of libtorch.
 pub fn nothing(like: &Tensor) -> Result<Tensor> {
     empty(&[SymInt::from(0)], like.f_kind()?, like)
-}
-
-/// As [`crate::node::returned`]: a contiguous tensor like each that needs a gradient.
-///
-/// # Errors
-/// An error of libtorch.
-pub fn likes<const N: usize>(tensors: [Option<&Tensor>; N], needs: Needs) -> Result<[Tensor; N]> {
-    let first = tensors[0];
-    let like = |(place, tensor): (usize, Option<&Tensor>)| match (tensor, first) {
-        (Some(tensor), _) if is_needed(needs, place) => {
-            contiguous(&sizes(tensor), tensor.f_kind()?, tensor)
-        }
-        (tensor, first) => match first.or(tensor) {
-            Some(like) => nothing(like),
-            None => Err(Error::msg("internal error: the first tensor is absent")),
-        },
-    };
-    let made: Vec<Tensor> = tensors.into_iter().enumerate().map(like).collect::<Result<_>>()?;
-    made.try_into().map_err(|_| Error::msg("internal error: the number changed"))
 }

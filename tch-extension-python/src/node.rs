@@ -28,12 +28,3 @@ macro_rules! call {
     }};
 }
 pub(crate) use call;
-
-/// Calls a registered operator that returns gradients.
-macro_rules! gradients_by {
-    ($name:literal, $($argument:expr),* $(,)?) => {{
-        let gradients: Vec<Tensor> = $crate::node::call!($name, $($argument),*)?;
-        Ok(gradients.into_iter().map(Some).collect())
-    }};
-}
-pub(crate) use gradients_by;

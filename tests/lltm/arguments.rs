@@ -36,11 +36,6 @@ fn bad_arguments_are_named() {
         (3, Tensor::new(), &["a tensor", "undefined"]),
         (4, float(&[2, 4]), &["[B, H] = [2, 3]", "[2, 4]"]),
         (4, cpu(&[2, 3], Kind::Int64), &["kind Float or Double", "Int64"]),
-        (
-            4,
-            cpu(&[2, 3], Kind::Double),
-            &["kind Float or a narrower one, as input and h", "Double", "to_kind"],
-        ),
         (3, cpu(&[2, 3], Kind::Bool), &["kind Float or Double", "Bool"]),
         (1, float(&[9, 7]).to_sparse_csr(None), &["dense", "to_dense"]),
     ];

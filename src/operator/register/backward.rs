@@ -7,7 +7,7 @@ use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::ffi::tensor::{has_shape, plain};
 use crate::library::{SymInt, empty};
 use crate::operator::node::known;
-use crate::operator::traced::{self, Needs, Pair, is_needed, kernel, returned_list};
+use crate::operator::traced::{self, Needs, Pair, is_needed, kernel, returned};
 use crate::operator::{
     Again, Meta, Metas, Operator, Slots, constants, known_metas, with_constants,
 };
@@ -57,7 +57,7 @@ pub(super) fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             let found = gradients(&operator, before, tensors, needs)?;
             let (grads, kept) = (refer(&before.grads), refer(&before.kept));
             let others = tensors.iter().chain(&grads).chain(&kept).flatten().copied();
-            let found = returned_list(found, &others.collect::<Vec<_>>())?;
+            let found = returned(found, &others.collect::<Vec<_>>())?;
             let nothing = || traced::nothing(like);
             found
                 .into_iter()
@@ -129,7 +129,6 @@ fn gradients<O: Operator>(
 ) -> Result<Vec<Option<Tensor>>> {
     let of_call = O::In::borrowed(O::NAME, tensors)?;
     let needs = O::In::each(|place| is_needed(asked, place));
-    let reads = O::In::items(operator.reads(&needs));
     let known = known::<O>(tensors)?;
     let is_known = fits(operator, before, &known_metas::<O>(&known)?, &needs)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
@@ -141,7 +140,7 @@ fn gradients<O: Operator>(
     }
     let (outputs, kept) = results.split_at_mut(Dispatched::<O>::OUTPUTS);
     let again = Again {
-        of: O::In::each(|place| own(tensors[place].filter(|_| reads.as_ref()[place]))),
+        of: O::In::each(|place| own(tensors[place])),
         kept: O::Kept::each(|place| kept[place].take()),
         outputs: O::Out::each(|place| outputs[place].take()),
         known: &known,
@@ -184,7 +183,7 @@ pub(super) fn autograd_of_backward<O: Operator>(frame: &mut Frame<'_>) -> Result
         let (grads, kept) = (refer(&before.grads), refer(&before.kept));
         let constants = constants::<O>(tensors)?;
         let tensors = with_constants(tensors, &constants);
-        let all = traced::gradients_list(Dispatched(operator), &grads, &kept, &tensors, needs)?;
+        let all = traced::gradients(Dispatched(operator), &grads, &kept, &tensors, needs)?;
         Ok(with_gradient::<O>(all).collect::<Vec<_>>())
     })?;
     give(frame, gradients)

@@ -6,7 +6,7 @@ use crate::ffi::define::Call as Frame;
 use crate::library::{SymInt, empty, without_key};
 use crate::operator::node::known;
 use crate::operator::traced::{
-    self, Needs, Pair, below, is_eager, is_needed, kernel, returned_list, with_casts,
+    self, Needs, Pair, below, is_eager, is_needed, kernel, returned, with_casts,
 };
 use crate::operator::{Call, Meta, Metas, Operator, Slots, call, constants, with_constants};
 use crate::{Error, Result};
@@ -47,7 +47,7 @@ pub(super) fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         let cast = cast.as_deref().map(refer_own);
         let tensors = cast.as_deref().unwrap_or(tensors);
         let constants = constants::<O>(tensors)?;
-        traced::traced_list(Dispatched(operator), &with_constants(tensors, &constants))
+        traced::traced(Dispatched(operator), &with_constants(tensors, &constants))
     })?;
     give(frame, outputs)
 }
@@ -154,7 +154,7 @@ pub(super) fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             let mut results = contiguous(O::Out::descriptions(made.outputs))?;
             let others: Vec<&Tensor> =
                 tensors.iter().chain(&refer_own(&results)).flatten().copied().collect();
-            let kept = returned_list(O::Kept::items(made.kept), &others)?;
+            let kept = returned(O::Kept::items(made.kept), &others)?;
             for ((kept, said), name) in kept.into_iter().zip(said).zip(O::Kept::NAMES) {
                 if kept.is_some() && said.is_none() {
                     return Err(Error::msg(format!(
@@ -186,7 +186,7 @@ pub(super) fn autograd_of_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<
     let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
         let needs = read_needs(frame, index)?;
         let constants = constants::<O>(tensors)?;
-        traced::forwarded_list(Dispatched(operator), &with_constants(tensors, &constants), needs)
+        traced::forwarded(Dispatched(operator), &with_constants(tensors, &constants), needs)
     })?;
     give(frame, results)
 }

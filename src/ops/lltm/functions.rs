@@ -1,146 +1,141 @@
 //! The sequence's outputs and gradients as functions of tensors and plain values, below autograd.
 
+use super::super::lltm_cell::kernels::sequence::{self, Sequence, StepKernel};
 use super::super::lltm_cell::{bias_gradient, functions as cell, of_one_step, place};
-use super::super::recurrent::product;
+use super::super::recurrent::kernels::cpu::{self, CpuOperands, CpuSaved, InputGates};
+use super::super::recurrent::kernels::cuda::{self, gates_kind};
+use super::super::recurrent::kernels::{Outputs, product};
+use super::super::recurrent::layer::input_gates;
+use super::super::recurrent::operands::{row_major_copy, worked, worked_as, worked_in};
 use super::plan::{Chip, Direction, Plan, Sizes, Way};
 use super::{kernels, weight};
 use crate::cuda::matmul_allow_tf32;
-use crate::ffi::facts::{Facts, facts};
-use crate::ffi::tensor::plain;
+use crate::ffi::facts::facts;
+use crate::operator::Meta;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 /// The arguments; the input is `[T, B, F]`.
 pub(super) use super::super::lltm_cell::Operands;
 
-/// What [`forward`] computes. No two tensors share memory, nor does one with an argument.
-pub(super) struct Outputs {
-    /// h of all steps.
-    pub output: Tensor,
-    /// h and c after the last step.
-    pub last_h: Tensor,
-    pub last_c: Tensor,
-    /// c of all steps, if it was asked for. It is absent if there is nothing to compute, and if the
-    /// kernels of the cell computed one step, of which `last_c` is all.
-    pub c: Option<Tensor>,
-    /// σ(i), σ(o), g, if they were asked for and there is anything to compute.
-    pub activations: Option<Tensor>,
-}
-
-/// What [`backward`] needs to know of the arguments besides their values. The first derivative does
-/// not ask the tensors for it: a bias that was changed in place since the forward then causes no
-/// version error.
-pub(super) enum Shapes {
-    /// One step, by the kernels of the cell.
-    OneStep(cell::Shapes),
-    Steps {
-        bias: Option<Vec<i64>>,
-        /// The kind of the products' operands.
-        product: Kind,
-        /// The kind of c and of the outputs.
-        state: Kind,
-    },
-}
-
-/// Computes all steps. If `keep` is set, it keeps what [`backward`] reads. `known` are the facts of
-/// the arguments, of which those of the input describe one step, if there is only one and they have
-/// been queried already.
-pub(super) fn forward(
-    operands: &Operands<'_>,
-    known: Option<[Facts; place::LEN]>,
-    way: Way,
-    keep: bool,
-) -> Result<(Outputs, Shapes)> {
-    let Operands { input, weight, bias, h, c } = *operands;
-    if let Some(known) = known {
-        return one_step(operands, &known, keep);
-    }
-    let (product, state) = (weight.f_kind()?, c.f_kind()?);
-    let steps = input.size3()?.0;
-    if way.is_one_step_of_the_cell(steps, (product, state), c.device()) {
-        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
-        return one_step(operands, &known.map(Facts::of_one_step), keep);
-    }
-    let shapes = Shapes::Steps { bias: bias.map(Tensor::size), product, state };
-    if steps == 0 || h.numel() == 0 {
-        // Without steps nothing changes, and without rows or columns there is nothing to compute.
-        let (batch, hidden) = h.size2()?;
-        let output = Tensor::f_zeros([steps, batch, hidden], (state, c.device()))?;
-        let (last_h, last_c) = (row_major_copy(h, state)?, row_major_copy(c, state)?);
-        return Ok((Outputs { output, last_h, last_c, c: None, activations: None }, shapes));
-    }
-    let made = all_steps(operands, way, keep)?;
-    let last = |steps: &Tensor| copied(&steps.f_select(0, -1)?, state);
-    let (last_c, c) = match made.activations {
-        Some(_) => (last(&made.c)?, Some(made.c)),
-        // `made.c` is then c of the last step alone.
-        None => (made.c.f_view(h.size().as_slice())?.f_to_kind(state)?, None),
-    };
-    let (output, last_h) = (made.output.f_to_kind(state)?, last(&made.output)?);
-    Ok((Outputs { output, last_h, last_c, c, activations: made.activations }, shapes))
-}
-
-/// A sequence of one step, as in sampling. The cell's kernels compute it, and write h' a second
-/// time, as the output.
-fn one_step(
-    operands: &Operands<'_>,
-    known: &[Facts; place::LEN],
-    keep: bool,
-) -> Result<(Outputs, Shapes)> {
-    let shapes = cell::Shapes::of(known, operands.bias.is_some(), true)?;
-    let made = cell::forward(operands, known, &shapes, Default::default(), keep)?;
-    let output =
-        made.output.ok_or_else(|| Error::msg("internal error: the cell made no output"))?;
-    let (last_h, last_c, activations) = (made.new_h, made.new_c, made.activations);
-    Ok((Outputs { output, last_h, last_c, c: None, activations }, Shapes::OneStep(shapes)))
-}
-
-fn all_steps(operands: &Operands<'_>, way: Way, keep: bool) -> Result<kernels::Outputs> {
-    let Operands { input, weight, bias, h, c } = *operands;
-    let (input, weight, bias) = (worked(input)?, worked(weight)?, bias.map(worked).transpose()?);
-    let (h0, c0) = (worked(h)?, worked(c)?);
-    let operands =
-        kernels::Operands { input: &input, weight: &weight, bias: bias.as_ref(), h0: &h0, c0: &c0 };
-    let plan = plan(way, Direction::Forward, operands.sizes()?, &weight, &c0)?;
-    kernels::forward(plan, &operands, keep)
+/// The kinds in which products and the state are computed. Kernels of the CPU compute one kind, and
+/// those on CUDA take a state of kind `Double` with products in it.
+fn computed_in((product, state): (Kind, Kind), device: Device) -> (Kind, Kind) {
+    let state = worked_in(state, device);
+    let is_one_kind = device == Device::Cpu || state == Kind::Double;
+    (if is_one_kind { state } else { product }, state)
 }
 
 fn plan(
     way: Way,
     direction: Direction,
     sizes: Sizes,
-    weight: &Tensor,
-    state: &Tensor,
+    kinds: (Kind, Kind),
+    on: Device,
 ) -> Result<Plan> {
-    let kinds = (weight.f_kind()?, state.f_kind()?);
-    let chip = Chip::of(state.device(), kinds.0)?;
-    Ok(Plan::new(way, direction, sizes, kinds, chip))
+    Ok(Plan::new(way, direction, sizes, kinds, Chip::of(on, kinds.0)?))
 }
 
-/// The kind in which kernels compute tensors of this kind. There are none for the half kinds on the
-/// CPU.
-fn worked_in(kind: Kind, device: Device) -> Kind {
-    match (device, kind) {
-        (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
-        (_, kind) => kind,
+/// Computes all steps. No two outputs share memory, nor does one with an argument. If `keep` is set, it
+/// keeps what [`backward`] reads: for a step of the cell no c, because the last one is all.
+pub(super) fn forward(
+    operands: &Operands<'_>,
+    way: Way,
+    one_step: Option<&cell::Shapes>,
+    keep: bool,
+) -> Result<Outputs> {
+    if let Some(shapes) = one_step {
+        return forward_of_one_step(operands, shapes, keep);
     }
+    let Operands { input, h, c, .. } = *operands;
+    let kind = c.f_kind()?;
+    if input.size3()?.0 == 0 || h.numel() == 0 {
+        // Without steps nothing changes, and without rows or columns there is nothing to compute.
+        let (batch, hidden) = h.size2()?;
+        return Ok(Outputs {
+            output: Tensor::f_zeros([input.size3()?.0, batch, hidden], (kind, c.device()))?,
+            last_h: row_major_copy(h, kind)?,
+            last_c: Some(row_major_copy(c, kind)?),
+            c: None,
+            activations: None,
+        });
+    }
+    let made = all_steps(operands, way, keep)?;
+    Ok(Outputs {
+        output: made.output.f_to_kind(kind)?,
+        last_h: made.last_h.f_to_kind(kind)?,
+        last_c: made.last_c.map(|c| c.f_to_kind(kind)).transpose()?,
+        ..made
+    })
 }
 
-/// The tensor in the kind and layout that kernels read.
-fn worked(tensor: &Tensor) -> Result<Tensor> {
-    plain(&tensor.f_to_kind(worked_in(tensor.f_kind()?, tensor.device()))?)
+/// A sequence of one step, as in sampling. The cell's kernels compute it, and write h' a second
+/// time, as the output.
+fn forward_of_one_step(
+    operands: &Operands<'_>,
+    shapes: &cell::Shapes,
+    keep: bool,
+) -> Result<Outputs> {
+    let Operands { input, weight, bias, h, c } = *operands;
+    let known = super::of_one_step(facts([Some(input), Some(weight), bias, Some(h), Some(c)])?);
+    let made = cell::forward(operands, &known, shapes, Default::default(), keep)?;
+    let output =
+        made.output.ok_or_else(|| Error::msg("internal error: the cell made no output"))?;
+    let activations = made.activations;
+    Ok(Outputs { output, last_h: made.new_h, last_c: Some(made.new_c), c: None, activations })
 }
 
-/// A copy, because an output must not share another tensor's memory.
-pub(super) fn copied(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
-    Ok(tensor.f_to_dtype(kind, false, true)?)
-}
-
-/// A copy that is row-major in whatever layout the tensor is.
-fn row_major_copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
-    let mut copy = Tensor::f_empty(tensor.size(), (kind, tensor.device()))?;
-    copy.f_copy_(tensor)?;
-    Ok(copy)
+fn all_steps(operands: &Operands<'_>, way: Way, keep: bool) -> Result<Outputs> {
+    let Operands { input, weight, bias, h, c } = *operands;
+    let (steps, batch, features) = input.size3()?;
+    let (hidden, device) = (h.size2()?.1, c.device());
+    let sizes = Sizes { steps, batch, features, hidden };
+    let kinds = computed_in((weight.f_kind()?, c.f_kind()?), device);
+    let (input, weight) = (worked_as(kinds.0, input)?, worked_as(kinds.0, weight)?);
+    let (h0, c0) = (worked_as(kinds.0, h)?, worked_as(kinds.1, c)?);
+    let bias_of = |kind| bias.map(|bias| worked_as(kind, &bias.f_reshape([-1])?)).transpose();
+    let of_hidden = weight.f_narrow(1, 0, hidden)?;
+    let gates = |bias: Option<&Tensor>| -> Result<Tensor> {
+        let of_input = weight.f_narrow(1, hidden, features)?;
+        Ok(input_gates(&input, &of_input, bias, false)?.0)
+    };
+    let by_cells = |kernel, gates: Option<&Tensor>| {
+        let bias = bias_of(kinds.0)?;
+        let (bias, input_gates) = (bias.as_ref(), gates);
+        let of = Sequence { input: &input, weight: &weight, bias, h0: &h0, c0: &c0, input_gates };
+        sequence::forward(kernel, &of, keep)
+    };
+    match plan(way, Direction::Forward, sizes, kinds, device)? {
+        Plan::TensorCores => by_cells(StepKernel::TensorCores, None),
+        Plan::Fused { input_at_once: false } => by_cells(StepKernel::Fused, None),
+        Plan::Fused { input_at_once: true } => by_cells(StepKernel::Fused, Some(&gates(None)?)),
+        Plan::Cpu(team) => {
+            let gates = gates(bias_of(kinds.0)?.as_ref())?;
+            let operands = CpuOperands {
+                weight: &of_hidden,
+                input_gates: InputGates::Given(&gates),
+                separate_bias: None,
+                h0: &h0,
+                c0: Some(&c0),
+            };
+            cpu::forward(kernels::CPU, team, &operands, keep)
+        }
+        Plan::Kernel(kernel) => {
+            let bias = bias_of(gates_kind(kinds.0))?;
+            let operands = cuda::Operands {
+                weight: &of_hidden,
+                input_gates: &gates(None)?,
+                bias: bias.as_ref(),
+                separate_bias: None,
+                h0: &h0,
+                c0: Some(&c0),
+            };
+            match kernels::CUDA.filter(|_| device.is_cuda()) {
+                Some(cell) => cuda::forward(&cell, kernel, &operands, keep),
+                None => cpu::forward_by_steps(kernels::CPU, &operands, keep),
+            }
+        }
+    }
 }
 
 /// What [`backward`] reads. The weight is always there for several steps, and for one step if the
@@ -156,36 +151,17 @@ pub(super) struct Saved {
     pub activations: Tensor,
 }
 
-impl Shapes {
-    /// Whether [`backward`] reads the weight.
-    pub fn reads_weight(&self, needs: &cell::Needs) -> bool {
-        !self.is_one_step() || needs[place::INPUT] || needs[place::H]
-    }
-
-    pub fn is_one_step(&self) -> bool {
-        matches!(self, Shapes::OneStep(_))
+impl Saved {
+    /// c and the activations without a dimension of the steps, which a trace knows.
+    pub fn of_one_step(self) -> Result<Saved> {
+        let (c, activations) = (of_one_step(&self.c)?, of_one_step(&self.activations)?);
+        Ok(Saved { c, activations, ..self })
     }
 }
 
-/// Computes the gradients that are needed, from those for the output and for h and c after the last
-/// step; an absent one is zero.
-pub(super) fn backward(
-    grads: [Option<&Tensor>; 3],
-    saved: Saved,
-    shapes: &Shapes,
-    needs: &cell::Needs,
-    way: Way,
-) -> Result<cell::Gradients> {
-    match shapes {
-        Shapes::OneStep(shapes) => backward_of_one_step(grads, saved, shapes, needs),
-        Shapes::Steps { bias, product, state } => {
-            let kinds = (*product, *state);
-            backward_of_steps(grads, &saved, bias.as_deref(), kinds, needs, way)
-        }
-    }
-}
-
-fn backward_of_one_step(
+/// The gradients of a step of the cell, from those for the output and for h and c after it; an absent one
+/// is zero.
+pub(super) fn backward_of_one_step(
     [output, last_h, last_c]: [Option<&Tensor>; 3],
     saved: Saved,
     shapes: &cell::Shapes,
@@ -201,7 +177,8 @@ fn backward_of_one_step(
     cell::backward([grad_new_h, last_c], &saved, shapes, needs, Default::default())
 }
 
-fn backward_of_steps(
+/// The gradients of several steps. `product` and `state` are the kinds of the arguments.
+pub(super) fn backward(
     [grad_output, grad_h, grad_c]: [Option<&Tensor>; 3],
     saved: &Saved,
     bias: Option<&[i64]>,
@@ -209,25 +186,33 @@ fn backward_of_steps(
     needs: &cell::Needs,
     way: Way,
 ) -> Result<cell::Gradients> {
-    let values = |grad: Option<&Tensor>| grad.map(worked).transpose();
-    let (grad_output, grad_h, grad_c) = (values(grad_output)?, values(grad_h)?, values(grad_c)?);
-    let c = &saved.c;
+    let device = saved.c.device();
+    let kinds = computed_in((product, state), device);
+    let grad_output = grad_output.map(|grad| worked_as(kinds.1, grad)).transpose()?;
+    let (c, activations) = (worked(&saved.c)?, worked(&saved.activations)?);
     let Some(weight) = &saved.weight else {
         return Err(Error::msg("internal error: lltm's backward lacks the weight"));
     };
-    let weight = worked(weight)?;
+    let weight = worked_as(kinds.0, weight)?;
     let (steps, batch, hidden) = c.size3()?;
     let sizes = Sizes { steps, batch, features: weight.size2()?.1 - hidden, hidden };
-    let inputs = kernels::BackwardInputs {
-        weight: &weight,
-        grad_output: grad_output.as_ref(),
-        grad_h: grad_h.as_ref(),
-        grad_c: grad_c.as_ref(),
-        activations: &saved.activations,
-        c,
+    let grads = [grad_output.as_ref(), grad_h, grad_c];
+    let read = CpuSaved {
+        weight: &weight.f_narrow(1, 0, hidden)?,
+        activations: &activations,
+        states: &c,
+        first_state: None,
     };
-    let plan = plan(way, Direction::Backward, sizes, &weight, c)?;
-    let made = kernels::backward(plan, &inputs, needs[place::H])?;
+    let needs_h = needs[place::H];
+    let made = match plan(way, Direction::Backward, sizes, kinds, device)? {
+        Plan::Cpu(team) => cpu::backward(kernels::CPU, team, &read, None, grads, needs_h)?.0,
+        Plan::Fused { .. } => sequence::backward(&weight, &activations, &c, grads)?,
+        Plan::Kernel(kernel) => match kernels::CUDA.filter(|_| device.is_cuda()) {
+            Some(cell) => cuda::backward(&cell, kernel, &read, grads, needs_h)?,
+            None => cpu::backward_by_steps(kernels::CPU, &read, grads, needs_h)?,
+        },
+        Plan::TensorCores => return Err(Error::msg("internal error: a plan for the forward pass")),
+    };
 
     let grad_gates = made.gates.f_view([steps * batch, 3 * hidden])?;
     let wanted = |place: usize, gradient: Tensor, kind| -> Result<Option<Tensor>> {
@@ -255,27 +240,21 @@ fn backward_of_steps(
 }
 
 /// The gradients of a sequence without steps, rows or columns: those for the state are passed
-/// through, and the others are zero. `inputs` are the arguments whose gradients are needed.
+/// through, and the others are zero. `inputs` describe the arguments whose gradients are needed.
 pub(super) fn backward_of_nothing(
     [_, grad_h, grad_c]: [Option<&Tensor>; 3],
-    inputs: [Option<Tensor>; place::LEN],
+    inputs: [Option<&Meta<i64>>; place::LEN],
 ) -> Result<cell::Gradients> {
-    let gradient = |input: Option<Tensor>, grad: Option<&Tensor>| -> Result<Option<Tensor>> {
-        let Some(input) = input else { return Ok(None) };
-        let kind = input.f_kind()?;
-        match grad {
-            Some(grad) => row_major_copy(grad, kind).map(Some),
-            None => Ok(Some(Tensor::f_zeros(input.size(), (kind, input.device()))?)),
-        }
-    };
-    let [input, weight, bias, h, c] = inputs;
-    Ok([
-        gradient(input, None)?,
-        gradient(weight, None)?,
-        gradient(bias, None)?,
-        gradient(h, grad_h)?,
-        gradient(c, grad_c)?,
-    ])
+    let mut gradients: cell::Gradients = Default::default();
+    for (place, input) in inputs.into_iter().enumerate() {
+        let Some(input) = input else { continue };
+        let given = [None, None, None, grad_h, grad_c][place];
+        gradients[place] = Some(match given {
+            Some(grad) => row_major_copy(grad, input.kind())?,
+            None => Tensor::f_zeros(input.sizes(), (input.kind(), input.device()))?,
+        });
+    }
+    Ok(gradients)
 }
 
 /// The gradient of the input, `dG W_x`, for all steps at once.

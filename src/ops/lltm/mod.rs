@@ -2,24 +2,27 @@
 
 mod functions;
 mod kernels;
-pub(super) mod parts;
 mod plan;
 mod weight;
 
 use super::lltm_cell::{
-    KINDS, Matched, applied, check_the_others, f_lltm_cell, in_matching_kinds, is_ordinary,
-    lltm_cell_reference, place,
+    KINDS, are_alike, arguments_fit, f_lltm_cell, functions as cell, in_matching_kinds,
+    lltm_cell_reference,
 };
 use super::way::forced;
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::ffi::facts::{Facts, facts};
-use crate::{Error, Result, check};
-use functions::{Operands, Outputs, Saved, Shapes, copied};
+use crate::operator::{
+    Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Slots, call,
+};
+use crate::{Error, Result};
+use cell::Shapes;
+use functions::{Operands, Saved};
 #[doc(hidden)]
 pub use plan::Way;
-use tch::{Kind, Tensor};
-
-const OP: &str = "lltm";
+#[cfg(test)]
+pub(super) use plan::way_on_h200;
+use tch::{Device, Kind, Tensor};
 
 /// A sequence of LLTM steps. Returns h of each step, and the state after the last step.
 ///
@@ -41,11 +44,9 @@ const OP: &str = "lltm";
 /// Strides and sizes are arbitrary; tensors may be empty, and there may be no steps at all. There
 /// are first and second derivatives of each output with respect to each tensor.
 ///
-/// The operator accepts the kinds that a loop of the cell accepts for any number of steps. x and h
-/// are promoted to one kind, which weight and bias must have, and which the outputs get; c has the
-/// same kind or a narrower one. Under autocast the products run in autocast's kind, and the outputs
-/// get that kind promoted with c's; a c of kind `Double` then needs a product of kind `Double`. For
-/// the half kinds, sums and gates are computed in `Float`. In the forward they are never rounded
+/// x and h are promoted to one kind, which weight and bias must have. The outputs get that kind
+/// promoted with c's; if that is a wider one, h of a step is rounded to the products' kind for the
+/// next product. Under autocast the products run in autocast's kind. For the half kinds, sums and gates are computed in `Float`. In the forward they are never rounded
 /// between a product and the operations after it, except for a single step on CUDA that takes two
 /// kernels of [`lltm_cell`](super::lltm_cell). The gradients for the gates are rounded to the kind
 /// of the products that use them. On CUDA c and h are rounded at each step (c is not where all
@@ -151,52 +152,9 @@ pub fn f_lltm(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
-    let way: Way = forced();
     let (h, c) = state;
-    let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
-    let known = facts_of_one_step(way, &arguments)?;
-    if known.is_some() {
-        return in_order(apply(Lltm { way, known, shapes: None }, &arguments)?);
-    }
-    let input =
-        check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
-    let (steps, batch, features) = input.tensor().size3()?;
-    check_the_others(OP, &input, (batch, features), weight, bias, state)?;
-    let matched = in_matching_kinds(OP, &arguments)?;
-    matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
-    let input = input.tensor();
-    if matched.is_none() && way.calls_the_cell(steps, input.f_kind()?) {
-        return step_by_step(f_lltm_cell, input, weight, bias, state);
-    }
-    in_order(applied(Lltm { way, known: None, shapes: None }, &arguments, matched)?)
-}
-
-/// The facts of the arguments, those of the input describing one step. `None` unless all checks
-/// would pass and one step of these arguments is the cell's. That is the common case; it is known
-/// from the facts, without further queries of each tensor.
-fn facts_of_one_step(
-    way: Way,
-    arguments: &[Option<&Tensor>; place::LEN],
-) -> Result<Option<[Facts; place::LEN]>> {
-    if way != Way::Automatic {
-        return Ok(None);
-    }
-    let mut known = facts(*arguments)?;
-    let input = &mut known[place::INPUT];
-    if !matches!(input.sizes(), Some([1, _, _])) {
-        return Ok(None);
-    }
-    *input = input.of_one_step();
-    let (Some(kind), Some(device)) = (input.kind(), input.device()) else { return Ok(None) };
-    let is_the_cell_s = way.is_one_step_of_the_cell(1, (kind, kind), device);
-    let takes = is_the_cell_s && is_ordinary(&known, arguments[place::BIAS].is_some());
-    Ok(takes.then_some(known))
-}
-
-/// The outputs in the form in which users get them.
-fn in_order(outputs: Tensors) -> Result<(Tensor, (Tensor, Tensor))> {
-    let [output, last_h, last_c] = outputs.exactly()?;
-    Ok((output, (last_h, last_c)))
+    let LltmOut { output, h, c } = call(Lltm {}, &LltmIn { input, weight, bias, h, c })?;
+    Ok((output, (h, c)))
 }
 
 /// [`lltm`] in plain tch operations: a loop of [`lltm_cell_reference`](super::lltm_cell_reference),
@@ -230,113 +188,264 @@ fn step_by_step(
         let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
         let (new_h, new_c) = cell(&step, weight, bias, state)?;
         let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
-        return Ok((output, (copied(h, new_h.f_kind()?)?, copied(c, new_c.f_kind()?)?)));
+        return Ok((
+            output,
+            (
+                h.f_to_dtype(new_h.f_kind()?, false, true)?,
+                c.f_to_dtype(new_c.f_kind()?, false, true)?,
+            ),
+        ));
     }
     let (mut h, mut c) = (state.0.shallow_clone(), state.1.shallow_clone());
-    let mut steps = Vec::new();
+    let mut steps: Vec<Tensor> = Vec::new();
     for step in input.f_unbind(0)? {
-        (h, c) = cell(&step, weight, bias, (&h, &c))?;
+        // h may have a wider kind after the first step, because c has.
+        let operand = if steps.is_empty() { h } else { h.f_to_kind(weight.f_kind()?)? };
+        (h, c) = cell(&step, weight, bias, (&operand, &c))?;
         steps.push(h.shallow_clone());
     }
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
 
-/// Refuses a c with which a second step would fail: h after the first step has the state's kind and
-/// goes into the second step's product, for which autocast casts it again unless it is `Double`.
-fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
-    let Matched { product, state, autocast, .. } = *matched;
-    if state == product || (autocast && state != Kind::Double) {
-        return Ok(());
-    }
-    let expected = format!("kind {product:?} or a narrower one, as input and h");
-    Err(check!(OP, c).refuse(&expected, format!("{:?}", c.kind()), "call to_kind"))
+crate::signature! {
+    /// [`lltm`] as an operator.
+    pub Lltm: LltmIn -> LltmOut = "lltm"(input, weight, bias?, h, c) -> (output, h, c)
 }
 
-struct Lltm {
+crate::slots! {
+    /// What a sequence keeps: the states c of all steps, `[T, B, H]`, and σ(i), σ(o) and g, `[T, B, 3H]`. A single step
+    /// of the cell keeps its own alone, without c, which is an output.
+    pub struct LltmKept { states, activations }
+}
+
+/// What a call decides for both of its passes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LltmPlan {
     way: Way,
-    /// The facts of the arguments, if this is one step and they have been queried already. Only the
-    /// forward needs them.
-    known: Option<[Facts; place::LEN]>,
-    /// Known after the forward.
-    shapes: Option<Shapes>,
+    /// For one step that the cell's kernels compute.
+    one_step: Option<Shapes>,
+    /// Whether the arguments are known to fit, so that the rule need not run for its errors.
+    is_checked: bool,
 }
 
-/// Saved after the inputs: h of all steps (not of a single one), c of all steps, and σ(i), σ(o), g.
-/// They are absent if there is nothing to compute.
-const OUTPUT: usize = place::LEN;
-const C: usize = place::LEN + 1;
-const ACTIVATIONS: usize = place::LEN + 2;
+/// The outputs that the backward pass reads.
+const OUTPUT: u64 = 1;
+const LAST_C: u64 = 1 << 2;
 
-impl Function for Lltm {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
+impl Operator for Lltm {
+    type Kept = LltmKept;
+    type Plan = LltmPlan;
 
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (input, weight, bias) =
-            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
-        let operands = Operands { input, weight, bias, h, c };
-        let (outputs, shapes) =
-            functions::forward(&operands, self.known.take(), self.way, saver.needs_graph())?;
-        let Outputs { output, last_h, last_c, c: all_c, activations } = outputs;
-        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
-        all.iter().for_each(|tensor| saver.save_optional(*tensor));
-        saver.save_optional(all_c.as_ref().map(|_| &output));
-        saver.save_optional(activations.as_ref().map(|_| all_c.as_ref().unwrap_or(&last_c)));
-        saver.save_optional(activations.as_ref());
-        self.shapes = Some(shapes);
-        // An output without a gradient then costs no tensor of zeros.
-        saver.set_materialize_grads(false);
-        Ok([output, last_h, last_c].into())
-    }
+    const READS_OUTPUTS: u64 = OUTPUT | LAST_C;
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        if ctx.create_graph() {
-            let inputs =
-                (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
-            return differentiate_reference(ctx, &inputs, grads, reference);
+    fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
+        let way: Way = forced();
+        if is_traced || !way.may_call_the_cell() {
+            return Ok(None);
         }
-        let Some(shapes) = &self.shapes else {
-            return Err(Error::msg("internal error: lltm had no forward"));
+        let LltmIn { input, weight, bias, h, c } = *of;
+        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
+        let (Some(&[steps, _, _]), Some(kind)) = (known[0].all_sizes(), known[0].kind()) else {
+            return Ok(None);
         };
-        let needs: [bool; place::LEN] = std::array::from_fn(|place| ctx.needs_input_grad(place));
-        let grads = [grads.optional(0), grads.optional(1), grads.optional(2)];
-        // Tensors that are not read may have been changed in place since the forward.
-        let saved = |is_read: bool, slot| is_read.then(|| ctx.saved(slot)).transpose();
-        let Some(activations) = ctx.saved_optional(ACTIVATIONS)? else {
-            let mut inputs = [const { None }; place::LEN];
-            for (place, input) in inputs.iter_mut().enumerate() {
-                *input = saved(needs[place], place)?;
+        // The rule reports what does not fit.
+        let is_loop = way.calls_the_cell(steps, kind) && are_alike(&known, bias.is_some());
+        if !is_loop || !is_taken(of) {
+            return Ok(None);
+        }
+        let (output, (h, c)) = step_by_step(f_lltm_cell, input, weight, bias, (h, c))?;
+        Ok(Some(LltmOut { output, h, c }))
+    }
+
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        let LltmIn { input, weight, bias, h, c } = *of;
+        in_matching_kinds([Some(input), Some(weight), bias, Some(h), Some(c)])
+    }
+
+    fn plan(&self, of: &Args<'_, Self>, _: &Needs<Self>) -> Result<LltmPlan> {
+        let way = forced();
+        let LltmIn { input, weight, bias, h, c } = *of;
+        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
+        let is_alike = are_alike(&known, bias.is_some());
+        let kinds = (known[1].kind(), known[4].kind());
+        let one_step = match (known[0].sizes(), kinds, known[4].device()) {
+            (Some([1, _, _]), (Some(product), Some(state)), Some(device)) => {
+                let is_the_cell_s = Way::is_one_step_of_the_cell(way, 1, (product, state), device);
+                let known = of_one_step(known);
+                Shapes::that_fit(&known, bias.is_some(), true).filter(|_| is_the_cell_s)
             }
-            return Ok(functions::backward_of_nothing(grads, inputs)?.into());
+            _ => None,
         };
-        let saved = Saved {
-            input: saved(needs[place::WEIGHT], place::INPUT)?,
-            weight: saved(shapes.reads_weight(&needs), place::WEIGHT)?,
-            h: saved(needs[place::WEIGHT], place::H)?,
-            output: saved(needs[place::WEIGHT] && !shapes.is_one_step(), OUTPUT)?,
-            c: ctx.saved(C)?,
-            activations,
-        };
-        Ok(functions::backward(grads, saved, shapes, &needs, self.way)?.into())
+        let one_step = one_step.filter(Shapes::is_anything);
+        Ok(LltmPlan { way, is_checked: is_alike && one_step.is_some(), one_step })
+    }
+
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let LltmIn { input, weight, bias, h, c } = of;
+        input.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
+        let [steps, batch, features] = [0, 1, 2].map(|dim| input.sizes()[dim].clone());
+        let kind = arguments_fit(input, [&batch, &features], (weight, bias.as_ref()), (h, c))?;
+        let hidden = h.sizes()[1].clone();
+        let gates = weight.sizes()[0].clone();
+        let all = [steps.clone(), batch.clone(), gates.clone()];
+        D::product(&all).ok_or_else(|| {
+            let sizes = format!("T = {steps:?}, B = {batch:?}, H = {hidden:?}");
+            input.refuse("sizes whose products fit 64 bits", sizes, "")
+        })?;
+        let like = input.of_kind(kind);
+        let [output, activations] =
+            [hidden, gates].map(|columns| like.sized([steps.clone(), batch.clone(), columns]));
+        let is_kept = needed(needs).contains(&true);
+        Ok(Made {
+            kept: LltmKept {
+                states: is_kept.then(|| output.clone()),
+                activations: is_kept.then_some(activations),
+            },
+            outputs: LltmOut { output, h: h.of_kind(kind), c: c.of_kind(kind) },
+        })
+    }
+
+    /// The backward pass of several steps reads the weight, that of one step only for products with it.
+    fn reads(&self, needs: &Needs<Self>) -> LltmIn<Each<bool>> {
+        let LltmIn { weight: needs_weight, .. } = *needs;
+        LltmIn { input: needs_weight, weight: true, bias: false, h: needs_weight, c: false }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let LltmPlan { way, one_step, is_checked } = call.plan;
+        let LltmIn { input, weight, bias, h, c } = call.of;
+        let operands = Operands { input, weight, bias, h, c };
+        if is_checked && !call.is_traced {
+            let keep = needed(call.needs).contains(&true);
+            return made(functions::forward(&operands, way, one_step.as_ref(), keep)?);
+        }
+        let said = call.check()?.kept;
+        let is_repeated = call.is_traced && is_repeated(c.device(), c.f_kind()?);
+        let keep = said.activations.is_some() && !is_repeated;
+        let mut found = functions::forward(&operands, way, one_step.as_ref(), keep)?;
+        if call.is_traced {
+            let c = found.c.as_ref().or(found.last_c.as_ref());
+            (found.c, found.activations) =
+                (as_said(c, said.states)?, as_said(found.activations.as_ref(), said.activations)?);
+        }
+        made(found)
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let LltmOut { output, h, c } = &grads;
+        let grads = [output, h, c].map(Option::as_ref);
+        if grads.iter().all(Option::is_none) {
+            // Nothing depends on this call.
+            return Ok(LltmIn::none());
+        }
+        let metas = again.metas()?;
+        let needs = needed(&again.needs);
+        let [input, weight, bias, h, c] = gradients(grads, &metas, &needs, again)?;
+        Ok(LltmIn { input, weight, bias, h, c })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let LltmIn { input, weight, bias, h, c } = *of;
+        let (output, (h, c)) = lltm_reference(input, weight, bias, (h, c))?;
+        Ok(LltmOut { output, h, c })
     }
 }
 
-/// The composite of the operator's inputs. Where autocast gave the products' operands their kind, h
-/// has the state's kind after a step, as in the forward pass, and is cast for the next one.
-fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
-    let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-    let inputs = Inputs::new(&inputs);
-    let cell: Cell = |input, weight, bias, (h, c)| {
-        lltm_cell_reference(input, weight, bias, (&h.f_to_kind(weight.f_kind()?)?, c))
+fn made(found: super::recurrent::kernels::Outputs) -> Result<Made<Lltm, Tensor>> {
+    let super::recurrent::kernels::Outputs { output, last_h: h, last_c, c, activations } = found;
+    let last_c = last_c.ok_or_else(|| Error::msg("internal error: an LLTM without c"))?;
+    Ok(Made {
+        outputs: LltmOut { output, h, c: last_c },
+        kept: LltmKept { states: c, activations },
+    })
+}
+
+/// The facts of the arguments of a single step: those of the input without the dimension of the steps.
+fn of_one_step([input, others @ ..]: [Facts; 5]) -> [Facts; 5] {
+    let [weight, bias, h, c] = others;
+    [input.of_one_step(), weight, bias, h, c]
+}
+
+/// Whether the operator's rule takes the arguments.
+fn is_taken(of: &Args<'_, Lltm>) -> bool {
+    let metas = crate::operator::metas_of::<Lltm>(LltmIn::tensors(of).as_ref());
+    metas.and_then(|metas| Lltm {}.rule(&metas, &LltmIn::each(|_| false))).is_ok()
+}
+
+fn needed(needs: &Needs<Lltm>) -> cell::Needs {
+    let LltmIn { input, weight, bias, h, c } = *needs;
+    [input, weight, bias, h, c]
+}
+
+fn absent() -> Error {
+    Error::msg("lltm: what the forward pass keeps is absent: call lltm_forward with these needs")
+}
+
+/// Whether a traced backward pass computes the forward pass once more: half kinds on the CPU are
+/// computed as `Float`, and so are the values that are kept; a trace does not know the device.
+fn is_repeated(device: Device, kind: Kind) -> bool {
+    device == Device::Cpu && matches!(kind, Kind::Half | Kind::BFloat16)
+}
+
+/// What a trace is given of what was kept: memory of its own, with the kind and sizes that the rule says.
+fn as_said(kept: Option<&Tensor>, said: Option<Meta<i64>>) -> Result<Option<Tensor>> {
+    let Some(said) = said else { return Ok(None) };
+    let mut own = said.allocate()?;
+    if let Some(kept) = kept.filter(|kept| kept.numel() == own.numel()) {
+        own.f_copy_(&kept.f_view(said.sizes())?)?;
+    }
+    Ok(Some(own))
+}
+
+fn gradients(
+    grads: [Option<&Tensor>; 3],
+    metas: &Metas<Lltm, i64>,
+    needs: &cell::Needs,
+    again: Again<'_, Lltm>,
+) -> Result<cell::Gradients> {
+    let inputs = [
+        Some(&metas.input),
+        Some(&metas.weight),
+        metas.bias.as_ref(),
+        Some(&metas.h),
+        Some(&metas.c),
+    ];
+    if metas.input.sizes()[0] == 0 || metas.h.sizes().contains(&0) {
+        let needed = std::array::from_fn(|place| inputs[place].filter(|_| needs[place]));
+        return functions::backward_of_nothing(grads, needed);
+    }
+    let Again { of, kept, outputs, plan, is_traced, .. } = again;
+    let LltmIn { input, weight, bias, h, c } = of;
+    let saved = match is_traced && is_repeated(metas.c.device(), metas.c.kind()) {
+        true => {
+            let (Some(input), Some(weight), Some(h), Some(c)) = (input, weight, h, c) else {
+                return Err(absent());
+            };
+            let operands =
+                Operands { input: &input, weight: &weight, bias: bias.as_ref(), h: &h, c: &c };
+            let made = functions::forward(&operands, plan.way, plan.one_step.as_ref(), true)?;
+            let (output, activations) = (Some(made.output), made.activations.ok_or_else(absent)?);
+            let c = made.c.or(made.last_c).ok_or_else(absent)?;
+            let [input, weight, h] = [input, weight, h].map(Some);
+            Saved { input, weight, h, output, c, activations }
+        }
+        false => {
+            let LltmKept { states, activations } = kept;
+            let (c, output) = (states.or(outputs.c).ok_or_else(absent)?, outputs.output);
+            let activations = activations.ok_or_else(absent)?;
+            Saved { input, weight, h, output, c, activations }
+        }
     };
-    let (output, (last_h, last_c)) = step_by_step(
-        cell,
-        inputs.get(place::INPUT)?,
-        inputs.get(place::WEIGHT)?,
-        inputs.optional(place::BIAS),
-        (inputs.get(place::H)?, inputs.get(place::C)?),
-    )?;
-    Ok([output, last_h, last_c].into())
+    let bias = metas.bias.as_ref().map(|bias| bias.sizes().to_vec());
+    let kinds = (metas.weight.kind(), metas.c.kind());
+    match plan.one_step {
+        Some(shapes) => {
+            functions::backward_of_one_step(grads, saved.of_one_step()?, &shapes, needs)
+        }
+        None => functions::backward(grads, &saved, bias.as_deref(), kinds, needs, plan.way),
+    }
 }

@@ -62,6 +62,11 @@ impl Shapes {
         fit.then_some(Shapes { sizes, is_sequence, bias, product, alike })
     }
 
+    /// Whether there is anything to compute.
+    pub fn is_anything(&self) -> bool {
+        self.sizes.batch > 0 && self.sizes.hidden > 0
+    }
+
     fn input_size(&self) -> Vec<i64> {
         let Sizes { batch, features, .. } = self.sizes;
         if self.is_sequence { vec![1, batch, features] } else { vec![batch, features] }

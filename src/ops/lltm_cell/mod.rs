@@ -3,26 +3,26 @@
 
 pub(super) mod functions;
 pub(super) mod kernels;
-pub(super) mod parts;
 pub(super) mod plan;
 
 use super::gemm;
 use super::way::forced;
-use crate::amp::{Autocast, CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::check::Check;
+use crate::amp::{CastPolicy, autocast_inputs};
+use crate::check;
 use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
-use crate::{Error, Result, check};
+use crate::operator::{
+    Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Slots, call,
+};
+use crate::{Error, Result};
 use functions::{Saved, Shapes};
 pub(super) use functions::{bias_gradient, of_one_step};
 pub(super) use kernels::fused::Operands;
-use kernels::fused::Outputs;
 #[doc(hidden)]
 pub use plan::Way;
 use tch::{Kind, Tensor};
 
-const OP: &str = "lltm_cell";
 pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// One step of an LLTM. Returns the new hidden state and the new cell state.
@@ -96,31 +96,8 @@ pub fn f_lltm_cell(
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, Tensor)> {
     let (h, c) = state;
-    let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
-    let known = facts(arguments)?;
-    let outputs = if is_ordinary(&known, bias.is_some()) {
-        apply(LltmCell { way: forced(), known: Some(known), shapes: None }, &arguments)?
-    } else {
-        // These checks report what is wrong, if anything is; mixed kinds, for example, are allowed.
-        let input =
-            check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
-        check_the_others(OP, &input, input.tensor().size2()?, weight, bias, state)?;
-        let matched = in_matching_kinds(OP, &arguments)?;
-        applied(LltmCell { way: forced(), known: None, shapes: None }, &arguments, matched)?
-    };
-    let [new_h, new_c] = outputs.exactly()?;
-    Ok((new_h, new_c))
-}
-
-/// Whether all checks would pass and nothing has to be cast. That is the common case; it is known
-/// from the facts, without further queries of each tensor.
-pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
-    let [input, weight, bias, h, c] = facts;
-    let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
-    [weight, h, c].iter().all(|tensor| tensor.is_like(input))
-        && (!has_bias || bias.is_like(input))
-        && Shapes::that_fit(facts, has_bias, false).is_some()
-        && Autocast::kind(device).is_none()
+    let LltmCellOut { h, c } = call(LltmCell {}, &LltmCellIn { input, weight, bias, h, c })?;
+    Ok((h, c))
 }
 
 /// [`lltm_cell`] in plain tch operations, without checks of its own.
@@ -137,112 +114,15 @@ pub fn lltm_cell_reference(
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
     let gates = Tensor::f_cat(&[h, input], 1)?.f_linear(weight, bias.as_ref())?;
     let [i, o, g] = &gates.f_chunk(3, 1)?[..] else {
-        return Err(check!(OP, weight).refuse("3H rows", format!("{:?}", weight.size()), ""));
+        return Err(check!("lltm_cell", weight).refuse(
+            "3H rows",
+            format!("{:?}", weight.size()),
+            "",
+        ));
     };
     let new_c = c.f_add(&g.f_elu()?.f_mul(&i.f_sigmoid()?)?)?;
     let new_h = new_c.f_tanh()?.f_mul(&o.f_sigmoid()?)?;
     Ok((new_h, new_c))
-}
-
-/// Checks the arguments other than x, which has been checked and whose last two sizes are `[B, F]`,
-/// for this operator and for [`lltm`](super::lltm).
-pub(super) fn check_the_others(
-    op: &str,
-    input: &Check<'_>,
-    (batch, features): (i64, i64),
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    (h, c): (&Tensor, &Tensor),
-) -> Result<()> {
-    let check_argument = |argument: Check<'_>| -> Result<()> {
-        argument.defined()?.same_device_as(input)?.kind_in(&KINDS).map(|_| ())
-    };
-    check_argument(check!(op, weight))?;
-    check_argument(check!(op, h))?;
-    check_argument(check!(op, c))?;
-    bias.map(|bias| check_argument(check!(op, bias))).transpose()?;
-
-    check!(op, h).dim(2, "[B, H]")?;
-    let hidden = h.size2()?.1;
-    check!(op, h).shape("[B, H]", &[batch, hidden])?;
-    check!(op, c).shape("[B, H]", &[batch, hidden])?;
-    let sizes = hidden.checked_mul(3).zip(hidden.checked_add(features));
-    let (gates, columns) = sizes.ok_or_else(|| {
-        check!(op, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), "")
-    })?;
-    check!(op, weight).shape("[3H, H + F]", &[gates, columns])?;
-    if let Some(bias) = bias
-        && bias.size() != [1, gates]
-    {
-        check!(op, bias).shape("[3H] (or [1, 3H])", &[gates])?;
-    }
-    Ok(())
-}
-
-/// The arguments after casting: one kind for the products' operands, and one for c.
-pub(super) struct Matched {
-    tensors: Vec<Option<Tensor>>,
-    pub product: Kind,
-    /// The kind of c and of the outputs.
-    pub state: Kind,
-    /// Whether autocast gave the operands their kind.
-    pub autocast: bool,
-}
-
-/// Casts the arguments to matching kinds. `None` if they already match.
-pub(super) fn in_matching_kinds(
-    op: &str,
-    arguments: &[Option<&Tensor>; place::LEN],
-) -> Result<Option<Matched>> {
-    let [Some(input), Some(weight), bias, Some(h), Some(c)] = *arguments else {
-        return Err(Error::msg(format!("internal error: an argument of {op} is absent")));
-    };
-    let operands = [Some(input), Some(weight), bias, Some(h)];
-    // As in the composite, autocast casts the product's operands, but nothing after the product.
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
-    let autocast = cast.is_some();
-    if !autocast && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
-        return Ok(None);
-    }
-    let unchanged = || operands.iter().map(|tensor| tensor.map(Tensor::shallow_clone)).collect();
-    let mut tensors: Vec<Option<Tensor>> = cast.unwrap_or_else(unchanged);
-    let of = |tensors: &[Option<Tensor>], place: usize| tensors[place].as_ref().map(Tensor::kind);
-    let kinds = of(&tensors, place::INPUT).zip(of(&tensors, place::H));
-    let product = kinds.map_or(input.kind(), |(input, h)| promote(input, h));
-    for (place, name) in [(place::WEIGHT, "weight"), (place::BIAS, "bias")] {
-        if let Some(tensor) = &tensors[place] {
-            check!(op, name, tensor).kind_as(product, "input and h")?;
-        }
-    }
-    for place in [place::INPUT, place::H] {
-        tensors[place] =
-            tensors[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
-    }
-    let state = promote(product, c.kind());
-    tensors.push(Some(c.f_to_kind(state)?));
-    Ok(Some(Matched { tensors, product, state, autocast }))
-}
-
-/// [`apply`] to the arguments, or to their casts if there are any.
-pub(super) fn applied<F: Function>(
-    function: F,
-    arguments: &[Option<&Tensor>; place::LEN],
-    matched: Option<Matched>,
-) -> Result<Tensors> {
-    match matched {
-        None => apply(function, arguments),
-        Some(matched) => {
-            apply(function, &matched.tensors.iter().map(Option::as_ref).collect::<Vec<_>>())
-        }
-    }
-}
-
-struct LltmCell {
-    way: Way,
-    /// The facts of the arguments, if they have been queried already. Only the forward needs them.
-    known: Option<[Facts; place::LEN]>,
-    /// Known after the forward.
-    shapes: Option<Shapes>,
 }
 
 /// The positions of the inputs, which are also their slots among the saved tensors, here and in
@@ -256,70 +136,191 @@ pub(super) mod place {
     pub const LEN: usize = 5;
 }
 
-/// Saved after the inputs: the output c', and σ(i), σ(o), g.
-const NEW_C: usize = place::LEN;
-const ACTIVATIONS: usize = place::LEN + 1;
+crate::signature! {
+    /// [`lltm_cell`] as an operator.
+    pub LltmCell: LltmCellIn -> LltmCellOut = "lltm_cell"(input, weight, bias?, h, c) -> (h, c)
+}
 
-impl Function for LltmCell {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
+crate::slots! {
+    /// What the cell keeps: σ(i), σ(o) and g, `[B, 3H]`.
+    pub struct LltmCellKept { activations }
+}
 
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (input, weight, bias) =
-            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
-        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
-        let known = match self.known.take() {
-            Some(known) => known,
-            None => facts(all)?,
-        };
-        let shapes = Shapes::of(&known, bias.is_some(), false)?;
-        let operands = Operands { input, weight, bias, h, c };
-        let Outputs { new_h, new_c, activations, .. } =
-            functions::forward(&operands, &known, &shapes, self.way, saver.needs_graph())?;
-        for tensor in all.into_iter().chain([Some(&new_c), activations.as_ref()]) {
-            saver.save_optional(tensor);
-        }
-        self.shapes = Some(shapes);
-        // A state without a gradient then costs no tensor of zeros.
-        saver.set_materialize_grads(false);
-        Ok([new_h, new_c].into())
+/// What a call decides for both of its passes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LltmCellPlan {
+    way: Way,
+    /// Of arguments that fit.
+    shapes: Option<Shapes>,
+}
+
+/// The output that the backward pass reads: c.
+const NEW_C: u64 = 1 << 1;
+
+impl Operator for LltmCell {
+    type Kept = LltmCellKept;
+    type Plan = LltmCellPlan;
+
+    const READS_OUTPUTS: u64 = NEW_C;
+
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        let LltmCellIn { input, weight, bias, h, c } = *of;
+        in_matching_kinds([Some(input), Some(weight), bias, Some(h), Some(c)])
     }
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        if ctx.create_graph() {
-            let inputs =
-                (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
-            return differentiate_reference(ctx, &inputs, grads, reference);
+    fn plan(&self, of: &Args<'_, Self>, _: &Needs<Self>) -> Result<LltmCellPlan> {
+        let LltmCellIn { input, weight, bias, h, c } = *of;
+        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
+        let shapes = Shapes::that_fit(&known, bias.is_some(), false);
+        Ok(LltmCellPlan { way: forced(), shapes })
+    }
+
+    fn rule<D: Dim>(
+        &self,
+        of: &Metas<Self, D>,
+        needs: &Needs<Self>,
+    ) -> Result<Made<Self, Meta<D>>> {
+        let LltmCellIn { input, weight, bias, h, c } = of;
+        input.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
+        let [batch, features] = [0, 1].map(|dim| input.sizes()[dim].clone());
+        let kind = arguments_fit(input, [&batch, &features], (weight, bias.as_ref()), (h, c))?;
+        let is_kept = needed(needs).contains(&true);
+        let activations = || h.of_kind(kind).with_last(weight.sizes()[0].clone());
+        Ok(Made {
+            outputs: LltmCellOut { h: h.of_kind(kind), c: c.of_kind(kind) },
+            kept: LltmCellKept { activations: is_kept.then(activations) },
+        })
+    }
+
+    fn reads(&self, needs: &Needs<Self>) -> LltmCellIn<Each<bool>> {
+        let LltmCellIn { input, weight, h, .. } = *needs;
+        LltmCellIn { input: weight, weight: input || h, bias: false, h: weight, c: false }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        let LltmCellIn { input, weight, bias, h, c } = call.of;
+        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
+        let LltmCellPlan { way, shapes } = call.plan;
+        let shapes = match shapes.filter(|_| are_alike(&known, bias.is_some())) {
+            Some(shapes) => shapes,
+            None => {
+                call.check()?;
+                Shapes::of(&known, bias.is_some(), false)?
+            }
+        };
+        let operands = Operands { input, weight, bias, h, c };
+        let keep = needed(call.needs).contains(&true);
+        let made = functions::forward(&operands, &known, &shapes, way, keep)?;
+        Ok(Made {
+            outputs: LltmCellOut { h: made.new_h, c: made.new_c },
+            kept: LltmCellKept { activations: made.activations },
+        })
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let grads = [grads.h.as_ref(), grads.c.as_ref()];
+        if grads.iter().all(Option::is_none) {
+            // Nothing depends on this call.
+            return Ok(LltmCellIn::none());
         }
-        let Some(shapes) = &self.shapes else {
-            return Err(Error::msg("internal error: lltm_cell had no forward"));
+        let needs = needed(&again.needs);
+        let LltmCellPlan { way, shapes } = again.plan;
+        let (Some(new_c), Some(activations), Some(shapes)) =
+            (again.outputs.c, again.kept.activations, shapes)
+        else {
+            return Err(Error::msg("internal error: lltm_cell kept nothing"));
         };
-        let needs: [bool; place::LEN] = std::array::from_fn(|place| ctx.needs_input_grad(place));
-        // Tensors that are not read may have been changed in place since the forward.
-        let saved = |is_read: bool, slot| is_read.then(|| ctx.saved(slot)).transpose();
-        let saved = Saved {
-            input: saved(needs[place::WEIGHT], place::INPUT)?,
-            weight: saved(needs[place::INPUT] || needs[place::H], place::WEIGHT)?,
-            h: saved(needs[place::WEIGHT], place::H)?,
-            new_c: ctx.saved(NEW_C)?,
-            activations: ctx.saved(ACTIVATIONS)?,
-        };
-        let grads = [grads.optional(0), grads.optional(1)];
-        Ok(functions::backward(grads, &saved, shapes, &needs, self.way)?.into())
+        let LltmCellIn { input, weight, h, .. } = again.of;
+        let saved = Saved { input, weight, h, new_c, activations };
+        let [input, weight, bias, h, c] = functions::backward(grads, &saved, &shapes, &needs, way)?;
+        Ok(LltmCellIn { input, weight, bias, h, c })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let LltmCellIn { input, weight, bias, h, c } = *of;
+        let (h, c) = lltm_cell_reference(input, weight, bias, (h, c))?;
+        Ok(LltmCellOut { h, c })
     }
 }
 
-fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
-    let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
-    let inputs = Inputs::new(&inputs);
-    let state = (inputs.get(place::H)?, inputs.get(place::C)?);
-    let (new_h, new_c) = lltm_cell_reference(
-        inputs.get(place::INPUT)?,
-        inputs.get(place::WEIGHT)?,
-        inputs.optional(place::BIAS),
-        state,
-    )?;
-    Ok([new_h, new_c].into())
+fn needed(needs: &Needs<LltmCell>) -> functions::Needs {
+    let LltmCellIn { input, weight, bias, h, c } = *needs;
+    [input, weight, bias, h, c]
+}
+
+/// Whether all arguments have one kind and one device, for which there are kernels.
+pub(super) fn are_alike(known: &[Facts; place::LEN], has_bias: bool) -> bool {
+    let [input, weight, bias, h, c] = known;
+    input.device().is_some()
+        && input.kind().is_some()
+        && [weight, h, c].iter().all(|tensor| tensor.is_like(input))
+        && (!has_bias || bias.is_like(input))
+}
+
+/// Checks the arguments of a step or of a sequence, of which the input is checked already, and returns the
+/// kind of the outputs.
+pub(super) fn arguments_fit<D: Dim>(
+    input: &Meta<D>,
+    [batch, features]: [&D; 2],
+    (weight, bias): (&Meta<D>, Option<&Meta<D>>),
+    (h, c): (&Meta<D>, &Meta<D>),
+) -> Result<Kind> {
+    for argument in [weight, h, c].into_iter().chain(bias) {
+        argument.same_device_as(input)?.kind_in(&KINDS)?;
+    }
+    h.dim(2, "[B, H]")?;
+    let hidden = &h.sizes()[1];
+    for state in [h, c] {
+        state.shape("[B, H]", &[batch.clone(), hidden.clone()])?;
+    }
+    let sum = hidden
+        .number()
+        .zip(features.number())
+        .map(|(hidden, features)| hidden.checked_add(features));
+    let gates = D::product(&[hidden.clone(), D::from(3)]).filter(|_| sum != Some(None));
+    let gates = gates
+        .ok_or_else(|| h.refuse("sizes whose sums fit 64 bits", format!("H = {hidden:?}"), ""))?;
+    weight.shape("[3H, H + F]", &[gates.clone(), hidden.clone() + features.clone()])?;
+    if let Some(bias) = bias
+        && (bias.sizes().len() != 2 || bias.shape("[1, 3H]", &[D::from(1), gates.clone()]).is_err())
+    {
+        bias.shape("[3H] (or [1, 3H])", &[gates])?;
+    }
+    let product = promote(input.kind(), h.kind());
+    for operand in [weight].into_iter().chain(bias) {
+        operand.kind_as(product, "input and h")?;
+    }
+    Ok(promote(product, c.kind()))
+}
+
+/// The arguments in the kinds in which they are computed: under autocast, the products' operands in
+/// autocast's kind, and nothing after the product is cast; x and h promoted to one kind, and c promoted
+/// with that. `None` if all have one kind already. What does not fit together is refused later.
+pub(super) fn in_matching_kinds(
+    arguments: [Option<&Tensor>; place::LEN],
+) -> Result<Option<Vec<Option<Tensor>>>> {
+    let [Some(input), weight, bias, h, Some(c)] = arguments else { return Ok(None) };
+    let operands = [Some(input), weight, bias, h];
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
+    if cast.is_none() && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
+        return Ok(None);
+    }
+    let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
+    let mut tensors = cast.unwrap_or_else(|| operands.map(own).into());
+    tensors.push(own(Some(c)));
+    if tensors.iter().flatten().any(|tensor| !KINDS.contains(&tensor.kind())) {
+        return Ok(Some(tensors));
+    }
+    let of = |tensors: &[Option<Tensor>], place: usize| tensors[place].as_ref().map(Tensor::kind);
+    let Some((input, h)) = of(&tensors, place::INPUT).zip(of(&tensors, place::H)) else {
+        return Ok(Some(tensors));
+    };
+    let product = promote(input, h);
+    for place in [place::INPUT, place::H, place::C] {
+        let kind = if place == place::C { promote(product, c.kind()) } else { product };
+        if let Some(tensor) = &mut tensors[place] {
+            *tensor = tensor.f_to_kind(kind)?;
+        }
+    }
+    Ok(Some(tensors))
 }

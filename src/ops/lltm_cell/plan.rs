@@ -84,6 +84,18 @@ impl Sizes {
     /// Whether the forward in one kernel is faster than libtorch's product with one kernel before
     /// and one after it.
     pub fn fuse_forward(&self, way: Way, kind: Kind, device: Device) -> bool {
+        let allows_tf32 = || matmul_allow_tf32().unwrap_or(false);
+        self.fuse_forward_where(way, kind, device, allows_tf32)
+    }
+
+    /// The same where `allows_tf32` says whether products may use tf32.
+    pub fn fuse_forward_where(
+        &self,
+        way: Way,
+        kind: Kind,
+        device: Device,
+        allows_tf32: impl FnOnce() -> bool,
+    ) -> bool {
         if device == Device::Cpu {
             // Vectors hold values of several rows of the batch.
             let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
@@ -92,7 +104,7 @@ impl Sizes {
                 && self.chosen(way, most);
         }
         let may_be_tf32 = kind == Kind::Float && self.products() > MOST_WITH_TENSOR_CORES;
-        let most = match may_be_tf32 && matmul_allow_tf32().unwrap_or(false) {
+        let most = match may_be_tf32 && allows_tf32() {
             true => MOST_WITH_TENSOR_CORES,
             false => most_products(&FORWARD, kind, self.batch),
         };

@@ -33,6 +33,8 @@ pub(super) const CUDA: Option<CudaCell> = Some(CudaCell {
     grid_backward: cuda::tch_extension_lstm_grid_backward_cuda,
     wide_grid_forward: cuda::tch_extension_lstm_wide_grid_forward_cuda,
     wide_grid_backward: None,
+    plain_grid_forward: None,
+    plain_grid_backward: None,
 });
 #[cfg(not(tch_extension_cuda))]
 pub(super) const CUDA: Option<CudaCell> = None;

@@ -10,4 +10,6 @@ pub(super) use add::{AddNorm, Addends, Read, cast, dropped_outside, gradients_of
 pub(super) use plan::Plan;
 #[doc(hidden)]
 pub use plan::Way;
+#[cfg(test)]
+pub(super) use plan::ways_on_h200;
 pub(super) use rule::{KINDS, add_rule, moment, parameter_kinds, rule};

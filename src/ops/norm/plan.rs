@@ -546,5 +546,49 @@ fn power_of_two(at_least: i64) -> i64 {
     at_least.max(1).unsigned_abs().next_power_of_two() as i64
 }
 
+/// Tables of the ways on an H200, for `docs/ways.md`.
+#[cfg(test)]
+pub(in crate::ops) fn ways_on_h200(page: &mut String) -> std::fmt::Result {
+    use std::fmt::Write;
+    const COLUMNS: [i64; 14] =
+        [64, 100, 768, 1000, 1024, 2048, 4096, 5000, 8192, 12288, 16384, 32768, 65536, 262_144];
+    const ROWS: [i64; 3] = [128, 1024, 65536];
+    let gpu = Gpu { processors: 132, shared_memory: 227 << 10, clusters: 1 };
+    writeln!(
+        page,
+        "\n## layer_norm, rms_norm\n\n\
+         The ways of `NormWay` for M rows of N columns that begin at multiples of 16 bytes, forward and backward. Backward, dw and db are sums of what\n\
+         the kernel wrote, or columns by themselves. The kernels are in `csrc/norm`, in files named for the way.\n"
+    )?;
+    write!(page, "| N, kind |")?;
+    ROWS.iter().try_for_each(|rows| write!(page, " M = {rows} |"))?;
+    write!(page, "\n|---|")?;
+    ROWS.iter().try_for_each(|_| write!(page, "---|"))?;
+    for columns in COLUMNS {
+        for (name, kind) in [("half", Kind::BFloat16), ("`Float`", Kind::Float)] {
+            write!(page, "\n| {columns}, {name} |")?;
+            for rows in ROWS {
+                let alignment = 16;
+                let of = Rows { way: Way::Automatic, rows, columns, kind, alignment, gpu };
+                let (forward, backward) = (of.forward(), of.backward());
+                let loads = |plan: &Plan| match plan.loads {
+                    Loads::Vector => "",
+                    Loads::Shifted => " (shifted)",
+                    Loads::Single => " (single values)",
+                };
+                write!(
+                    page,
+                    " {:?}{}, {:?}{} |",
+                    forward.way,
+                    loads(&forward),
+                    backward.way,
+                    loads(&backward)
+                )?;
+            }
+        }
+    }
+    writeln!(page)
+}
+
 #[cfg(test)]
 mod tests;

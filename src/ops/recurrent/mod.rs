@@ -2,6 +2,7 @@
 
 pub(super) mod kernels;
 pub(super) mod layer;
+pub(super) mod operands;
 pub(super) mod plan;
 
 pub(crate) use kernels::cudnn::flatten as flatten_for_cudnn;

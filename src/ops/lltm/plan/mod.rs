@@ -13,11 +13,12 @@ use crate::Result;
 use crate::ffi::precision::matmul_allow_tf32;
 use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
+use crate::ops::recurrent::kernels::cpu::Team;
+use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
-use crate::ops::recurrent::plan::cluster::Kernel;
+use crate::ops::recurrent::plan::cluster::Kernel as Clustered;
 use crate::ops::recurrent::plan::grid::Share;
-use crate::ops::recurrent::plan::is_half;
-use plain_grid::PlainShare;
+use crate::ops::recurrent::plan::{are_too_few_to_pack, is_half, team};
 use tch::{Device, Kind};
 use tensor_cores::Tiles;
 use wide_grid::WideShare;
@@ -94,6 +95,11 @@ impl Way {
         self == Way::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
     }
 
+    /// Whether a loop of the cell may compute anything.
+    pub(crate) fn may_call_the_cell(self) -> bool {
+        matches!(self, Way::Automatic | Way::Cells)
+    }
+
     /// Whether this is computed as a loop of the cell, for tensors of one kind: with two steps, the
     /// fixed cost of a sequence exceeds what it saves, and one step is the cell's anyway. That is not done where it would round sums
     /// that a sequence does not round, which are in half kinds those of the weight's gradient over
@@ -149,41 +155,15 @@ impl Chip {
 /// A way together with its launch parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
-    Step,
-    /// `input_at_once`: whether the input is multiplied for all steps before the first one, rather
-    /// than in each step.
-    Fused {
-        input_at_once: bool,
-    },
+    /// A kernel of `csrc/recurrent`; `Step` also on the CPU.
+    Kernel(Kernel),
+    /// The cell's fused kernel for each step. `input_at_once`: whether the input is multiplied for all
+    /// steps before the first one, rather than in each step.
+    Fused { input_at_once: bool },
     /// The cell's tensor-core kernel, which multiplies the input, too.
     TensorCores,
-    /// How many groups of threads share the rows of the batch, and how many threads of each group
-    /// share the columns.
-    Cpu {
-        row_groups: i64,
-        column_groups: i64,
-    },
-    /// How many blocks share rows, and whether `Float` is multiplied as scaled fp16 values because
-    /// tf32 is allowed.
-    Cluster {
-        cluster: i64,
-        tf32: bool,
-    },
-    /// How many columns of h a block has, and how many groups of blocks share the rows.
-    Grid {
-        columns: i64,
-        row_groups: i64,
-    },
-    /// The same, for `Float` and `Double` without rounding them to a narrower kind.
-    PlainGrid {
-        columns: i64,
-        row_groups: i64,
-    },
-    /// The same, for many rows: a block computes 64 rows at a time.
-    WideGrid {
-        columns: i64,
-        row_groups: i64,
-    },
+    /// `csrc/recurrent/cpu`, by these threads.
+    Cpu(Team),
 }
 
 impl Plan {
@@ -197,8 +177,14 @@ impl Plan {
         chip: Chip,
     ) -> Plan {
         match (way, chip) {
-            (Way::Step, _) => Plan::Step,
-            (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
+            (Way::Step, _) => Plan::Kernel(Kernel::Step),
+            (Way::Automatic, Chip::Cpu { .. }) if are_too_few_to_pack(sizes) => {
+                Plan::Kernel(Kernel::Step)
+            }
+            (_, Chip::Cpu { threads }) => {
+                let Sizes { steps, batch, hidden, .. } = sizes;
+                Plan::Cpu(team([steps, batch, hidden], VALUES, kinds.1, threads))
+            }
             (_, Chip::Cuda { device, hopper }) => {
                 Plan::on_hopper(way, direction, sizes, kinds, hopper)
                     .unwrap_or_else(|| Plan::step_by_step(way, direction, sizes, kinds, device))
@@ -219,18 +205,28 @@ impl Plan {
         let grid = grid::new(direction, sizes, product, hopper.tf32, hopper.grid);
         /// Each row group has at least one block, and no GPU has this many multiprocessors.
         const CROWD: i64 = 1024;
-        let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Cluster { cluster, tf32 };
-        let of_grid =
-            |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
-        let plain = PlainShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
-        let of_plain = |share: PlainShare| Plan::PlainGrid {
-            columns: share.columns,
-            row_groups: share.row_groups,
+        let is_scaled = product == Kind::Float && hopper.tf32;
+        let multiplied = if is_scaled { Product::Scaled } else { Product::Plain };
+        let of_clusters = |found: Clustered| {
+            Plan::Kernel(Kernel::Cluster {
+                cluster: found.cluster as i32,
+                alone: found.has_room,
+                product: multiplied,
+            })
+        };
+        let of_grid = |share: Share| {
+            let (columns, row_groups) = share.counts();
+            Plan::Kernel(Kernel::Grid { columns, row_groups, product: multiplied })
+        };
+        let plain = plain_grid::new(direction, sizes, product, hopper.tf32, hopper.grid);
+        let of_plain = |share: Share| {
+            let (columns, row_groups) = share.counts();
+            Plan::Kernel(Kernel::PlainGrid { columns, row_groups })
         };
         let wide = WideShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
-        let of_wide = |share: WideShare| Plan::WideGrid {
-            columns: WideShare::COLUMNS,
-            row_groups: share.row_groups,
+        let of_wide = |wide: WideShare| {
+            let (columns, row_groups) = wide.share.counts();
+            Plan::Kernel(Kernel::WideGrid { columns, row_groups, product: multiplied })
         };
         // Under autocast there are two kinds, and the tensor-core kernel takes only one.
         let is_for_tiles = direction == Direction::Forward && product == state;
@@ -246,19 +242,20 @@ impl Plan {
             Way::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
             Way::CrowdedGrid => grid
                 .map(|share| of_grid(Share { row_groups: CROWD, ..share }))
-                .or(plain.map(|share| of_plain(PlainShare { row_groups: CROWD, ..share }))),
+                .or(plain.map(|share| of_plain(Share { row_groups: CROWD, ..share }))),
             Way::Automatic => {
                 let clusters =
                     clusters.filter(|kernel| cluster::is_faster(kernel, direction, sizes, product));
                 let grid = grid.filter(|share| grid::is_faster(share, direction, sizes));
-                let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
+                let plain =
+                    plain.filter(|share| plain_grid::is_faster(share, direction, sizes, product));
                 let wide = wide.filter(|share| share.is_faster(sizes));
                 let tiles = tiles.filter(Tiles::are_faster);
                 let all = [
                     clusters.map(|kernel| (kernel.cost(sizes.batch), of_clusters(kernel))),
                     grid.map(|share| (share.cost, of_grid(share))),
                     plain.map(|share| (share.cost, of_plain(share))),
-                    wide.map(|share| (share.cost, of_wide(share))),
+                    wide.map(|wide| (wide.share.cost, of_wide(wide))),
                     tiles.map(|tiles| (tiles.cost_without_input(), Plan::TensorCores)),
                 ];
                 all.into_iter().flatten().min_by_key(|(cost, _)| *cost).map(|(_, plan)| plan)
@@ -293,42 +290,28 @@ impl Plan {
             Direction::Backward => step.fuse_backward(way, product, device),
         };
         // Under autocast there are two kinds, and the fused kernel takes only one.
-        if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::Step }
-    }
-
-    fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
-        /// With less work, one thread is done before another is awake.
-        const WORTH_A_THREAD: f64 = (1 << 18) as f64;
-        /// With less work, a step is done before the other threads of its rows notice that the
-        /// preceding step is done.
-        const WORTH_WAITING: f64 = (1 << 17) as f64;
-        /// How many rows are multiplied with a weight each time it is read.
-        const ROWS: i64 = 8;
-        /// How many columns are computed together.
-        const PANEL: i64 = 16;
-        /// How many bytes of weights stay in a core's cache next to all other data.
-        const NEAR: i64 = 1 << 20;
-
-        let Sizes { steps, batch, hidden, .. } = sizes;
-        let work = steps as f64 * batch as f64 * hidden as f64 * hidden as f64;
-        let threads = threads.clamp(1, ((work / WORTH_A_THREAD) as i64).saturating_add(1));
-        let a_step = (batch as f64 * hidden as f64 * hidden as f64 / WORTH_WAITING) as i64;
-        let (most_rows, most_columns) =
-            ((batch / ROWS).max(1), (hidden / PANEL).min(a_step).max(1));
-        let size = kind.elt_size_in_bytes() as i64;
-        let near = hidden
-            .checked_mul(hidden)
-            .and_then(|n| n.checked_mul(3 * size))
-            .is_some_and(|n| n <= NEAR);
-        if near {
-            // Threads with rows of their own never wait for one another.
-            let row_groups = most_rows.min(threads);
-            Plan::Cpu { row_groups, column_groups: most_columns.min(threads / row_groups) }
-        } else {
-            // Each weight is then in the cache of only one core.
-            let column_groups = most_columns.min(threads);
-            Plan::Cpu { row_groups: most_rows.min(threads / column_groups), column_groups }
+        match is_fused && product == state {
+            true => Plan::Fused { input_at_once },
+            false => Plan::Kernel(Kernel::Step),
         }
+    }
+}
+
+/// The way for these sizes on an H200.
+#[cfg(test)]
+pub(in crate::ops) fn way_on_h200(
+    direction: Direction,
+    sizes: Sizes,
+    kind: Kind,
+    tf32: bool,
+) -> &'static str {
+    let kinds = (kind, kind);
+    let plan = Plan::on_hopper(Way::Automatic, direction, sizes, kinds, Hopper::h200(tf32));
+    match plan.unwrap_or_else(|| Plan::step_by_step(Way::Automatic, direction, sizes, kinds, 0)) {
+        Plan::Kernel(kernel) => kernel.name(),
+        Plan::Fused { .. } => "fused",
+        Plan::TensorCores => "tensor cores",
+        Plan::Cpu(_) => "cpu",
     }
 }
 
@@ -336,37 +319,18 @@ impl Plan {
 mod tests {
     use super::*;
 
-    fn packed(batch: i64, hidden: i64, kind: Kind, threads: i64) -> (i64, i64) {
-        let sizes = Sizes { steps: 128, batch, features: hidden, hidden };
-        match Plan::new(
-            Way::Automatic,
-            Direction::Forward,
-            sizes,
-            (kind, kind),
-            Chip::Cpu { threads },
-        ) {
-            Plan::Cpu { row_groups, column_groups } => (row_groups, column_groups),
-            other => panic!("{other:?}"),
-        }
+    /// A plan without what depends on how full the GPU is.
+    fn resident(kernel: Kernel) -> Option<Plan> {
+        Some(Plan::Kernel(kernel))
     }
 
-    #[test]
-    fn plans_suit_the_size() {
-        // Threads first share the rows, while each has enough of them and the weights fit into a
-        // core's cache.
-        assert_eq!(packed(16, 128, Kind::Float, 2), (2, 1));
-        assert_eq!(packed(16, 128, Kind::Float, 1), (1, 1));
-        assert_eq!(packed(15, 128, Kind::Float, 2), (1, 1));
-        assert_eq!(packed(15, 256, Kind::Float, 2), (1, 2));
-        assert_eq!(packed(64, 256, Kind::Float, 16), (8, 2));
-        assert_eq!(packed(1, 128, Kind::Float, 16), (1, 1));
-        assert_eq!(packed(1, 1024, Kind::Float, 16), (1, 8));
-        // Then they share the columns.
-        assert_eq!(packed(64, 512, Kind::Float, 2), (1, 2));
-        assert_eq!(packed(64, 512, Kind::Float, 64), (2, 32));
-        assert_eq!(packed(64, 256, Kind::Double, 16), (1, 16));
-        // There is too little work to share.
-        assert_eq!(packed(2, 8, Kind::Float, 16), (1, 1));
+    fn without_room(plan: Option<Plan>) -> Option<Plan> {
+        plan.map(|plan| match plan {
+            Plan::Kernel(Kernel::Cluster { cluster, product, .. }) => {
+                Plan::Kernel(Kernel::Cluster { cluster, alone: false, product })
+            }
+            plan => plan,
+        })
     }
 
     #[test]
@@ -376,13 +340,14 @@ mod tests {
             Plan::new(way, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip)
         };
         let cpu = Chip::Cpu { threads: 4 };
-        assert_eq!(plan(Way::Step, cpu), Plan::Step);
-        assert_eq!(plan(Way::Cpu, cpu), Plan::Cpu { row_groups: 1, column_groups: 1 });
+        let one = Plan::Cpu(Team { row_groups: 1, column_groups: 1 });
+        assert_eq!(plan(Way::Step, cpu), Plan::Kernel(Kernel::Step));
+        assert_eq!(plan(Way::Cpu, cpu), one);
         for way in [Way::Automatic, Way::Cells, Way::Fused, Way::Resident, Way::Grid] {
-            assert_eq!(plan(way, cpu), Plan::Cpu { row_groups: 1, column_groups: 1 });
+            assert_eq!(plan(way, cpu), one);
         }
         let gpu = Chip::Cuda { device: 0, hopper: Hopper::default() };
-        assert_eq!(plan(Way::Step, gpu), Plan::Step);
+        assert_eq!(plan(Way::Step, gpu), Plan::Kernel(Kernel::Step));
         for way in [Way::Automatic, Way::Fused, Way::Cpu, Way::Resident, Way::Grid] {
             assert_eq!(plan(way, gpu), Plan::Fused { input_at_once: false });
         }
@@ -395,21 +360,26 @@ mod tests {
         let plan = |direction, steps, batch, hidden, kind| {
             let hopper = Hopper::h200(kind == Kind::Float);
             let sizes = Sizes { steps, batch, features: hidden, hidden };
-            Plan::on_hopper(Way::Automatic, direction, sizes, (kind, kind), hopper)
+            without_room(Plan::on_hopper(Way::Automatic, direction, sizes, (kind, kind), hopper))
         };
-        let clusters = |cluster, tf32| Some(Plan::Cluster { cluster, tf32 });
+        let of = |tf32| if tf32 { Product::Scaled } else { Product::Plain };
+        let clusters =
+            |cluster, tf32| resident(Kernel::Cluster { cluster, alone: false, product: of(tf32) });
         let strict = |direction, batch, hidden| {
             let hopper = Hopper::h200(false);
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-            Plan::on_hopper(Way::Automatic, direction, sizes, (Kind::Float, Kind::Float), hopper)
+            let kinds = (Kind::Float, Kind::Float);
+            without_room(Plan::on_hopper(Way::Automatic, direction, sizes, kinds, hopper))
         };
-        let plain = |columns, row_groups| Some(Plan::PlainGrid { columns, row_groups });
+        let plain = |columns, row_groups| resident(Kernel::PlainGrid { columns, row_groups });
         assert_eq!(strict(Forward, 16, 128), clusters(8, false));
         assert_eq!(strict(Forward, 16, 256), clusters(16, false));
         assert_eq!(strict(Forward, 64, 256), plain(16, 8));
         assert_eq!(strict(Forward, 16, 768), plain(6, 1));
         assert_eq!(strict(Backward, 16, 256), plain(16, 2));
-        let grid = |columns, row_groups| Some(Plan::Grid { columns, row_groups });
+        let grid = |columns, row_groups| {
+            resident(Kernel::Grid { columns, row_groups, product: Product::Plain })
+        };
         let half = |direction, batch, hidden| plan(direction, 512, batch, hidden, Kind::BFloat16);
         for direction in [Forward, Backward] {
             assert_eq!(half(direction, 16, 128), clusters(8, false));
@@ -419,7 +389,8 @@ mod tests {
             assert_eq!(half(direction, 64, 1023), None);
             assert_eq!(plan(direction, 7, 64, 1024, Kind::Half), None);
             assert_eq!(plan(direction, 512, 16, 512, Kind::Float), clusters(16, true));
-            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(32, 4));
+            let scaled = Kernel::Grid { columns: 32, row_groups: 4, product: Product::Scaled };
+            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), resident(scaled));
         }
         // Many rows, also with few steps.
         assert_eq!(half(Backward, 1024, 1024), None);
@@ -430,7 +401,8 @@ mod tests {
         let of = |batch, features, hidden| {
             let sizes = Sizes { steps: 64, batch, features, hidden };
             let both = (Kind::BFloat16, Kind::BFloat16);
-            Plan::on_hopper(Way::Automatic, Forward, sizes, both, Hopper::h200(false))
+            let hopper = Hopper::h200(false);
+            without_room(Plan::on_hopper(Way::Automatic, Forward, sizes, both, hopper))
         };
         let by_clusters = [
             (3840, 16, 16),
@@ -452,7 +424,9 @@ mod tests {
         assert_eq!(plan(Forward, 512, 4096, 512, Kind::Float), None);
         for direction in [Forward, Backward] {
             assert_eq!(half(direction, 64, 512), clusters(8, false));
-            let wide = |row_groups| Some(Plan::WideGrid { columns: 32, row_groups });
+            let wide = |row_groups| {
+                resident(Kernel::WideGrid { columns: 32, row_groups, product: Product::Plain })
+            };
             assert_eq!(half(direction, 256, 1024), wide(4));
             assert_eq!(half(direction, 256, 768), wide(4));
             assert_eq!(half(direction, 512, 512), wide(8));
@@ -491,16 +465,16 @@ mod tests {
         assert_eq!(of(512, small), Plan::Fused { input_at_once: false });
         assert_eq!(of(4, wide), Plan::Fused { input_at_once: false });
         assert_eq!(of(512, wide), Plan::Fused { input_at_once: true });
-        assert_eq!(of(512, large), Plan::Step);
+        assert_eq!(of(512, large), Plan::Kernel(Kernel::Step));
         assert_eq!(
             plan(Way::Automatic, backward, 4, small, both),
             Plan::Fused { input_at_once: true }
         );
-        assert_eq!(plan(Way::Automatic, backward, 4, large, both), Plan::Step);
+        assert_eq!(plan(Way::Automatic, backward, 4, large, both), Plan::Kernel(Kernel::Step));
         // A forced way, and the fallback where a forced way is impossible.
         assert_eq!(plan(Way::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
         let mixed = (Kind::BFloat16, Kind::Float);
-        assert_eq!(plan(Way::Fused, forward, 8, small, mixed), Plan::Step);
+        assert_eq!(plan(Way::Fused, forward, 8, small, mixed), Plan::Kernel(Kernel::Step));
     }
 
     #[test]
@@ -528,22 +502,6 @@ mod tests {
             assert_eq!(is_one(Way::Step, (kind, kind), gpu), no);
         }
         assert_eq!(is_one(Way::Automatic, (Kind::Float, Kind::Double), Device::Cpu), no);
-    }
-
-    /// What the kernels rely on.
-    #[test]
-    fn every_team_has_a_thread_and_a_share_for_each() {
-        for threads in [1, 2, 3, 7, 64, 1000] {
-            for batch in [1, 7, 8, 9, 64, 1 << 40] {
-                for hidden in [1, 15, 16, 17, 128, 512, 1 << 40] {
-                    for kind in [Kind::Float, Kind::Double] {
-                        let (rows, columns) = packed(batch, hidden, kind, threads);
-                        assert!(rows >= 1 && columns >= 1 && rows * columns <= threads);
-                        assert!(rows <= batch && columns <= hidden);
-                    }
-                }
-            }
-        }
     }
 
     /// The table in the documentation of `ops::lltm`.

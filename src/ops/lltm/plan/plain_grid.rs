@@ -3,7 +3,7 @@
 
 use super::step::cost_step_by_step;
 use crate::ops::recurrent::kernels::device::Grid;
-use crate::ops::recurrent::plan::grid::are_for_a_grid;
+use crate::ops::recurrent::plan::grid::{Share, are_for_a_grid};
 use crate::ops::recurrent::plan::{Direction, Line, Sizes};
 use tch::Kind;
 
@@ -66,78 +66,65 @@ const KERNELS: [Entry; 4] = [
     },
 ];
 
-/// How the blocks of a grid share a sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct PlainShare {
-    /// How many columns of h a block has.
-    pub columns: i64,
-    /// How many groups of blocks there are, each with some rows of the batch.
-    pub row_groups: i64,
-    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
-    pub cost: i64,
+/// The fastest share for these sizes, if the weights fit on the chip and the kernel can count
+/// the values.
+pub(super) fn new(
+    direction: Direction,
+    sizes: Sizes,
+    product: Kind,
+    tf32: bool,
+    grid: Grid,
+) -> Option<Share> {
+    let Sizes { batch, hidden, .. } = sizes;
+    let terms = match product {
+        Kind::Float if !tf32 => 128,
+        Kind::Double => 64,
+        _ => return None,
+    };
+    if !are_for_a_grid(sizes, super::VALUES) {
+        return None;
+    }
+    let vectors = (hidden - 1) / terms + 1;
+    let tiles = (batch - 1) / ROWS + 1;
+    let of = |kernel: &Entry| {
+        let most = grid.blocks() / ((hidden - 1) / kernel.columns + 1);
+        of_kernel(kernel, vectors, tiles, most)
+    };
+    KERNELS
+        .iter()
+        .filter(|kernel| kernel.direction == direction)
+        .filter(|kernel| (kernel.vectors[0]..=kernel.vectors[1]).contains(&vectors))
+        .filter_map(of)
+        .min_by_key(|share| share.cost)
 }
 
-impl PlainShare {
-    /// The fastest share for these sizes, if the weights fit on the chip and the kernel can count
-    /// the values.
-    pub fn new(
-        direction: Direction,
-        sizes: Sizes,
-        product: Kind,
-        tf32: bool,
-        grid: Grid,
-    ) -> Option<PlainShare> {
-        let Sizes { batch, hidden, .. } = sizes;
-        let terms = match product {
-            Kind::Float if !tf32 => 128,
-            Kind::Double => 64,
-            _ => return None,
-        };
-        if !are_for_a_grid(sizes, super::VALUES) {
-            return None;
-        }
-        let vectors = (hidden - 1) / terms + 1;
-        let tiles = (batch - 1) / ROWS + 1;
-        let of = |kernel: &Entry| {
-            let most = grid.blocks() / ((hidden - 1) / kernel.columns + 1);
-            PlainShare::of_kernel(kernel, vectors, tiles, most)
-        };
-        KERNELS
-            .iter()
-            .filter(|kernel| kernel.direction == direction)
-            .filter(|kernel| (kernel.vectors[0]..=kernel.vectors[1]).contains(&vectors))
-            .filter_map(of)
-            .min_by_key(|share| share.cost)
+/// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
+/// computes them in as many iterations per step.
+fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
+    /// What a block keeps for all of its rows has to fit on the chip next to everything else.
+    const MOST_ITERATIONS: i64 = 32;
+    if most == 0 {
+        return None;
     }
+    let least = kernel.fewest_iterations.min(tiles);
+    let iterations = ((tiles - 1) / most + 1).max(least);
+    let cost = match iterations {
+        1 => kernel.only.at(vectors),
+        _ => iterations * kernel.each.at(vectors),
+    };
+    let row_groups = (tiles - 1) / iterations + 1;
+    let share = Share { columns: kernel.columns, row_groups, cost };
+    (iterations <= MOST_ITERATIONS).then_some(share)
+}
 
-    /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
-    /// computes them in as many iterations per step.
-    fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<PlainShare> {
-        /// What a block keeps for all of its rows has to fit on the chip next to everything else.
-        const MOST_ITERATIONS: i64 = 32;
-        if most == 0 {
-            return None;
-        }
-        let least = kernel.fewest_iterations.min(tiles);
-        let iterations = ((tiles - 1) / most + 1).max(least);
-        let cost = match iterations {
-            1 => kernel.only.at(vectors),
-            _ => iterations * kernel.each.at(vectors),
-        };
-        let row_groups = (tiles - 1) / iterations + 1;
-        let share = PlainShare { columns: kernel.columns, row_groups, cost };
-        (iterations <= MOST_ITERATIONS).then_some(share)
-    }
-
-    /// Whether it beats per-step kernels. `Double` has not been compared.
-    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
-        /// Fewer steps are over before the weights have been loaded.
-        const FEW: i64 = 8;
-        /// The cost of loading the weights, which all steps together have to save.
-        const ONCE: i64 = 2000;
-        let saved = cost_step_by_step(direction, sizes) - self.cost;
-        product == Kind::Float && sizes.steps >= FEW && sizes.steps.saturating_mul(saved) >= ONCE
-    }
+/// Whether it beats per-step kernels. `Double` has not been compared.
+pub(super) fn is_faster(share: &Share, direction: Direction, sizes: Sizes, product: Kind) -> bool {
+    /// Fewer steps are over before the weights have been loaded.
+    const FEW: i64 = 8;
+    /// The cost of loading the weights, which all steps together have to save.
+    const ONCE: i64 = 2000;
+    let saved = cost_step_by_step(direction, sizes) - share.cost;
+    product == Kind::Float && sizes.steps >= FEW && sizes.steps.saturating_mul(saved) >= ONCE
 }
 
 #[cfg(test)]
@@ -151,7 +138,7 @@ mod tests {
     }
 
     fn share(direction: Direction, batch: i64, hidden: i64, kind: Kind) -> Option<(i64, i64)> {
-        let share = PlainShare::new(direction, sizes(batch, hidden), kind, false, H200);
+        let share = new(direction, sizes(batch, hidden), kind, false, H200);
         share.map(|share| (share.columns, share.row_groups))
     }
 
@@ -186,7 +173,7 @@ mod tests {
         assert_eq!(of(8, 0, Kind::Float), None);
         assert_eq!(of(i64::MAX, 8, Kind::Float), None);
         assert_eq!(of(1 << 16, 8, Kind::Float), None);
-        let tf32 = PlainShare::new(Direction::Forward, sizes(16, 512), Kind::Float, true, H200);
+        let tf32 = new(Direction::Forward, sizes(16, 512), Kind::Float, true, H200);
         assert_eq!(tf32, None);
     }
 
@@ -195,8 +182,8 @@ mod tests {
         for direction in [Direction::Forward, Direction::Backward] {
             let faster = |steps, batch, hidden, kind| {
                 let sizes = Sizes { steps, ..sizes(batch, hidden) };
-                PlainShare::new(direction, sizes, kind, false, H200)
-                    .is_some_and(|share| share.is_faster(direction, sizes, kind))
+                new(direction, sizes, kind, false, H200)
+                    .is_some_and(|share| is_faster(&share, direction, sizes, kind))
             };
             for hidden in [128, 256, 512, 768, 1024] {
                 assert!(faster(8, 16, hidden, Kind::Float) && faster(512, 64, hidden, Kind::Float));

@@ -2,6 +2,7 @@
 //! computes 64 rows at a time.
 
 use crate::ops::recurrent::kernels::device::Grid;
+use crate::ops::recurrent::plan::grid::Share;
 use crate::ops::recurrent::plan::wide_grid::{Entry, share};
 use crate::ops::recurrent::plan::{Direction, Product, Sizes};
 use tch::Kind;
@@ -37,10 +38,7 @@ const COSTS: [Compared; 4] = {
 /// How the blocks of a wide grid share a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WideShare {
-    /// How many groups of blocks there are, each with some rows of the batch.
-    pub row_groups: i64,
-    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
-    pub cost: i64,
+    pub share: Share,
     /// What a step costs with per-step kernels, in the same unit.
     limit: i64,
     /// What all steps together have to save.
@@ -49,7 +47,7 @@ pub(super) struct WideShare {
 
 impl WideShare {
     /// How many columns of h a block has.
-    pub const COLUMNS: i64 = 32;
+    const COLUMNS: i64 = 32;
     /// How many rows of the batch a block computes at a time.
     const ROWS: i64 = 64;
 
@@ -69,7 +67,7 @@ impl WideShare {
         let kernels = (std::slice::from_ref(kernel), super::VALUES);
         let share = share(kernels, direction, sizes, product, tf32, grid)?;
         let limit = others + work.map_or(0, |work| batch * hidden * hidden / work);
-        Some(WideShare { row_groups: share.row_groups, cost: share.cost, limit, once: *once })
+        Some(WideShare { share, limit, once: *once })
     }
 
     /// Whether it beats per-step kernels.
@@ -80,7 +78,7 @@ impl WideShare {
         const NARROW: i64 = 256;
         sizes.steps >= FEW
             && sizes.hidden > NARROW
-            && sizes.steps * (self.limit - self.cost) >= self.once
+            && sizes.steps * (self.limit - self.share.cost) >= self.once
     }
 }
 
@@ -96,7 +94,7 @@ mod tests {
         grid: Grid,
     ) -> Option<i64> {
         let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-        WideShare::new(direction, sizes, kind, false, grid).map(|share| share.row_groups)
+        WideShare::new(direction, sizes, kind, false, grid).map(|wide| wide.share.row_groups)
     }
 
     #[test]

@@ -16,91 +16,91 @@ use tch::{Device, Kind, Tensor};
 /// adjacent; arrays that are written are contiguous. K is H + F.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
-struct FusedForward {
+pub(super) struct FusedForward {
     /// B, the batch size; at least 1.
-    batch: i64,
+    pub batch: i64,
     /// F, the number of features; may be 0.
-    features: i64,
+    pub features: i64,
     /// H, the hidden size; at least 1.
-    hidden: i64,
+    pub hidden: i64,
     /// The `TchExtensionKind` of every array.
-    kind: i32,
+    pub kind: i32,
     /// Whether sizes, strides and addresses allow 16-byte loads.
-    vectors: i32,
+    pub vectors: i32,
     /// x, `[B, F]`.
-    input: *const c_void,
-    input_stride: i64,
+    pub input: *const c_void,
+    pub input_stride: i64,
     /// W, `[3H, K]`. Its columns are those for h, followed by those for x.
-    weight: *const c_void,
-    weight_stride: i64,
+    pub weight: *const c_void,
+    pub weight_stride: i64,
     /// b, `[3H]`, null for zeros.
-    bias: *const c_void,
+    pub bias: *const c_void,
     /// `[B, H]`.
-    h: *const c_void,
-    h_stride: i64,
+    pub h: *const c_void,
+    pub h_stride: i64,
     /// `[B, H]`.
-    c: *const c_void,
-    c_stride: i64,
+    pub c: *const c_void,
+    pub c_stride: i64,
     /// `[B, H]`.
-    new_h: *mut c_void,
+    pub new_h: *mut c_void,
     /// `[B, H]`; may be c, in a sequence that keeps only the last one.
-    new_c: *mut c_void,
+    pub new_c: *mut c_void,
     /// `[B, 3H]`: `[σ(i) | σ(o) | g]`, null when nobody needs them.
-    activations: *mut c_void,
+    pub activations: *mut c_void,
     /// Only on CUDA, for a sequence: `[B, 3H]` in the type of the sums, which is added to the
     /// gates; null for zeros. May be `activations`.
-    input_gates: *const c_void,
+    pub input_gates: *const c_void,
     /// `[B, H]`, a second copy of new_h, as the output of a sequence of one step; null when nobody
     /// needs it.
-    output: *mut c_void,
+    pub output: *mut c_void,
 }
 
 /// The parameters of the backward kernels that compute the whole cell.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
-struct FusedBackward {
+pub(super) struct FusedBackward {
     /// B, the batch size.
-    batch: i64,
+    pub batch: i64,
     /// F, the number of features.
-    features: i64,
+    pub features: i64,
     /// H, the hidden size.
-    hidden: i64,
+    pub hidden: i64,
     /// The `TchExtensionKind` of every array.
-    kind: i32,
+    pub kind: i32,
     /// Whether grad_new_c, grad_recurrent, grad_h and grad_c have the type of the sums.
-    wide: i32,
+    pub wide: i32,
     /// `[B, H]`, null for zeros.
-    grad_new_h: *const c_void,
+    pub grad_new_h: *const c_void,
     /// `[B, H]`, null for zeros.
-    grad_new_c: *const c_void,
+    pub grad_new_c: *const c_void,
     /// `[B, 3H]`.
-    activations: *const c_void,
+    pub activations: *const c_void,
     /// `[B, H]`.
-    new_c: *const c_void,
+    pub new_c: *const c_void,
     /// `[B, F]`, null without grad_weight.
-    input: *const c_void,
-    input_stride: i64,
+    pub input: *const c_void,
+    pub input_stride: i64,
     /// `[B, H]`, null without grad_weight.
-    h: *const c_void,
-    h_stride: i64,
+    pub h: *const c_void,
+    pub h_stride: i64,
     /// `[3H, K]`, null without grad_input and grad_h.
-    weight: *const c_void,
-    weight_stride: i64,
+    pub weight: *const c_void,
+    pub weight_stride: i64,
     /// `[B, F]`; this and the next four are null when nobody needs them.
-    grad_input: *mut c_void,
+    pub grad_input: *mut c_void,
     /// `[3H, K]`.
-    grad_weight: *mut c_void,
+    pub grad_weight: *mut c_void,
     /// `[3H]`.
-    grad_bias: *mut c_void,
+    pub grad_bias: *mut c_void,
     /// `[B, H]`.
-    grad_h: *mut c_void,
+    pub grad_h: *mut c_void,
     /// `[B, H]`.
-    grad_c: *mut c_void,
+    pub grad_c: *mut c_void,
     /// Only on CUDA, for a sequence, which needs neither grad_weight nor grad_bias of a single
     /// step: `[B, H]`, added to grad_new_h; null for zeros.
-    grad_recurrent: *const c_void,
+    pub grad_recurrent: *const c_void,
     /// `[B, 3H]`, null when nobody needs it. If it is not null, grad_h must not be null either.
-    grad_gates: *mut c_void,
+    pub grad_gates: *mut c_void,
 }
 
 unsafe extern "C" {
@@ -113,15 +113,15 @@ unsafe extern "C" {
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_cell_fused_forward_cuda(
+    pub(super) fn tch_extension_lltm_cell_fused_forward_cuda(
         params: *const FusedForward,
         stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
-    fn tch_extension_lltm_cell_fused_backward_cuda(
+    pub(super) fn tch_extension_lltm_cell_fused_backward_cuda(
         params: *const FusedBackward,
         stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
-    fn tch_extension_lltm_cell_hopper_forward_cuda(
+    pub(super) fn tch_extension_lltm_cell_hopper_forward_cuda(
         params: *const FusedForward,
         is_started: *mut bool,
         stream: crate::cuda::cudaStream_t,

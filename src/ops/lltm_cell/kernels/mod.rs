@@ -3,3 +3,4 @@
 pub(crate) mod device;
 pub(super) mod fused;
 pub(super) mod pointwise;
+pub(crate) mod sequence;

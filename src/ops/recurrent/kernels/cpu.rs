@@ -1,6 +1,7 @@
 //! The ways of this crate on the CPU: the kernels of `csrc/recurrent/cpu`, and those of
 //! `csrc/recurrent/step`, for any cell.
 
+use super::cuda::checked_rows;
 use super::cuda::{Operands, Reversed, Source};
 use super::step::{self, StepBackward, StepForward};
 use super::{CellShape, Outputs};
@@ -167,7 +168,7 @@ pub(crate) enum InputGates<'a> {
 
 /// What the forward pass reads; all contiguous, of one kind, Float or Double.
 pub(crate) struct CpuOperands<'a> {
-    /// `[G·H, H]`
+    /// `[G·H, H]`; its rows may be apart.
     pub weight: &'a Tensor,
     pub input_gates: InputGates<'a>,
     /// `[S·H]`
@@ -213,6 +214,8 @@ pub(crate) fn forward(
         false => None,
     };
     let scratch = Scratch::new(cell.shape.gates, hidden, features, team, kind)?;
+    let rows = [cell.shape.gates * hidden, hidden];
+    let (weight, weight_stride) = checked_rows("weight", operands.weight, rows, like)?;
     let h0 = checked("h0", operands.h0, &[batch, hidden], like)?;
     let output_ptr = checked("output", &output, &all, like)?;
     let gates = [cell.shape.gates * hidden];
@@ -228,14 +231,14 @@ pub(crate) fn forward(
         steps,
         batch,
         hidden,
-        weight_stride: hidden,
+        weight_stride,
         c_stride: if keep || cell.shape.state_is_h { batch * hidden } else { 0 },
         gates_stride: if gates_steps == steps { batch * cell.shape.gates * hidden } else { 0 },
         features,
         kind: kind_code(kind)?,
         reserved: 0,
         team: scratch.team(team),
-        weight: checked("weight", operands.weight, &[cell.shape.gates * hidden, hidden], like)?,
+        weight,
         input_gates: checked("input_gates", &input_gates, &gates_size, like)?,
         input,
         input_weight,
@@ -268,14 +271,14 @@ pub(crate) fn forward(
 
 /// What the backward pass reads.
 pub(crate) struct CpuSaved<'a> {
-    /// `[G·H, H]`
+    /// `[G·H, H]`; its rows may be apart.
     pub weight: &'a Tensor,
     /// `[T, B, V·H]`
     pub activations: &'a Tensor,
     /// `[T, B, H]`: c, or the output where the state is h
     pub states: &'a Tensor,
-    /// `[B, H]`: c0, or h0 where the state is h
-    pub first_state: &'a Tensor,
+    /// `[B, H]`: c0, or h0 where the state is h; absent if the cell does not need the state before a step
+    pub first_state: Option<&'a Tensor>,
 }
 
 pub(crate) struct CpuGradients {
@@ -319,16 +322,18 @@ pub(crate) fn backward(
     let input =
         input_weight.map(|_| Tensor::f_empty([steps, batch, features], like)).transpose()?;
     let scratch = Scratch::new(cell.shape.gates, hidden, features, team, kind)?;
+    let rows = [cell.shape.gates * hidden, hidden];
+    let (weight, weight_stride) = checked_rows("weight", saved.weight, rows, like)?;
     let params = CpuBackward {
         steps,
         batch,
         hidden,
-        weight_stride: hidden,
+        weight_stride,
         features,
         kind: kind_code(kind)?,
         needs_grad_h0: i32::from(needs_grad_h0),
         team: scratch.team(team),
-        weight: checked("weight", saved.weight, &[cell.shape.gates * hidden, hidden], like)?,
+        weight,
         input_weight: optional_ptr(
             "input_weight",
             input_weight,
@@ -348,7 +353,7 @@ pub(crate) fn backward(
         grad_c: grad_c.data_ptr(),
         grad_gates: gates.data_ptr(),
         packed: scratch.packed.data_ptr(),
-        c0: checked("first_state", saved.first_state, &[batch, hidden], like)?,
+        c0: optional_ptr("first_state", saved.first_state, &[batch, hidden], like)?,
         grad_separate: separate.as_ref().map_or(null_mut(), Tensor::data_ptr),
     };
     // SAFETY: as in `forward`.
@@ -362,11 +367,8 @@ pub(crate) fn forward_by_steps(
     operands: &Operands<'_>,
     keep: bool,
 ) -> Result<Outputs> {
-    step::forward(&Source::new(cell.shape, operands, keep)?, |params| {
-        // SAFETY: `step::forward` filled the parameters.
-        unsafe { (cell.step_forward)(params) };
-        Ok(())
-    })
+    let source = Source::new(cell.shape, operands, keep)?;
+    step::forward(&source, step::Start::Cpu(cell.step_forward))
 }
 
 /// The gradients of all steps, as [`backward`], by products and kernels for each step.
@@ -376,9 +378,6 @@ pub(crate) fn backward_by_steps(
     grads: [Option<&Tensor>; 3],
     needs_grad_h0: bool,
 ) -> Result<CpuGradients> {
-    step::backward(&Reversed::new(cell.shape, saved, grads, needs_grad_h0)?, |params| {
-        // SAFETY: `step::backward` filled the parameters.
-        unsafe { (cell.step_backward)(params) };
-        Ok(())
-    })
+    let of = Reversed::new(cell.shape, saved, grads, needs_grad_h0)?;
+    step::backward(&of, step::Start::Cpu(cell.step_backward))
 }

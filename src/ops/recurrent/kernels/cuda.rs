@@ -5,9 +5,10 @@ use super::cluster::{ClusterBackward, ClusterForward};
 use super::grid::{GridBackward, GridForward};
 use super::step::{StepBackward, StepForward};
 use super::{CellShape, Outputs, cluster, grid, step};
-use crate::Result;
 use crate::cuda::{LaunchStatus, cudaStream_t};
+use crate::ffi::tensor::{describe, is_in_memory};
 use crate::ffi::{checked, kind_code, optional_ptr};
+use crate::{Error, Result};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 use tch::{Device, Kind, Tensor};
@@ -25,14 +26,17 @@ pub(crate) struct CudaCell {
     pub wide_grid_forward: OnAGrid<GridForward>,
     /// Absent where the weights do not fit.
     pub wide_grid_backward: Option<OnAGrid<GridBackward>>,
+    /// Grids that multiply `Float` and `Double` as they are, for a cell that has them.
+    pub plain_grid_forward: Option<OnAGrid<GridForward>>,
+    pub plain_grid_backward: Option<OnAGrid<GridBackward>>,
 }
 
 /// Starts a kernel.
-pub(super) type Start<Params> = unsafe extern "C" fn(*const Params, cudaStream_t) -> LaunchStatus;
+pub(crate) type Start<Params> = unsafe extern "C" fn(*const Params, cudaStream_t) -> LaunchStatus;
 
 /// Starts a kernel whose blocks have to run at the same time. The second argument becomes false if
 /// they cannot; no kernel is then started.
-pub(super) type OnAGrid<Params> =
+pub(crate) type OnAGrid<Params> =
     unsafe extern "C" fn(*const Params, *mut bool, cudaStream_t) -> LaunchStatus;
 
 /// A way with its launch parameters.
@@ -47,6 +51,22 @@ pub(crate) enum Kernel {
     Grid { columns: i32, row_groups: i32, product: Product },
     /// As `Grid`, where blocks compute tiles of 64 rows.
     WideGrid { columns: i32, row_groups: i32, product: Product },
+    /// As `Grid`, in `Float` and `Double` without rounding them to a narrower kind.
+    PlainGrid { columns: i32, row_groups: i32 },
+}
+
+#[cfg(test)]
+impl Kernel {
+    /// The name of its way.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Kernel::Step => "step",
+            Kernel::Cluster { .. } => "cluster",
+            Kernel::Grid { .. } => "grid",
+            Kernel::WideGrid { .. } => "wide grid",
+            Kernel::PlainGrid { .. } => "plain grid",
+        }
+    }
 }
 
 /// What a kernel multiplies.
@@ -66,9 +86,9 @@ pub(super) struct Sizes {
 }
 
 /// What the forward pass reads: all contiguous and of one kind, except that gates and biases have
-/// that of [`gates_kind`].
+/// that of [`gates_kind`], and that c may have a wider one, which h of all steps then has, too.
 pub(crate) struct Operands<'a> {
-    /// `[G·H, H]`
+    /// `[G·H, H]`; its rows may be apart.
     pub weight: &'a Tensor,
     /// `[T, B, G·H]`
     pub input_gates: &'a Tensor,
@@ -93,10 +113,15 @@ pub(super) struct Source<'a> {
     pub tensors: &'a Operands<'a>,
     pub keep: bool,
     pub sizes: Sizes,
+    /// Of the state.
     pub kind: Kind,
     pub kind_code: i32,
+    /// Of the products' operands.
+    pub product_kind: Kind,
+    pub product_code: i32,
     pub device: Device,
     pub weight: *const c_void,
+    pub weight_stride: i64,
     pub input_gates: *const c_void,
     pub bias: *const c_void,
     pub separate_bias: *const c_void,
@@ -109,10 +134,13 @@ impl<'a> Source<'a> {
         let Operands { weight, input_gates, bias, separate_bias, h0, c0 } = *tensors;
         let (steps, batch, _) = input_gates.size3()?;
         let hidden = h0.size2()?.1;
-        let (kind, device) = (h0.f_kind()?, h0.device());
-        let (like, sums) = ((kind, device), (gates_kind(kind), device));
+        let (product_kind, device) = (h0.f_kind()?, h0.device());
+        let kind = c0.map_or(Ok(product_kind), |c0| c0.f_kind())?;
+        let like = (product_kind, device);
+        let sums = (gates_kind(product_kind), device);
         let rows = shape.gates * hidden;
         let h0 = checked("h0", h0, &[batch, hidden], like)?;
+        let (weight, weight_stride) = checked_rows("weight", weight, [rows, hidden], like)?;
         Ok(Source {
             shape,
             tensors,
@@ -120,8 +148,11 @@ impl<'a> Source<'a> {
             sizes: Sizes { steps, batch, hidden },
             kind,
             kind_code: kind_code(kind)?,
+            product_kind,
+            product_code: kind_code(product_kind)?,
             device,
-            weight: checked("weight", weight, &[rows, hidden], like)?,
+            weight,
+            weight_stride,
             input_gates: checked("input_gates", input_gates, &[steps, batch, rows], sums)?,
             bias: optional_ptr("bias", bias, &[rows], sums)?,
             separate_bias: optional_ptr(
@@ -131,9 +162,32 @@ impl<'a> Source<'a> {
                 sums,
             )?,
             h0,
-            c0: c0.map_or(Ok(h0), |c0| checked("c0", c0, &[batch, hidden], like))?,
+            c0: c0.map_or(Ok(h0), |c0| checked("c0", c0, &[batch, hidden], (kind, device)))?,
         })
     }
+}
+
+/// [`checked`] for a matrix whose rows may be apart, and the distance from one to the next.
+pub(super) fn checked_rows(
+    name: &str,
+    tensor: &Tensor,
+    size: [i64; 2],
+    like: (Kind, Device),
+) -> Result<(*mut c_void, i64)> {
+    let row_stride = match tensor.stride()[..] {
+        [stride, 1] if stride > size[1] && size[0] > 1 => stride,
+        _ => return Ok((checked(name, tensor, &size, like)?, size[1])),
+    };
+    let fits = tensor.size() == size
+        && (tensor.f_kind()?, tensor.device()) == like
+        && is_in_memory(tensor);
+    if !fits {
+        return Err(Error::msg(format!(
+            "internal error: a kernel's {name} should be rows {size:?} of {like:?}, but is {}",
+            describe(tensor)
+        )));
+    }
+    Ok((tensor.data_ptr(), row_stride))
 }
 
 /// What the forward pass writes.
@@ -161,7 +215,7 @@ impl Arrays {
         let c_size: &[i64] = if of.keep { &all } else { &last };
         let c = (!of.shape.state_is_h).then(|| empty(c_size)).transpose()?;
         let last_c = c.as_ref().filter(|_| of.keep).map(|_| empty(&last)).transpose()?;
-        let has_room = of.shape.saved == of.shape.gates && gates_kind(of.kind) == of.kind;
+        let has_room = of.shape.saved == of.shape.gates && gates_kind(of.product_kind) == of.kind;
         let activations = match of.keep {
             // Each gate is read before its activation is written.
             true if has_room => Some(of.tensors.input_gates.shallow_clone()),
@@ -179,6 +233,10 @@ impl Arrays {
             c,
             activations,
         })
+    }
+
+    pub fn activations(&self) -> Option<&Tensor> {
+        self.activations.as_ref()
     }
 
     pub fn last_c_ptr(&self) -> *mut c_void {
@@ -219,15 +277,13 @@ pub(crate) fn forward(
         Kernel::WideGrid { columns, row_groups, product } => {
             grid::forward(&source, cell.wide_grid_forward, (columns, row_groups), product)?
         }
+        Kernel::PlainGrid { columns, row_groups } => match cell.plain_grid_forward {
+            Some(start) => grid::forward(&source, start, (columns, row_groups), Product::Plain)?,
+            None => None,
+        },
         Kernel::Step => None,
     };
-    let start = |params: &StepForward| {
-        crate::cuda::launch(source.device, |stream| {
-            // SAFETY: `step::forward` filled the parameters.
-            unsafe { (cell.step_forward)(params, stream) }
-        })
-    };
-    made.map_or_else(|| step::forward(&source, start), Ok)
+    made.map_or_else(|| step::forward(&source, step::Start::Cuda(cell.step_forward)), Ok)
 }
 
 /// What the backward pass reads; as on the CPU.
@@ -240,14 +296,18 @@ pub(super) struct Reversed<'a> {
     grads: [Option<&'a Tensor>; 2],
     pub needs_grad_h0: bool,
     pub sizes: Sizes,
-    kind: Kind,
     pub kind_code: i32,
+    product_kind: Kind,
+    pub product_code: i32,
     pub device: Device,
     pub weight: *const c_void,
+    pub weight_stride: i64,
     pub activations: *const c_void,
     pub states: *const c_void,
     pub first_state: *const c_void,
     pub grad_output: *const c_void,
+    /// What `grad_output` points to.
+    pub output_gradient: Option<&'a Tensor>,
 }
 
 impl<'a> Reversed<'a> {
@@ -261,16 +321,21 @@ impl<'a> Reversed<'a> {
         let (kind, device) = (tensors.states.f_kind()?, tensors.states.device());
         let (like, all) = ((kind, device), [steps, batch, hidden]);
         let Saved { weight, activations, states, first_state } = tensors;
+        let product_kind = weight.f_kind()?;
+        let rows = [shape.gates * hidden, hidden];
+        let (weight, weight_stride) = checked_rows("weight", weight, rows, (product_kind, device))?;
         Ok(Reversed {
             shape,
             tensors,
             grads: [grad_h, grad_c],
             needs_grad_h0,
             sizes: Sizes { steps, batch, hidden },
-            kind,
             kind_code: kind_code(kind)?,
+            product_kind,
+            product_code: kind_code(product_kind)?,
             device,
-            weight: checked("weight", weight, &[shape.gates * hidden, hidden], like)?,
+            weight,
+            weight_stride,
             activations: checked(
                 "activations",
                 activations,
@@ -278,8 +343,9 @@ impl<'a> Reversed<'a> {
                 like,
             )?,
             states: checked("states", states, &all, like)?,
-            first_state: checked("first_state", first_state, &[batch, hidden], like)?,
+            first_state: optional_ptr("first_state", *first_state, &[batch, hidden], like)?,
             grad_output: optional_ptr("grad_output", grad_output, &all, like)?,
+            output_gradient: grad_output,
         })
     }
 }
@@ -293,9 +359,10 @@ impl Gradients {
     /// overwrite them.
     pub(super) fn new(of: &Reversed<'_>) -> Result<Gradients> {
         let Sizes { steps, batch, hidden } = of.sizes;
-        let like = (of.kind, of.device);
+        let like = (of.product_kind, of.device);
+        let sums = (gates_kind(of.product_kind), of.device);
         let own = |given: Option<&Tensor>| -> Result<Tensor> {
-            let mut own = Tensor::f_zeros([batch, hidden], (gates_kind(of.kind), of.device))?;
+            let mut own = Tensor::f_zeros([batch, hidden], sums)?;
             given.map(|given| own.f_copy_(given)).transpose()?;
             Ok(own)
         };
@@ -335,13 +402,11 @@ pub(crate) fn backward(
         (Kernel::WideGrid { columns, row_groups, product }, Some(start)) => {
             grid::backward(&of, start, (columns, row_groups), product)?
         }
+        (Kernel::PlainGrid { columns, row_groups }, _) => match cell.plain_grid_backward {
+            Some(start) => grid::backward(&of, start, (columns, row_groups), Product::Plain)?,
+            None => None,
+        },
         (Kernel::WideGrid { .. } | Kernel::Step, _) => None,
     };
-    let start = |params: &StepBackward| {
-        crate::cuda::launch(of.device, |stream| {
-            // SAFETY: `step::backward` filled the parameters.
-            unsafe { (cell.step_backward)(params, stream) }
-        })
-    };
-    made.map_or_else(|| step::backward(&of, start), Ok)
+    made.map_or_else(|| step::backward(&of, step::Start::Cuda(cell.step_backward)), Ok)
 }

@@ -87,9 +87,13 @@ pub(super) fn forward(
     let arrays = Arrays::new(source)?;
     let multiplied = Multiplied::forward(source, product)?;
     let messages = match product {
-        Product::Plain => arrays.output.shallow_clone(),
-        Product::Scaled => {
-            Tensor::f_empty(arrays.output.size(), (Kind::Half, arrays.output.device()))?
+        Product::Plain if source.product_kind == source.kind => arrays.output.shallow_clone(),
+        _ => {
+            let kind = match product {
+                Product::Plain => source.product_kind,
+                Product::Scaled => Kind::Half,
+            };
+            Tensor::f_empty(arrays.output.size(), (kind, arrays.output.device()))?
         }
     };
     let params = GridForward {

@@ -1,8 +1,8 @@
 //! In tf32, the kernels that keep W_h on the chip multiply `Float` as scaled fp16 values. `csrc/recurrent/scale_rows.h` says why they are as exact.
 
-use super::cuda::{Product, Reversed, Source};
+use super::cuda::{Product, Reversed, Source, checked_rows};
 use crate::Result;
-use crate::ffi::{checked, kind_code};
+use crate::ffi::kind_code;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
@@ -65,11 +65,12 @@ impl ScaledMatrix {
     fn rows(&self, from: &Tensor, exponent_of_zeros: i64) -> Result<ScaledRows> {
         let (rows, columns) = from.size2()?;
         let like = (Kind::Float, from.device());
+        let (values, stride) = checked_rows("rows", from, [rows, columns], like)?;
         Ok(ScaledRows {
             rows,
-            stride: columns,
+            stride,
             to_stride: self.stride,
-            from: checked("rows", from, &[rows, columns], like)?.cast(),
+            from: values.cast(),
             to: self.values.data_ptr(),
             scales: self.scales.data_ptr().cast(),
             exponent_of_zeros,
@@ -94,9 +95,9 @@ impl Multiplied {
     pub fn forward(source: &Source<'_>, product: Product) -> Result<Multiplied> {
         match product {
             Product::Plain => Ok(Multiplied {
-                kind_code: source.kind_code,
+                kind_code: source.product_code,
                 weight: source.weight,
-                weight_stride: source.sizes.hidden,
+                weight_stride: source.weight_stride,
                 h0: source.h0,
                 scales: null(),
                 h0_scales: null(),
@@ -109,9 +110,9 @@ impl Multiplied {
     pub fn backward(of: &Reversed<'_>, product: Product) -> Result<Multiplied> {
         match product {
             Product::Plain => Ok(Multiplied {
-                kind_code: of.kind_code,
+                kind_code: of.product_code,
                 weight: of.weight,
-                weight_stride: of.sizes.hidden,
+                weight_stride: of.weight_stride,
                 h0: null(),
                 scales: null(),
                 h0_scales: null(),

@@ -11,8 +11,9 @@ use crate::ops::recurrent::kernels::biases::sum_of_biases;
 use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuSaved, InputGates};
 use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
 use crate::ops::recurrent::kernels::{Outputs, product, tf32_product};
+use crate::ops::recurrent::operands::{row_major_copy, worked};
 use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
-use tch::{Device, Kind, Tensor};
+use tch::Tensor;
 
 pub(super) struct Operands<'a> {
     pub input: &'a Tensor,
@@ -55,37 +56,6 @@ pub(super) struct Saved<'a> {
     pub c: Option<&'a Tensor>,
     pub activations: &'a Tensor,
     pub may_overwrite: &'a dyn Fn() -> Result<bool>,
-}
-
-/// The kind in which kernels compute tensors of this kind: on the CPU there are none for the half
-/// kinds.
-fn worked_in(kind: Kind, device: Device) -> Kind {
-    match (device, kind) {
-        (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
-        (_, kind) => kind,
-    }
-}
-
-/// The tensor in the kind and layout that kernels read; on CUDA they read 16 bytes at a time.
-fn worked(tensor: &Tensor) -> Result<Tensor> {
-    const BYTES: usize = 16;
-    let plain = plain(&tensor.f_to_kind(worked_in(tensor.f_kind()?, tensor.device()))?)?;
-    if plain.device().is_cuda() && plain.data_ptr().addr() % BYTES != 0 {
-        return row_major_copy(&plain, plain.f_kind()?);
-    }
-    Ok(plain)
-}
-
-/// A copy with memory of its own.
-pub(super) fn copied(tensor: &Tensor) -> Result<Tensor> {
-    Ok(tensor.f_to_dtype(tensor.f_kind()?, false, true)?)
-}
-
-/// A copy that is row-major in whatever layout the tensor is.
-fn row_major_copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
-    let mut copy = Tensor::f_empty(tensor.size(), (kind, tensor.device()))?;
-    copy.f_copy_(tensor)?;
-    Ok(copy)
 }
 
 /// `[1, …]` as `[…]`, in place: a view that is made without grad mode may not be changed in place
@@ -163,7 +133,7 @@ pub(super) fn forward<C: Cell>(
 
 /// The input's part of all gates, `[T, B, G·H]`, in the kind in which products are summed, and
 /// whether it includes the bias.
-fn input_gates(
+pub(in crate::ops) fn input_gates(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,
@@ -320,7 +290,7 @@ fn backward_by_ours<C: Cell>(
         weight: &weight,
         activations: &activations,
         states: &states,
-        first_state: &first_state,
+        first_state: Some(&first_state),
     };
     let grads = [grad_output.as_ref(), grad_h, grad_c];
     let (made, input_gradient) = match C::CUDA.filter(|_| device.is_cuda()) {

@@ -1,11 +1,12 @@
 //! A layer by libtorch's own layers: cuDNN's on CUDA, oneDNN's on the CPU.
 
-use super::functions::{Operands, Saved, copied, without_first_dimension};
+use super::functions::{Operands, Saved, without_first_dimension};
 use super::{Arguments, Gradients, Needs, place};
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::Outputs;
 use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
 use crate::ops::recurrent::kernels::onednn::{self, OnednnOperands, OnednnSaved};
+use crate::ops::recurrent::operands::copied;
 use crate::{Error, Result};
 use tch::Tensor;
 

@@ -16,6 +16,7 @@ mod tf32;
 
 pub(in crate::ops) use cell::{Cell, State};
 pub(in crate::ops) use costs::Costs;
+pub(in crate::ops) use functions::input_gates;
 pub(in crate::ops) use operator::{
     Layer, backward, cast, forward, operator, plan, reference_of, rule,
 };
@@ -24,6 +25,8 @@ pub(crate) use padded::check_lengths;
 pub(in crate::ops) use padded::reference;
 #[doc(hidden)]
 pub use plan::Way;
+#[cfg(test)]
+pub(in crate::ops) use plan::way_on_h200;
 pub(crate) use plan::with_half_of_the_gpu;
 
 use crate::Error;

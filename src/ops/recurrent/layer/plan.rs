@@ -323,7 +323,7 @@ fn of_grid(
     let table = (costs.grids, VALUES);
     let Products { kind, tf32, .. } = products;
     let found = grid::Share::new(table, direction, sizes, kind, tf32.steps(direction), gpu.grid)?;
-    let (columns, row_groups) = counts_of(found);
+    let (columns, row_groups) = found.counts();
     Some((Kernel::Grid { columns, row_groups, product: products.resident(direction) }, found.cost))
 }
 
@@ -337,17 +337,25 @@ fn of_wide_grid(
     let table = (costs.wide_grids, VALUES);
     let Products { kind, tf32, .. } = products;
     let found = wide_grid::share(table, direction, sizes, kind, tf32.steps(direction), gpu.grid)?;
-    let (columns, row_groups) = counts_of(found);
+    let (columns, row_groups) = found.counts();
     Some((
         Kernel::WideGrid { columns, row_groups, product: products.resident(direction) },
         found.cost,
     ))
 }
 
-/// The columns of a block and the groups of rows, as kernels count them.
-fn counts_of(share: grid::Share) -> (i32, i32) {
-    let narrow = |count| i32::try_from(count).unwrap_or(1);
-    (narrow(share.columns), narrow(share.row_groups))
+/// The way of our kernels for these sizes on an H200.
+#[cfg(test)]
+pub(in crate::ops) fn way_on_h200<C: Cell>(
+    direction: Direction,
+    sizes: Sizes,
+    kind: Kind,
+    allows_tf32: bool,
+) -> &'static str {
+    let tf32 = if allows_tf32 { Tf32::where_allowed(sizes) } else { Tf32::NONE };
+    let gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200 };
+    let products = Products::new(C::GATES, sizes, kind, tf32);
+    automatic(C::COSTS, direction, sizes, products, (gpu, Room::Whole)).0.name()
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ impl Tf32 {
         }
         Ok(match way {
             Way::Cluster | Way::Grid | Way::WideGrid | Way::CrowdedGrid => Tf32::ALL,
-            _ => Tf32::as_cudnn(sizes),
+            _ => Tf32::where_allowed(sizes),
         })
     }
 
@@ -54,8 +54,8 @@ impl Tf32 {
         Tf32 { forward: false, backward: false, ..self }
     }
 
-    /// Where it is allowed.
-    fn as_cudnn(Sizes { steps, batch, features, hidden }: Sizes) -> Tf32 {
+    /// Where the switch allows it: as cuDNN does.
+    pub fn where_allowed(Sizes { steps, batch, features, hidden }: Sizes) -> Tf32 {
         /// The values of 16 bytes.
         const VECTOR: i64 = 4;
         /// With fewer rows over all steps, or fewer columns, a product may be no matrix product.
@@ -89,7 +89,7 @@ mod tests {
     fn we_round_where_cudnn_does() {
         let of = |[steps, batch, features, hidden]: [i64; 4]| {
             let sizes = Sizes { steps, batch, features, hidden };
-            let Tf32 { is_allowed, forward, backward, input, weights } = Tf32::as_cudnn(sizes);
+            let Tf32 { is_allowed, forward, backward, input, weights } = Tf32::where_allowed(sizes);
             assert!(is_allowed);
             [forward, backward, input, weights]
         };

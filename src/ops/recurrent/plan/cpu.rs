@@ -109,6 +109,40 @@ mod tests {
         assert!(!of(15, 128, 128, 2) && !of(16, 0, 128, 2) && !of(16, 256, 256, 2));
     }
 
+    /// What the kernels rely on.
+    #[test]
+    fn every_team_has_a_thread_and_a_share_for_each() {
+        for threads in [1, 2, 3, 7, 64, 1000] {
+            for batch in [1, 7, 8, 9, 64, 1 << 40] {
+                for hidden in [1, 15, 16, 17, 128, 512, 1 << 40] {
+                    for (kind, gates) in [(Kind::Float, 3), (Kind::Double, 4)] {
+                        let Team { row_groups, column_groups } =
+                            team([128, batch, hidden], gates, kind, threads);
+                        assert!(row_groups >= 1 && column_groups >= 1);
+                        assert!(row_groups * column_groups <= threads);
+                        assert!(row_groups <= batch && column_groups <= hidden);
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn threads_share_rows_first_and_then_columns() {
+        let of = |batch, hidden, kind, threads| {
+            let Team { row_groups, column_groups } = team([128, batch, hidden], 3, kind, threads);
+            (row_groups, column_groups)
+        };
+        // While each has enough rows, and the weights fit into a core's cache.
+        assert_eq!(of(16, 128, Kind::Float, 2), (2, 1));
+        assert_eq!(of(16, 128, Kind::Float, 1), (1, 1));
+        assert_eq!(of(7, 128, Kind::Float, 2), (1, 2));
+        assert_eq!(of(64, 512, Kind::Float, 2), (1, 2));
+        assert_eq!(of(64, 256, Kind::Double, 16), (1, 16));
+        // There is too little work to share.
+        assert_eq!(of(2, 8, Kind::Float, 16), (1, 1));
+    }
+
     #[test]
     fn weights_are_packed_where_it_pays() {
         let of =

@@ -49,6 +49,12 @@ pub(in crate::ops) struct Share {
 }
 
 impl Share {
+    /// The columns of a block and the groups of rows, as kernels count them.
+    pub fn counts(self) -> (i32, i32) {
+        let narrow = |count| i32::try_from(count).unwrap_or(1);
+        (narrow(self.columns), narrow(self.row_groups))
+    }
+
     /// `kernels` are a cell's, and `values` is V of [`counts_in_32_bits`]. This is
     /// the fastest share for these sizes, if the weights fit into registers and the kernel can
     /// count the values. `tf32` says whether products of `Float` may use tf32: they are then
