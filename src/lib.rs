@@ -26,6 +26,7 @@ pub mod ops;
 pub mod optim;
 mod overlap;
 mod python;
+mod state_dict;
 pub mod strided;
 pub mod testing;
 #[cfg(feature = "train")]

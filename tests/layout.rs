@@ -191,3 +191,120 @@ fn unsafe_stays_where_it_belongs() {
     }
     assert!(seen > 0, "the search finds nothing at all");
 }
+
+/// The modules of the library, the lowest layer first. Each imports only those before it.
+const LAYERS: [&str; 22] = [
+    "error",
+    "overlap",
+    "python",
+    "ffi",
+    "cuda",
+    "check",
+    "dispatch",
+    "strided",
+    "view",
+    "kernels",
+    "amp",
+    "autograd",
+    "library",
+    "operator",
+    "state_dict",
+    "ops",
+    "optim",
+    "nn",
+    "train",
+    "distributed",
+    "jit",
+    "testing",
+];
+
+/// The modules of a path that other files import it by: `ops`, `norm` and so on.
+fn module(path: &str) -> Vec<String> {
+    let path = path.trim_start_matches("src/").trim_end_matches(".rs").trim_end_matches("/mod");
+    path.split('/').map(str::to_string).collect()
+}
+
+/// The modules that a file names by `crate::…` and `super::…`, outside of its tests and comments.
+fn imports(path: &str, text: &str) -> Vec<Vec<String>> {
+    let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let code: Vec<&str> =
+        text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
+    let code = code.join("\n");
+    let mut found = Vec::new();
+    for (prefix, is_crate) in [("crate::", true), ("super::", false)] {
+        for (at, _) in code.match_indices(prefix) {
+            // `super::super::a` is looked at from its first `super`; macros name `$crate`.
+            let before = &code[..at];
+            if before.ends_with("::") || before.ends_with(|c: char| c.is_alphanumeric() || c == '$')
+            {
+                continue;
+            }
+            let mut base = module(path);
+            if is_crate {
+                base.clear();
+            }
+            let mut rest = &code[at..];
+            while let Some(after) = rest.strip_prefix("super::") {
+                base.pop();
+                rest = after;
+            }
+            rest = rest.strip_prefix("crate::").unwrap_or(rest);
+            if let Some(list) = rest.strip_prefix('{') {
+                for item in list.split('}').next().unwrap_or_default().split(',') {
+                    let item = item.trim().split("::").next().unwrap_or_default();
+                    found.push(base.iter().cloned().chain([item.to_string()]).collect());
+                }
+                continue;
+            }
+            let words = rest.split("::").take(3).map(|word| {
+                let end = word.find(|c: char| !c.is_alphanumeric() && c != '_');
+                word[..end.unwrap_or(word.len())].to_string()
+            });
+            found.push(base.into_iter().chain(words).collect());
+        }
+    }
+    found
+}
+
+/// Every file of the library but those that are tests, with its text.
+fn sources() -> Vec<(String, String)> {
+    let mut folders = vec!["src".to_string()];
+    let mut found = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for name in names(&folder) {
+            let path = format!("{folder}/{name}");
+            if root().join(&path).is_dir() {
+                folders.push(path);
+            } else if !["tests.rs", "ways.rs", "lib.rs"].contains(&name.as_str()) {
+                let text = std::fs::read_to_string(root().join(&path)).expect("a source file");
+                found.push((path, text));
+            }
+        }
+    }
+    found
+}
+
+#[test]
+fn imports_run_downward() {
+    let rank = |module: &str| LAYERS.iter().position(|layer| *layer == module);
+    let families: Vec<&str> = OPERATORS.iter().map(|operator| operator.family).collect();
+    let is_member = |name: &str| OPERATORS.iter().any(|operator| operator.name == name);
+    let mut seen = [0; 2];
+    for (path, text) in sources() {
+        let from = module(&path);
+        let here = rank(&from[0]).unwrap_or_else(|| panic!("{path} is in no layer"));
+        for import in imports(&path, &text) {
+            let Some(there) = import.first().and_then(|module| rank(module)) else { continue };
+            seen[0] += 1;
+            assert!(there <= here, "{path} imports {}, which is above it", import.join("::"));
+            let [ops, room, ..] = &from[..] else { continue };
+            let target = import.get(1).filter(|_| ops == "ops" && import[0] == "ops");
+            if let Some(target) = target.filter(|_| families.contains(&room.as_str())) {
+                seen[1] += 1;
+                let is_own = target == room;
+                assert!(is_own || !is_member(target), "{path} imports {target}, which imports it");
+            }
+        }
+    }
+    assert!(seen[0] > 100 && seen[1] > 10, "the search finds next to nothing: {seen:?}");
+}

@@ -1,8 +1,9 @@
 //! Replaces `ffi::cuda` in a build without CUDA: every function returns an error, and the handles
 //! cannot exist.
 
-use super::{DeviceProperties, Facts, LaunchGrid, MemoryStats, StreamParts, not_compiled};
+use super::not_compiled;
 use crate::Result;
+use crate::ffi::cuda_types::{DeviceProperties, LaunchFacts, LaunchGrid, MemoryStats, StreamParts};
 use std::ffi::{CStr, c_void};
 use tch::Tensor;
 
@@ -167,7 +168,7 @@ impl LibraryHandle {
 pub(crate) enum KernelHandle {}
 
 impl KernelHandle {
-    pub(crate) fn prepare(self, _: i32) -> std::result::Result<Facts, (String, i32)> {
+    pub(crate) fn prepare(self, _: i32) -> std::result::Result<LaunchFacts, (String, i32)> {
         match self {}
     }
 

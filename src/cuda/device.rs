@@ -2,27 +2,9 @@
 
 use super::{device_index, ffi};
 use crate::Result;
+#[doc(inline)]
+pub use crate::ffi::cuda_types::DeviceProperties;
 use tch::Device;
-
-/// What a CUDA device is, as Python's `torch.cuda.get_device_properties` says it.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct DeviceProperties {
-    /// The product's name, such as `NVIDIA H200`.
-    pub name: String,
-    /// The first number of the compute capability: 9 of 9.0.
-    pub major: i32,
-    /// The second number of the compute capability.
-    pub minor: i32,
-    /// The number of streaming multiprocessors.
-    pub multi_processor_count: u32,
-    /// In bytes.
-    pub total_memory: u64,
-    /// In bytes.
-    pub l2_cache_size: u64,
-    /// In bytes.
-    pub shared_memory_per_multiprocessor: u64,
-}
 
 /// The properties of a CUDA device. libtorch asks CUDA for them once and keeps them.
 ///

@@ -2,28 +2,9 @@
 
 use super::{device_index, ffi};
 use crate::Result;
+#[doc(inline)]
+pub use crate::ffi::cuda_types::MemoryStats;
 use tch::Device;
-
-/// How much of a device's memory libtorch's allocator holds. All fields are zero under
-/// `PYTORCH_NO_CUDA_MEMORY_CACHING`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryStats {
-    /// Bytes in use by tensors.
-    pub allocated: u64,
-    /// The maximum of [`MemoryStats::allocated`] since the start or since
-    /// [`reset_peak_memory_stats`].
-    pub peak_allocated: u64,
-    /// Bytes taken from CUDA: those in use by tensors, and those kept for later tensors.
-    pub reserved: u64,
-    /// The maximum of [`MemoryStats::reserved`].
-    pub peak_reserved: u64,
-    /// How often CUDA had no memory left, so that the allocator released its cache and tried again.
-    pub retries: u64,
-    /// How often the second try failed, too.
-    pub out_of_memory: u64,
-}
 
 /// How much of the memory of `device` libtorch's allocator holds.
 ///

@@ -8,17 +8,17 @@ mod event;
 mod graph;
 mod kernel;
 mod memory;
+#[cfg(tch_extension_cuda)]
+pub(crate) mod per_device;
 mod precision;
 mod stream;
 
 pub use device::{DeviceProperties, device_properties};
 pub use event::Event;
 pub use graph::Graph;
-pub(crate) use kernel::{Facts, LaunchGrid};
 pub use kernel::{Grid, Kernel, Param, Parameter};
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
-pub(crate) use stream::StreamParts;
 pub use stream::{Stream, StreamGuard, record_stream};
 
 #[cfg(not(tch_extension_cuda))]

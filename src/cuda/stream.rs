@@ -2,30 +2,10 @@
 
 use super::{DeviceGuard, Event, device_index, ffi, refused};
 use crate::Result;
+use crate::ffi::cuda_types::StreamParts;
 use std::ffi::c_void;
 use std::marker::PhantomData;
 use tch::{Device, Tensor};
-
-/// A stream as represented in `csrc/cuda/stream.cpp`.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct StreamParts {
-    pub(crate) raw: *mut c_void,
-    id: i64,
-    device: i32,
-}
-
-// SAFETY: it only identifies a stream, and any thread may call CUDA's functions on streams.
-unsafe impl Send for StreamParts {}
-// SAFETY: as for `Send`.
-unsafe impl Sync for StreamParts {}
-
-impl StreamParts {
-    #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
-    pub(crate) fn none() -> Self {
-        StreamParts { raw: std::ptr::null_mut(), id: 0, device: 0 }
-    }
-}
 
 /// A stream of a CUDA device, with libtorch's own identifier, so that libtorch's allocator and
 /// guards recognise it.

@@ -2,9 +2,9 @@
 //!
 //! `src/cuda/absent.rs` defines the same names for a build without CUDA.
 
+use super::cuda_types::{DeviceProperties, MemoryStats, StreamParts};
 pub(crate) use super::kernel::{KernelHandle, LibraryHandle};
 use super::take_message;
-use crate::cuda::{DeviceProperties, MemoryStats, StreamParts};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null_mut;

@@ -135,7 +135,7 @@ impl Facts {
             _ if self.dim < 0 => None,
             CPU => Some(Device::Cpu),
             index => {
-                usize::try_from(index).ok().filter(|_| crate::cuda::is_compiled()).map(Device::Cuda)
+                usize::try_from(index).ok().filter(|_| cfg!(tch_extension_cuda)).map(Device::Cuda)
             }
         }
     }

@@ -3,8 +3,8 @@
 //! `src/cuda/absent.rs` defines the same names for a build without CUDA.
 
 use super::cuda::{check, message_line};
+use super::cuda_types::{LaunchFacts, LaunchGrid};
 use super::take_message;
-use crate::cuda::{Facts, LaunchGrid};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::null_mut;
@@ -104,7 +104,7 @@ unsafe impl Sync for KernelHandle {}
 impl KernelHandle {
     /// Loads the kernel on `device`, which must be current. A failure comes with the device's
     /// compute capability, as far as it is known.
-    pub(crate) fn prepare(self, device: i32) -> std::result::Result<Facts, (String, i32)> {
+    pub(crate) fn prepare(self, device: i32) -> std::result::Result<LaunchFacts, (String, i32)> {
         let mut facts = KernelFacts {
             capability: 0,
             max_threads: 0,
@@ -121,7 +121,7 @@ impl KernelHandle {
         let params = usize::try_from(facts.params).ok();
         let known = params.unwrap_or(0).min(SIZES);
         let sizes = facts.sizes[..known].iter().map(|size| *size as usize).collect();
-        Ok(Facts {
+        Ok(LaunchFacts {
             capability: facts.capability,
             max_threads: facts.max_threads.unsigned_abs(),
             static_shared: facts.static_shared.unsigned_abs(),

@@ -5,6 +5,7 @@ pub(crate) mod amp;
 pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
+pub(crate) mod cuda_types;
 pub(crate) mod define;
 #[cfg(feature = "distributed")]
 pub(crate) mod distributed;
@@ -18,8 +19,6 @@ mod kernel;
 pub(crate) mod library;
 pub(crate) mod loader;
 pub(crate) mod package;
-#[cfg(tch_extension_cuda)]
-pub(crate) mod per_device;
 pub(crate) mod pointers;
 pub(crate) mod precision;
 pub(crate) mod sdp_backends;

@@ -6,7 +6,7 @@ use super::gradients::parameter_facts;
 use super::kernels::{Hyper, Owned, Rule};
 use super::optimizer::{Optimizer, Parameter, refuse_capture, unwrap};
 use super::state::State;
-use crate::nn::state_dict::{is_floating, listed, read_tensors, shown, write_tensors};
+use crate::state_dict::{is_floating, listed, read_tensors, shown, write_tensors};
 use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;

@@ -4,8 +4,7 @@
 mod words;
 
 use crate::Error;
-pub(crate) use words::for_python;
-use words::in_python;
+pub(crate) use words::in_python;
 
 /// The exception that an error becomes. `csrc/library/call.h` mirrors it.
 #[repr(i32)]

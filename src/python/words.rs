@@ -1,8 +1,5 @@
 //! The words of errors that Python shows: its own, and not those of Rust and tch.
 
-use crate::Error;
-use crate::ffi::exceptions::known_as;
-
 /// What Rust and tch call something, and what Python does.
 const WORDS: [(&str, &str); 29] = [
     ("Uint8", "torch.uint8"),
@@ -60,27 +57,7 @@ const PATHS: [&str; 6] = [
     "tch::wrappers::device::",
 ];
 
-/// The same error in Python's words, if this crate has written it. The text of any other error is its
-/// author's.
-pub(crate) fn for_python(error: Error) -> Error {
-    match error {
-        Error::Argument { op, argument, expected, got, hint } => Error::Argument {
-            op,
-            argument,
-            expected: in_python(&expected),
-            got: in_python(&got),
-            hint: in_python(&hint),
-        },
-        Error::Autograd(text) => {
-            let python = in_python(&text);
-            known_as(&text, &python);
-            Error::Autograd(python)
-        }
-        other => other,
-    }
-}
-
-pub(super) fn in_python(text: &str) -> String {
+pub(crate) fn in_python(text: &str) -> String {
     let text = PATHS.iter().fold(text.to_string(), |text, path| text.replace(path, ""));
     let (mut python, mut rest) = (String::new(), text.as_str());
     // Whether a device stands in a call, where Python quotes its name.

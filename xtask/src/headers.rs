@@ -173,8 +173,7 @@ fn headers(root: &Path) -> Result<Vec<Header>> {
             sources,
         });
     }
-    let outside = ["kernel/grid.rs", "memory.rs", "stream.rs"];
-    let mut sources = outside.map(|file| Path::new("src/cuda").join(file)).to_vec();
+    let mut sources = Vec::new();
     collect(root, Path::new("src/ffi"), &mut sources);
     // The handles of csrc/distributed are smart pointers, which cannot be declared.
     sources.retain(|file| !file.ends_with("distributed.rs") && root.join(file).is_file());
@@ -257,7 +256,7 @@ mod tests {
                     &["src/ops/row_norm/plan.rs", "src/ops/row_norm/kernels.rs"]
                 ),
                 of("csrc/optim/params.h", "Optim", &["src/optim/kernels.rs"]),
-                of("csrc/ffi.h", "tch_extension::", &["src/cuda/stream.rs", "src/ffi/amp.rs"]),
+                of("csrc/ffi.h", "tch_extension::", &["src/ffi/amp.rs"]),
             ]
         );
     }

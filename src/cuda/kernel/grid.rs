@@ -1,6 +1,6 @@
 //! How many blocks and threads run a kernel.
 
-use super::Facts;
+use crate::ffi::cuda_types::{LaunchFacts, LaunchGrid};
 
 /// The size of a launch: blocks, threads in a block, blocks in a cluster, and shared memory.
 ///
@@ -16,18 +16,6 @@ pub struct Grid {
     threads: [u32; 3],
     cluster: Option<[u32; 3]>,
     shared: usize,
-}
-
-/// `KernelGrid` of `csrc/cuda/kernel.cpp`.
-#[doc(alias = "tch_extension::KernelGrid")]
-#[repr(C)]
-#[derive(Debug)]
-pub(crate) struct LaunchGrid {
-    blocks: [u32; 3],
-    threads: [u32; 3],
-    /// 0 if no cluster is asked for.
-    cluster: [u32; 3],
-    shared: u64,
 }
 
 /// CUDA's limits in x, y and z, which are the same for all GPUs.
@@ -64,7 +52,7 @@ impl Grid {
         LaunchGrid { blocks, threads, cluster: cluster.unwrap_or_default(), shared: shared as u64 }
     }
 
-    pub(super) fn check(&self, facts: &Facts) -> Result<(), String> {
+    pub(super) fn check(&self, facts: &LaunchFacts) -> Result<(), String> {
         let Grid { blocks, threads, cluster, shared } = *self;
         within("blocks", blocks, MOST_BLOCKS)?;
         within("threads", threads, MOST_THREADS)?;
@@ -116,8 +104,8 @@ fn check_cluster(cluster: [u32; 3], blocks: [u32; 3], capability: i32) -> Result
 mod tests {
     use super::*;
 
-    fn facts(capability: i32) -> Facts {
-        Facts {
+    fn facts(capability: i32) -> LaunchFacts {
+        LaunchFacts {
             capability,
             max_threads: 512,
             static_shared: 1024,

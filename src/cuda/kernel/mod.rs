@@ -5,11 +5,11 @@ mod image;
 mod params;
 
 pub use grid::Grid;
-pub(crate) use grid::LaunchGrid;
 pub use params::{Param, Parameter};
 
 use self::image::Image;
 use super::{DeviceGuard, NO_DEVICE, device_count, device_index, ffi, not_compiled, refused};
+use crate::ffi::cuda_types::LaunchFacts;
 use crate::{Error, Result};
 use std::collections::HashMap;
 use std::ffi::CString;
@@ -68,23 +68,7 @@ struct Inner {
     image: Image,
     handle: ffi::KernelHandle,
     /// By the device's index.
-    facts: Mutex<HashMap<i32, Arc<Facts>>>,
-}
-
-/// What a kernel takes on a device.
-#[derive(Debug)]
-pub(crate) struct Facts {
-    /// 10 * major + minor.
-    pub(crate) capability: i32,
-    /// In a block.
-    pub(crate) max_threads: u32,
-    pub(crate) static_shared: u64,
-    /// The most dynamic shared memory that a block can have.
-    pub(crate) max_shared: u64,
-    /// The number of parameters, if CUDA tells it.
-    pub(crate) params: Option<usize>,
-    /// Their sizes, of the first ones if there are very many.
-    pub(crate) sizes: Vec<usize>,
+    facts: Mutex<HashMap<i32, Arc<LaunchFacts>>>,
 }
 
 impl std::fmt::Debug for Kernel {
@@ -204,7 +188,7 @@ impl Kernel {
     }
 
     /// What the kernel takes on the current device, which has this index.
-    fn facts(&self, index: i32) -> Result<Arc<Facts>> {
+    fn facts(&self, index: i32) -> Result<Arc<LaunchFacts>> {
         if let Some(facts) = lock(&self.inner.facts).get(&index) {
             return Ok(Arc::clone(facts));
         }

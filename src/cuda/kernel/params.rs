@@ -1,6 +1,6 @@
 //! The parameters of a launch.
 
-use super::Facts;
+use crate::ffi::cuda_types::LaunchFacts;
 use std::ffi::c_void;
 use std::marker::PhantomData;
 
@@ -74,7 +74,7 @@ macro_rules! __params {
 }
 
 /// Checks number and sizes.
-pub(super) fn check(params: &[Param<'_>], facts: &Facts) -> Result<(), String> {
+pub(super) fn check(params: &[Param<'_>], facts: &LaunchFacts) -> Result<(), String> {
     let expected = facts.params.unwrap_or(params.len());
     if params.len() != expected {
         return Err(format!("expected {expected} parameters, got {}", params.len()));
@@ -95,7 +95,7 @@ mod tests {
     use super::*;
 
     fn check_sizes(params: &[Param<'_>], sizes: &[usize]) -> Result<(), String> {
-        let facts = Facts {
+        let facts = LaunchFacts {
             capability: 90,
             max_threads: 1024,
             static_shared: 0,

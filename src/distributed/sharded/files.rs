@@ -8,7 +8,7 @@ use super::ShardedOptimizer;
 use super::layout::overlap;
 use super::state::{STEP, Tensors, scalar};
 use crate::distributed::agree::{all_succeed, exchange};
-use crate::nn::state_dict::{read_tensors, shown, write_tensors};
+use crate::state_dict::{read_tensors, shown, write_tensors};
 use crate::{Error, Result};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;

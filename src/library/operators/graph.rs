@@ -1,5 +1,6 @@
 //! Calls of operators of [`operators!`](crate::operators) as part of a graph.
 
+use super::for_python;
 use super::types::Tensors as Count;
 use crate::autograd::{Context, Saver, Tensors, apply_registered};
 use crate::ffi::autograd::tch_extension_grad_mode;
@@ -8,7 +9,6 @@ use crate::ffi::graph::GraphResults;
 use crate::ffi::library::Arguments;
 use crate::library::CallContext;
 use crate::library::with_backward::NamedArguments;
-use crate::python::for_python;
 use crate::{Error, Result};
 use std::ops::Range;
 use tch::Tensor;

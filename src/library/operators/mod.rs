@@ -4,6 +4,9 @@ mod block;
 mod graph;
 mod types;
 
+use crate::Error;
+use crate::ffi::exceptions::known_as;
+use crate::python::in_python;
 pub use block::registration_error;
 
 /// What [`operators!`](crate::operators) expands to. It is no stable API.
@@ -26,7 +29,7 @@ pub mod expansion {
     /// The result of a kernel, whose error has Python's words.
     #[inline]
     pub fn told<T>(result: Result<T>) -> Result<T> {
-        result.map_err(crate::python::for_python)
+        result.map_err(super::for_python)
     }
 
     /// Gives a result to libtorch, in the place of the arguments.
@@ -41,6 +44,26 @@ pub mod expansion {
     pub fn hold<'c, T: Read>(call: &'c Call<'_>, index: &mut usize) -> Result<T::Held<'c>> {
         *index += 1;
         T::hold(call.argument(*index - 1))
+    }
+}
+
+/// The same error in Python's words, if this crate has written it. The text of any other error is its
+/// author's.
+pub(crate) fn for_python(error: Error) -> Error {
+    match error {
+        Error::Argument { op, argument, expected, got, hint } => Error::Argument {
+            op,
+            argument,
+            expected: in_python(&expected),
+            got: in_python(&got),
+            hint: in_python(&hint),
+        },
+        Error::Autograd(text) => {
+            let python = in_python(&text);
+            known_as(&text, &python);
+            Error::Autograd(python)
+        }
+        other => other,
     }
 }
 

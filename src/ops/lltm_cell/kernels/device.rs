@@ -2,7 +2,7 @@
 
 use crate::Result;
 #[cfg(tch_extension_cuda)]
-use crate::ffi::per_device::PerDevice;
+use crate::cuda::per_device::PerDevice;
 use tch::Device;
 
 /// The number of multiprocessors of a GPU that can run the tensor-core kernel; 0 for any other GPU.

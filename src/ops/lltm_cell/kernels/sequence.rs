@@ -48,7 +48,8 @@ fn at(all: Option<&Tensor>, step: i64, values: i64) -> *mut c_void {
 /// Whether rows of a tensor may be read 16 bytes at a time.
 fn allows_vectors(tensor: &Tensor, columns: [i64; 2]) -> bool {
     let lanes = 16 / tensor.kind().elt_size_in_bytes() as i64;
-    columns.iter().all(|columns| columns % lanes == 0) && tensor.data_ptr().addr() % 16 == 0
+    columns.iter().all(|columns| columns % lanes == 0)
+        && tensor.data_ptr().addr().is_multiple_of(16)
 }
 
 /// All steps forward.

@@ -4,7 +4,7 @@ pub(in crate::ops) mod add;
 
 use super::plan::{Gpu, Plan, Rows, Way};
 #[cfg(tch_extension_cuda)]
-use crate::ffi::per_device::{PerDevice, constant};
+use crate::cuda::per_device::{PerDevice, constant};
 use crate::ffi::tensor::plain;
 use crate::ffi::{kind_code, optional_ptr};
 use crate::operator::{Borrowed, Each, Meta};

@@ -3,7 +3,7 @@
 
 use crate::Result;
 #[cfg(tch_extension_cuda)]
-use crate::ffi::per_device::{PerDevice, constant};
+use crate::cuda::per_device::{PerDevice, constant};
 use tch::Device;
 
 /// How many clusters of large blocks a GPU runs at a time, of 8 and of 16 blocks each. Both are 0

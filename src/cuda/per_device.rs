@@ -1,6 +1,6 @@
 //! Answers of GPUs that are asked for only once.
 
-use crate::cuda::DeviceGuard;
+use super::DeviceGuard;
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char};
 use std::sync::OnceLock;
