@@ -144,20 +144,7 @@ impl Operator for Linear {
     }
 }
 
-/// The output for arguments that fit.
-pub(super) fn forward(
-    input: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    way: Way,
-) -> Result<Tensor> {
-    match gemm::linear(input, weight, bias, way)? {
-        Some(output) => Ok(output),
-        None => composite(input, weight, bias),
-    }
-}
-
-/// [`forward`] by libtorch's operator.
+/// The output for arguments that fit, by libtorch's operator.
 fn composite(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     // If the input is not a matrix, its strides decide whether libtorch adds the bias inside the
     // product or after it, with one rounding more.

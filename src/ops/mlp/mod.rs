@@ -32,7 +32,8 @@ pub(super) fn layer(
     bias: Option<&Tensor>,
     way: ProductWay,
 ) -> Result<Tensor> {
-    plain(&super::linear::forward(input, weight, bias, way)?)
+    let planned = gemm::linear(input, weight, bias, way)?;
+    plain(&planned.map_or_else(|| input.f_linear(weight, bias), Ok)?)
 }
 
 /// `lhs rhs` of matrices, contiguous.
