@@ -149,3 +149,19 @@ fn cuda_one_step_is_the_kernels_of_the_cell() {
         assert_is_the_cell(&inputs, "under autocast");
     }
 }
+
+/// Only the input of a single step has a dimension of the steps.
+#[test]
+fn one_step_refuses_a_dimension_of_steps_elsewhere() {
+    for device in devices() {
+        let good = one([1, 3, 4, 5], Kind::Float, device).inputs;
+        for (index, name) in [(1, "weight"), (3, "h"), (4, "c")] {
+            let mut inputs: Vec<Tensor> = good.iter().map(Tensor::shallow_clone).collect();
+            // The samples may lack the bias.
+            let place = if index > 1 { inputs.len() - 5 + index } else { index };
+            inputs[place] = inputs[place].unsqueeze(0);
+            let error = fused(&inputs).expect_err("a further dimension").to_string();
+            assert!(error.starts_with(&format!("lltm: {name}: expected")), "{error}");
+        }
+    }
+}
