@@ -149,12 +149,11 @@ impl Rnn {
         /// error of less is one of `Float`; tf32 was never seen to be off by less than 1.8e-5, and hardly by
         /// less than a sixth of that in the mean.
         const OF_FLOAT: [f64; 2] = [1.2e-5, 2e-6];
-        /// Twice as far in the mean, and once more at the worst place, which is chance: a bias of 1600 values was
-        /// 2.04 times as far there, and 1.16 times in the mean, when one product was summed in another order.
-        const MOST: [f64; 2] = [4.0, 2.0];
+        /// Of fewer values, chance decides which one differs most.
+        const ENOUGH: usize = 1000;
         let Some(device) = cuda_or_skip(test) else { return };
         let _switch = Tf32::allow();
-        // Of 6 runs with other numbers, one found a bias 2.4 times as far at the worst place.
+        // Which value differs most is chance: of 6 runs with other numbers, one found a bias 2.4 times as far.
         tch::manual_seed(7);
         let libtorch = Rnn { fused: self.libtorch, ..*self };
         let mut worse = Vec::new();
@@ -168,7 +167,9 @@ impl Rnn {
             let (ours, theirs) = (of(self, &inputs, &vectors), of(&libtorch, &inputs, &vectors));
             for (index, exact) in exact.iter().enumerate() {
                 let [ours, theirs] = [&ours, &theirs].map(|found| errors(&found[index], exact));
-                let is_within = |at: usize| ours[at] <= (MOST[at] * theirs[at]).max(OF_FLOAT[at]);
+                // Twice as far in the mean, and also at the worst place, for few values by chance once more.
+                let most = if exact.numel() < ENOUGH { [4.0, 2.0] } else { [2.0, 2.0] };
+                let is_within = |at: usize| ours[at] <= (most[at] * theirs[at]).max(OF_FLOAT[at]);
                 if !(is_within(0) && is_within(1)) {
                     worse.push(format!(
                         "{sizes:?}: result {index} is off by {ours:?}, not {theirs:?}"

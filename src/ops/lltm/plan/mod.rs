@@ -95,11 +95,6 @@ impl Way {
         self == Way::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
     }
 
-    /// Whether a loop of the cell may compute anything.
-    pub(crate) fn may_call_the_cell(self) -> bool {
-        matches!(self, Way::Automatic | Way::Cells)
-    }
-
     /// Whether this is computed as a loop of the cell, for tensors of one kind: with two steps, the
     /// fixed cost of a sequence exceeds what it saves, and one step is the cell's anyway. That is not done where it would round sums
     /// that a sequence does not round, which are in half kinds those of the weight's gradient over

@@ -5,8 +5,7 @@ use crate::Result;
 use crate::cuda::LaunchStatus;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::ops::recurrent::kernels::Outputs;
-use crate::ops::recurrent::kernels::cpu::CpuGradients;
-use crate::ops::recurrent::kernels::cuda::gates_kind;
+use crate::ops::recurrent::kernels::cuda::{Gradients, gates_kind};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::Tensor;
@@ -124,7 +123,7 @@ pub(crate) fn backward(
     activations: &Tensor,
     c: &Tensor,
     [grad_output, grad_h, grad_c]: [Option<&Tensor>; 3],
-) -> Result<CpuGradients> {
+) -> Result<Gradients> {
     let (steps, batch, hidden) = c.size3()?;
     let (kind, device) = (c.f_kind()?, c.device());
     let (like, size) = ((kind, device), batch * hidden);
@@ -179,7 +178,7 @@ pub(crate) fn backward(
         std::mem::swap(&mut c0, &mut other_c);
         status
     })?;
-    Ok(CpuGradients { gates, separate: None, h0, c0 })
+    Ok(Gradients { gates, separate: None, h0, c0 })
 }
 
 /// Starts a kernel for each step, until one fails.
