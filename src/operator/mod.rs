@@ -165,10 +165,16 @@ pub trait Operator: Signature {
     fn rule<D: Dim>(&self, of: &Metas<Self, D>, needs: &Needs<Self>)
     -> Result<Made<Self, Meta<D>>>;
 
-    /// Which arguments the backward pass reads, if these gradients are needed. By default all. While a
-    /// program is traced, all are there.
+    /// Which arguments the backward pass reads, if these gradients are needed. By default all. The others
+    /// are absent in it.
     fn reads(&self, _needs: &Needs<Self>) -> <Self::In as Slots>::Of<Each<bool>> {
         Self::In::each(|_| true)
+    }
+
+    /// Which it reads while a program is traced, such as all to compute the forward pass again. By default
+    /// those that [`reads`](Operator::reads) says.
+    fn reads_in_trace(&self, needs: &Needs<Self>) -> <Self::In as Slots>::Of<Each<bool>> {
+        self.reads(needs)
     }
 
     /// Pairs of arguments that have one gradient. While a program is traced, it is computed as that of the

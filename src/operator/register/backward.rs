@@ -129,6 +129,7 @@ fn gradients<O: Operator>(
 ) -> Result<Vec<Option<Tensor>>> {
     let of_call = O::In::borrowed(O::NAME, tensors)?;
     let needs = O::In::each(|place| is_needed(asked, place));
+    let reads = O::In::items(operator.reads_in_trace(&needs));
     let known = known::<O>(tensors)?;
     let is_known = fits(operator, before, &known_metas::<O>(&known)?, &needs)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
@@ -140,7 +141,7 @@ fn gradients<O: Operator>(
     }
     let (outputs, kept) = results.split_at_mut(Dispatched::<O>::OUTPUTS);
     let again = Again {
-        of: O::In::each(|place| own(tensors[place])),
+        of: O::In::each(|place| own(tensors[place].filter(|_| reads.as_ref()[place]))),
         kept: O::Kept::each(|place| kept[place].take()),
         outputs: O::Out::each(|place| outputs[place].take()),
         known: &known,

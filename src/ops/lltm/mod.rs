@@ -92,7 +92,8 @@ use tch::{Device, Kind, Tensor};
 /// sequence.
 ///
 /// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), except
-/// on the CPU for half kinds and mixed kinds. Two steps are a loop of it, except for half kinds.
+/// on the CPU for half kinds and mixed kinds. Two steps are a loop of it, except for half kinds and
+/// under autocast.
 ///
 /// There is no forget gate: c is a sum over all steps, so rounding errors add up. For T = 1…4096,
 /// tests check that outputs and gradients of a small size are off by at most `8·√max(T, 4)·ε` of
@@ -248,9 +249,9 @@ impl Operator for Lltm {
         let (Some(&[steps, _, _]), Some(kind)) = (known[0].all_sizes(), known[0].kind()) else {
             return Ok(None);
         };
-        // The rule reports what does not fit.
+        // The rule reports what does not fit. Under autocast a sequence casts once, and a loop each step.
         let is_loop = way.calls_the_cell(steps, kind) && are_alike(&known, bias.is_some());
-        if !is_loop || !is_taken(of) {
+        if !is_loop || self.cast(of)?.is_some() || !is_taken(of) {
             return Ok(None);
         }
         let (output, (h, c)) = step_by_step(f_lltm_cell, input, weight, bias, (h, c))?;
@@ -313,6 +314,11 @@ impl Operator for Lltm {
     fn reads(&self, needs: &Needs<Self>) -> LltmIn<Each<bool>> {
         let LltmIn { weight: needs_weight, .. } = *needs;
         LltmIn { input: needs_weight, weight: true, bias: false, h: needs_weight, c: false }
+    }
+
+    /// A trace may compute the forward pass again.
+    fn reads_in_trace(&self, _: &Needs<Self>) -> LltmIn<Each<bool>> {
+        LltmIn::each(|_| true)
     }
 
     fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
