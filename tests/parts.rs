@@ -49,6 +49,7 @@ tch_extension::register! {
     LltmCell,
     Lstm,
     MatmulAddRelu,
+    Rope,
     SwigluMlp,
 }
 
@@ -525,15 +526,18 @@ fn rotations() {
         let (new_q, new_k) = f_rope(&q, &k, &cos, &sin, &options)?;
         let (incoming, expected) = of_node(&[&new_q, &new_k], &[&q, &k]);
         tch::no_grad(|| -> Result<()> {
-            let tables = [&cos, &sin];
-            let found = parts::rope_rotate([Some(&q), Some(&k)], tables, &options, false)?;
-            assert_equal("rope", &found, &[new_q, new_k]);
+            let of = |grad_q, grad_k, needs: i64| {
+                let (q, k) = (&q, &k);
+                gradients("rope", args![grad_q, grad_k, q, k, &cos, &sin, true, 2, needs])
+            };
             let grads = [Some(&incoming[0]), Some(&incoming[1])];
-            assert_equal("rope", &parts::rope_rotate(grads, tables, &options, true)?, &expected);
-            let alone = parts::rope_rotate([None, grads[1]], tables, &options, true)?;
-            assert!(alone[0].is_none());
-            assert_equal("rope of k", &alone, &expected[1..]);
-            assert!(parts::rope_rotate([None, None], tables, &options, true).is_err());
+            assert_equal("rope", &of(grads[0], grads[1], 0b11)?, &expected);
+            // What is not needed is empty, and an absent gradient is zero.
+            let alone = of(grads[0], grads[1], 0b10)?;
+            assert_eq!(alone[0].size(), [0]);
+            assert_equal("rope of k", &alone[1..], &expected[1..]);
+            let of_k = of(None, grads[1], 0b11)?;
+            assert_equal("rope of k", &of_k, &[q.zeros_like(), expected[1].shallow_clone()]);
             Ok(())
         })
     });

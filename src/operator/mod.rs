@@ -120,6 +120,10 @@ pub trait Operator: Signature {
     const SECOND: Second = Second::Reference;
     /// The outputs that the backward pass reads: one bit for each, the first one lowest.
     const READS_OUTPUTS: u64 = 0;
+    /// Outputs that the registered operator lays out like an argument of the same sizes, as an elementwise
+    /// operation of libtorch does, each with that argument. The argument's gradient is laid out like the
+    /// output's. By default all are contiguous.
+    const LAID_OUT_LIKE: &'static [(usize, usize)] = &[];
     /// What an argument without a gradient is expected to be, if it is an error that it requires grad, such
     /// as "weights without gradient". By default it becomes a constant.
     const MUST_BE_CONSTANT: Option<&'static str> = None;
@@ -232,6 +236,9 @@ pub enum Second {
     /// ([`Again::is_recorded`]) of arguments and outputs. What is kept are constants there, such as a
     /// mask of random numbers. Only the arguments that it reads are saved.
     Itself,
+    /// As [`Itself`](Second::Itself), for an operator that is linear in the arguments that its backward
+    /// pass does not read: no derivative of any order needs their values, also while a program is traced.
+    Linear,
 }
 
 /// What a forward pass makes: tensors, or their kinds and sizes.

@@ -10,154 +10,121 @@
 //! the former with the same node (`forwarded`), the latter by the operator's reference
 //! (`gradients`).
 
+use super::node::reference;
+use super::register::Dispatched;
+use super::{Operator, Second, Slots};
 use crate::amp::Autocast;
 use crate::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
-use crate::library::{below_autograd, is_traced};
+use crate::library::{below_autograd, empty, is_traced};
 use crate::{Error, Result};
 use tch::{Device, Tensor};
 
 /// Which inputs need a gradient: one bit for each, the first one lowest.
 pub type Needs = i64;
 
-/// The gradients of all inputs, for an operator that has no argument `needs`.
-pub const ALL: Needs = -1;
-
-/// An operator as calls of registered operators. The value itself is what the operator is told besides
-/// its tensors.
-pub trait Pair: Clone + Send + Sync + 'static {
-    const NAME: &'static str;
-    /// The name of the operator that computes the gradients.
-    const BACKWARD: &'static str;
-    /// The number of tensors that the operator takes.
-    const INPUTS: usize;
-    /// The number of tensors that it returns.
-    const OUTPUTS: usize;
-    /// Which results of [`Pair::forward`] its gradients read: one bit for each, the first one lowest.
-    const KEPT: u64;
-
-    /// The outputs.
-    ///
-    /// # Errors
-    /// An error of the operator.
-    fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>>;
-
-    /// The outputs, and after them what is saved for these gradients.
-    ///
-    /// # Errors
-    /// An error of the operator.
-    fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>>;
-
-    /// A gradient for each of the inputs but the last ones that have none. Those that are not needed may
-    /// be absent or empty (`[0]`).
-    ///
-    /// # Errors
-    /// An error of the operator.
-    fn backward(
-        &self,
-        grads: Inputs<'_>,
-        kept: Inputs<'_>,
-        inputs: Inputs<'_>,
-        needs: Needs,
-    ) -> Result<Vec<Option<Tensor>>>;
-
-    /// The outputs in plain tch operations.
-    ///
-    /// # Errors
-    /// An error of libtorch.
-    fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>>;
-
-    /// Pairs of inputs that have one gradient, which [`Pair::backward`] is asked for as that of the second.
-    ///
-    /// # Errors
-    /// When an input is absent that must be there.
-    fn shared_gradients(&self, _inputs: Inputs<'_>) -> Result<&'static [(usize, usize)]> {
-        Ok(&[])
-    }
-}
-
 /// The results that gradients read.
-pub(super) fn kept<P: Pair>() -> impl Iterator<Item = usize> {
-    (0..u64::BITS as usize).filter(|place| P::KEPT >> place & 1 == 1)
+pub(super) fn kept<O: Operator>() -> impl Iterator<Item = usize> {
+    (0..u64::BITS as usize).filter(|place| Dispatched::<O>::KEPT >> place & 1 == 1)
 }
 
-/// Calls the operators of a pair, as a part of the graph if there is one.
-pub(super) fn traced<P: Pair>(pair: P, inputs: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
-    let results = apply(Node { pair, asked: None }, inputs)?.into_vec();
+/// Calls the registered operators, as a part of the graph if there is one.
+pub(super) fn traced<O: Operator>(
+    operator: O,
+    inputs: &[Option<&Tensor>],
+) -> Result<Vec<Option<Tensor>>> {
+    let results = apply(Node { operator, asked: None }, inputs)?.into_vec();
     // What is saved comes after the outputs.
-    Ok(results.into_iter().take(P::OUTPUTS).collect())
+    Ok(results.into_iter().take(Dispatched::<O>::OUTPUTS).collect())
 }
 
 /// Calls the operator that computes the outputs and what the gradients that `asked` names read, as a
 /// part of the graph if there is one. What is saved are constants there: it follows from the inputs.
-pub(super) fn forwarded<P: Pair>(
-    pair: P,
+pub(super) fn forwarded<O: Operator>(
+    operator: O,
     inputs: &[Option<&Tensor>],
     asked: Needs,
 ) -> Result<Vec<Option<Tensor>>> {
-    Ok(apply(Node { pair, asked: Some(asked) }, inputs)?.into_vec())
+    Ok(apply(Node { operator, asked: Some(asked) }, inputs)?.into_vec())
 }
 
 /// Calls the operator that computes the gradients, as a part of the graph if there is one.
-pub(super) fn gradients<P: Pair>(
-    pair: P,
+pub(super) fn gradients<O: Operator>(
+    operator: O,
     grads: &[Option<&Tensor>],
     kept: &[Option<&Tensor>],
     inputs: &[Option<&Tensor>],
     needs: Needs,
 ) -> Result<Vec<Option<Tensor>>> {
     let all: Vec<Option<&Tensor>> = [grads, kept, inputs].concat();
-    Ok(apply(Gradients { pair, needs }, &all)?.into_vec())
+    Ok(apply(Gradients { operator, needs }, &all)?.into_vec())
 }
 
 /// An operator that is traced.
-struct Node<P> {
-    pair: P,
+struct Node<O> {
+    operator: O,
     /// The gradients that another level of torch.func computes, if it is the caller.
     asked: Option<Needs>,
 }
 
-impl<P: Pair> Function for Node<P> {
-    const NAME: &'static str = P::NAME;
+impl<O: Operator> Node<O> {
+    /// Whether no derivative reads the values of this argument.
+    fn is_never_read(&self, place: usize) -> bool {
+        let reads = || O::In::items(self.operator.reads_in_trace(&O::In::each(|_| true)));
+        O::SECOND == Second::Linear && !reads().as_ref()[place]
+    }
+}
+
+impl<O: Operator> Function for Node<O> {
+    const NAME: &'static str = O::NAME;
     const DOUBLE_BACKWARD: bool = true;
     const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         if !saver.needs_graph() && self.asked.is_none() {
-            return Ok(below_autograd(|| self.pair.call(inputs))?.into());
+            return Ok(below_autograd(|| Dispatched(&self.operator).call(inputs))?.into());
         }
-        let own = bits((0..P::INPUTS).map(|place| saver.needs_input_grad(place)));
+        let own = bits((0..Dispatched::<O>::INPUTS).map(|place| saver.needs_input_grad(place)));
         // What is saved for more gradients serves each of them.
         let needs = own | self.asked.unwrap_or(0);
-        let results = below_autograd(|| self.pair.forward(inputs, needs))?;
-        (0..P::INPUTS).for_each(|place| saver.save_optional(inputs.optional(place)));
-        kept::<P>().for_each(|place| saver.save_optional(results.get(place)));
+        let results = below_autograd(|| Dispatched(&self.operator).forward(inputs, needs))?;
+        for (place, input) in inputs.iter().enumerate() {
+            match input.filter(|_| self.is_never_read(place)) {
+                Some(input) => saver.save(&stand_in(input)?),
+                None => saver.save_optional(*input),
+            }
+        }
+        kept::<O>().for_each(|place| saver.save_optional(results.get(place)));
         // The graph has what is saved as an output, so that gradients of a higher order may read it.
-        (P::OUTPUTS..results.len()).for_each(|place| saver.mark_non_differentiable(place));
+        (Dispatched::<O>::OUTPUTS..results.len())
+            .for_each(|place| saver.mark_non_differentiable(place));
         // An output without a gradient then costs no tensor of zeros.
         saver.set_materialize_grads(false);
         Ok(results.into())
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        if grads.iter().take(P::OUTPUTS).all(Option::is_none) {
+        if grads.iter().take(Dispatched::<O>::OUTPUTS).all(Option::is_none) {
             // A second derivative comes here from an output that was kept, which is a constant there.
-            return Ok((0..P::INPUTS).map(|_| None).collect::<Vec<_>>().into());
+            return Ok((0..Dispatched::<O>::INPUTS).map(|_| None).collect::<Vec<_>>().into());
         }
-        let saved = (0..P::INPUTS + kept::<P>().count())
-            .map(|slot| ctx.saved_optional(slot))
+        let saved = (0..Dispatched::<O>::INPUTS + kept::<O>().count())
+            .map(|slot| {
+                // Stand-ins are no part of a graph.
+                let is_stand_in = slot < Dispatched::<O>::INPUTS && self.is_never_read(slot);
+                let _no_grad = is_stand_in.then(tch::no_grad_guard);
+                ctx.saved_optional(slot)
+            })
             .collect::<Result<Vec<_>>>()?;
         let saved: Vec<Option<&Tensor>> = saved.iter().map(Option::as_ref).collect();
-        let (inputs, kept) = saved.split_at(P::INPUTS);
+        let (inputs, kept) = saved.split_at(Dispatched::<O>::INPUTS);
         let grads: Vec<Option<&Tensor>> =
-            (0..P::OUTPUTS).map(|place| grads.optional(place)).collect();
-        let needs = bits((0..P::INPUTS).map(|place| ctx.needs_input_grad(place)));
+            (0..Dispatched::<O>::OUTPUTS).map(|place| grads.optional(place)).collect();
+        let needs = bits((0..Dispatched::<O>::INPUTS).map(|place| ctx.needs_input_grad(place)));
         let [grads, kept, inputs] = [&grads, kept, inputs].map(Inputs::new);
-        let shared = self.pair.shared_gradients(inputs)?;
+        let shared = self.operator.shared_gradients(&O::In::borrowed(O::NAME, &inputs)?);
         let shared = || shared.iter().filter(|(place, _)| is_needed(needs, *place));
         let asked = shared().fold(needs, |bits, (place, of)| bits & !(1 << place) | 1 << of);
-        let mut gradients = self.pair.backward(grads, kept, inputs, asked)?;
-        // Inputs without a gradient, such as targets, come last.
-        gradients.resize_with(P::INPUTS, || None);
+        let mut gradients = Dispatched(&self.operator).backward(grads, kept, inputs, asked)?;
         for (place, of) in shared() {
             gradients[*place] = gradients[*of].as_ref().map(Tensor::shallow_clone);
         }
@@ -170,21 +137,23 @@ impl<P: Pair> Function for Node<P> {
 
 /// The gradients of an operator, as functions of the incoming ones and the inputs. What was kept are
 /// constants here: it follows from the inputs.
-struct Gradients<P> {
-    pair: P,
+struct Gradients<O> {
+    operator: O,
     needs: Needs,
 }
 
-impl<P: Pair> Function for Gradients<P> {
-    const NAME: &'static str = P::BACKWARD;
+impl<O: Operator> Function for Gradients<O> {
+    const NAME: &'static str = O::BACKWARD;
     const DOUBLE_BACKWARD: bool = true;
     const WITHOUT_AUTOCAST: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, all: Inputs<'_>) -> Result<Tensors> {
-        let (grads, others) = all.split_at(P::OUTPUTS);
-        let (kept, inputs) = others.split_at(kept::<P>().count());
+        let (grads, others) = all.split_at(Dispatched::<O>::OUTPUTS);
+        let (kept, inputs) = others.split_at(kept::<O>().count());
         let [grads_, kept, inputs_] = [grads, kept, inputs].map(Inputs::new);
-        let gradients = below_autograd(|| self.pair.backward(grads_, kept, inputs_, self.needs))?;
+        let gradients = below_autograd(|| {
+            Dispatched(&self.operator).backward(grads_, kept, inputs_, self.needs)
+        })?;
         grads.iter().chain(inputs).for_each(|tensor| saver.save_optional(*tensor));
         let is_constant = |place: &usize| !is_needed(self.needs, *place);
         (0..gradients.len()).filter(is_constant).for_each(|place| {
@@ -195,18 +164,21 @@ impl<P: Pair> Function for Gradients<P> {
     }
 
     fn backward(&self, ctx: &Context<'_>, vectors: &Tensors) -> Result<Tensors> {
-        let saved = (0..P::OUTPUTS + P::INPUTS)
+        let saved = (0..Dispatched::<O>::OUTPUTS + Dispatched::<O>::INPUTS)
             .map(|slot| ctx.saved_optional(slot))
             .collect::<Result<Vec<_>>>()?;
         // The inputs of this node, without what was kept.
-        let place_of =
-            |slot: usize| if slot < P::OUTPUTS { slot } else { slot + kept::<P>().count() };
+        let place_of = |slot: usize| {
+            if slot < Dispatched::<O>::OUTPUTS { slot } else { slot + kept::<O>().count() }
+        };
         let wanted: Vec<bool> =
             (0..saved.len()).map(|slot| ctx.needs_input_grad(place_of(slot))).collect();
         let create_graph = ctx.create_graph();
         let found = with_grad(|| self.differentiate(&saved, &wanted, vectors, create_graph))?;
         let mut all: Vec<Option<Tensor>> =
-            (0..P::OUTPUTS + kept::<P>().count() + P::INPUTS).map(|_| None).collect();
+            (0..Dispatched::<O>::OUTPUTS + kept::<O>().count() + Dispatched::<O>::INPUTS)
+                .map(|_| None)
+                .collect();
         for (slot, gradient) in found.into_iter().enumerate() {
             all[place_of(slot)] = gradient;
         }
@@ -214,7 +186,7 @@ impl<P: Pair> Function for Gradients<P> {
     }
 }
 
-impl<P: Pair> Gradients<P> {
+impl<O: Operator> Gradients<O> {
     /// The gradients of the incoming gradients and of the inputs, those that are wanted, by
     /// differentiating the operator's reference twice.
     fn differentiate(
@@ -224,8 +196,10 @@ impl<P: Pair> Gradients<P> {
         vectors: &Tensors,
         create_graph: bool,
     ) -> Result<Vec<Option<Tensor>>> {
-        let is_input_needed =
-            |slot: usize| slot >= P::OUTPUTS && is_needed(self.needs, slot - P::OUTPUTS);
+        let is_input_needed = |slot: usize| {
+            slot >= Dispatched::<O>::OUTPUTS
+                && is_needed(self.needs, slot - Dispatched::<O>::OUTPUTS)
+        };
         let is_variable = |slot: usize| wanted[slot] || is_input_needed(slot);
         // Fresh aliases: one saved tensor may depend on another.
         let alias = |(slot, tensor): (usize, &Option<Tensor>)| -> Result<Option<Tensor>> {
@@ -249,18 +223,19 @@ impl<P: Pair> Gradients<P> {
             return Err(Error::msg(format!(
                 "{}: no second derivative by torch.func.vjp or jacrev within torch.vmap; differentiate a sum by \
                  torch.func.grad there, or take one element at a time",
-                P::NAME
+                O::NAME
             )));
         }
         let aliases: Vec<Option<&Tensor>> = aliases.iter().map(Option::as_ref).collect();
-        let (grads, inputs) = aliases.split_at(P::OUTPUTS);
-        let outputs = self.pair.reference(Inputs::new(inputs))?;
+        let (grads, inputs) = aliases.split_at(Dispatched::<O>::OUTPUTS);
+        let outputs: Vec<Tensor> =
+            reference(&self.operator, inputs)?.into_iter().flatten().collect();
         let is_there =
             |(output, grad): &(&Tensor, &Option<&Tensor>)| grad.is_some() && output.requires_grad();
         let (of, along): (Vec<&Tensor>, Vec<Option<&Tensor>>) =
             outputs.iter().zip(grads).filter(is_there).unzip();
         let is_variable = |&place: &usize| is_needed(self.needs, place) && inputs[place].is_some();
-        let needed: Vec<usize> = (0..P::INPUTS).filter(is_variable).collect();
+        let needed: Vec<usize> = (0..Dispatched::<O>::INPUTS).filter(is_variable).collect();
         let variables: Vec<&Tensor> = needed.iter().filter_map(|&place| inputs[place]).collect();
         let none = || aliases.iter().map(|_| None).collect::<Vec<_>>();
         if of.is_empty() || variables.is_empty() {
@@ -308,6 +283,13 @@ impl<P: Pair> Gradients<P> {
 fn variable(tensor: &Tensor) -> Result<Tensor> {
     let zero = tensor.f_detach()?.f_zeros_like()?.f_set_requires_grad(true)?;
     Ok(tensor.f_add(&zero)?)
+}
+
+/// A tensor of these sizes, kind and device that keeps no memory alive, in the place of one whose values
+/// nobody reads.
+fn stand_in(tensor: &Tensor) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    Ok(empty(&[], tensor.f_kind()?, tensor)?.f_expand_as(tensor)?)
 }
 
 /// One bit for each.
@@ -374,25 +356,38 @@ fn with_grad<T>(body: impl FnOnce() -> Result<T>) -> Result<T> {
     tch::with_grad(body)
 }
 
-/// Tensors that are contiguous and share no memory with each other and with `others`.
-pub(super) fn returned(
-    tensors: impl IntoIterator<Item = Option<Tensor>>,
+/// Tensors that share no memory with each other and with `others`: contiguous, or laid out like the
+/// tensor next to them.
+pub(super) fn returned<'a>(
+    tensors: impl IntoIterator<Item = (Option<Tensor>, Option<&'a Tensor>)>,
     others: &[&Tensor],
 ) -> Result<Vec<Option<Tensor>>> {
     let mut taken: Vec<_> = others.iter().map(|other| other.data_ptr()).collect();
-    let mut own = |tensor: Tensor| -> Result<Tensor> {
-        let tensor = tensor.f_contiguous()?;
+    let mut own = |tensor: Tensor, like: Option<&Tensor>| -> Result<Tensor> {
+        let tensor = laid_out_like(tensor, like)?;
         let is_shared = tensor.numel() > 0 && taken.contains(&tensor.data_ptr());
-        let tensor = if is_shared { copied(&tensor)? } else { tensor };
+        let tensor =
+            if is_shared { tensor.f_to_dtype(tensor.f_kind()?, false, true)? } else { tensor };
         taken.push(tensor.data_ptr());
         Ok(tensor)
     };
-    tensors.into_iter().map(|tensor| tensor.map(&mut own).transpose()).collect()
+    let one = |(tensor, like): (Option<Tensor>, _)| tensor.map(|it| own(it, like)).transpose();
+    tensors.into_iter().map(one).collect()
 }
 
-/// A contiguous copy.
-fn copied(tensor: &Tensor) -> Result<Tensor> {
-    Ok(tensor.f_to_dtype(tensor.f_kind()?, false, true)?)
+/// A tensor in the strides that libtorch gives to a result of an elementwise operation on `like`, which a
+/// fake kernel can compute; contiguous without one.
+pub(super) fn laid_out_like(tensor: Tensor, like: Option<&Tensor>) -> Result<Tensor> {
+    let Some(like) = like.filter(|like| !(tensor.is_contiguous() && like.is_contiguous())) else {
+        return Ok(if tensor.is_contiguous() { tensor } else { tensor.f_contiguous()? });
+    };
+    let mut wanted = like.f_empty_like()?;
+    let strides = wanted.stride().into_iter().zip(tensor.stride());
+    if wanted.size().into_iter().zip(strides).all(|(size, (a, b))| size <= 1 || a == b) {
+        return Ok(tensor);
+    }
+    wanted.f_copy_(&tensor)?;
+    Ok(wanted)
 }
 
 /// In the place of a tensor that is absent.

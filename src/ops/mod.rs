@@ -91,17 +91,6 @@ pub use swiglu_mlp::SwigluMlpOptions;
 #[doc(hidden)]
 pub use way::force;
 
-/// Operators as two plain functions, below autograd: the forward returns, next to the outputs, what the
-/// backward reads, and the backward returns the gradients that are needed. Shapes, kinds and strides
-/// follow from those of the arguments. The package tch-extension-python registers them with libtorch's
-/// dispatcher. An operator that is missing here saves nothing, or what depends on the way.
-#[doc(hidden)]
-#[allow(missing_docs)]
-pub mod parts {
-    #[cfg(feature = "rope")]
-    pub use super::rope::parts::*;
-}
-
 /// Operators of which each is one definition: an [`Operator`](crate::operator::Operator). The package
 /// tch-extension-python registers them.
 #[doc(hidden)]
@@ -134,6 +123,8 @@ pub mod definitions {
     pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
     #[cfg(feature = "norm")]
     pub use super::rms_norm::{RmsNorm, RmsNormIn, RmsNormOut};
+    #[cfg(feature = "rope")]
+    pub use super::rope::{Rope, RopeIn, RopeOut};
     #[cfg(feature = "mlp")]
     pub use super::swiglu_mlp::{SwigluMlp, SwigluMlpIn, SwigluMlpOut};
 }

@@ -12,11 +12,6 @@
 // Operators have the arguments of torch's counterparts.
 #![allow(clippy::too_many_arguments)]
 
-mod meta;
-mod node;
-#[cfg(feature = "rope")]
-mod rope;
-
 #[allow(unused_imports)]
 use tch_extension::ops::definitions::*;
 
@@ -30,3 +25,5 @@ tch_extension::register! { namespace tch_extension; GeluMlp, SwigluMlp }
 tch_extension::register! { namespace tch_extension; CrossEntropy, LinearCrossEntropy }
 #[cfg(feature = "recurrent")]
 tch_extension::register! { namespace tch_extension; Lstm, Gru, Lltm, LltmCell }
+#[cfg(feature = "rope")]
+tch_extension::register! { namespace tch_extension; Rope }

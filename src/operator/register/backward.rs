@@ -7,7 +7,7 @@ use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::ffi::tensor::{has_shape, plain};
 use crate::library::{SymInt, empty};
 use crate::operator::node::known;
-use crate::operator::traced::{self, Needs, Pair, is_needed, kernel, returned};
+use crate::operator::traced::{self, Needs, is_needed, kernel, returned};
 use crate::operator::{
     Again, Meta, Metas, Operator, Slots, constants, known_metas, with_constants,
 };
@@ -28,7 +28,7 @@ impl<'c> First<'c> {
             range.map(|index| frame.argument(index).tensor_or_none()).collect::<Result<Vec<_>>>()
         };
         let grads = tensors(O::Out::NAMES.len())?;
-        let mut kept = tensors(traced::kept::<Dispatched<O>>().count())?;
+        let mut kept = tensors(traced::kept::<O>().count())?;
         // Outputs that are read come first. They are never absent.
         let outputs = O::READS_OUTPUTS.count_ones() as usize;
         for kept in &mut kept[outputs..] {
@@ -57,6 +57,7 @@ pub(super) fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             let found = gradients(&operator, before, tensors, needs)?;
             let (grads, kept) = (refer(&before.grads), refer(&before.kept));
             let others = tensors.iter().chain(&grads).chain(&kept).flatten().copied();
+            let found = found.into_iter().zip(grads_like::<O>(&grads));
             let found = returned(found, &others.collect::<Vec<_>>())?;
             let nothing = || traced::nothing(like);
             found
@@ -66,6 +67,16 @@ pub(super) fn backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         })
     })?;
     give(frame, gradients.into_iter().map(Some))
+}
+
+/// For each argument with a gradient, the incoming gradient that it is laid out like.
+fn grads_like<'a, O: Operator>(
+    grads: &[Option<&'a Tensor>],
+) -> impl Iterator<Item = Option<&'a Tensor>> {
+    differentiable::<O>().map(|argument| {
+        let found = O::LAID_OUT_LIKE.iter().find(|(_, place)| *place == argument);
+        found.and_then(|(output, _)| grads[*output])
+    })
 }
 
 /// Checks that incoming gradients are like the outputs, and what was kept as the rule says: kernels read
@@ -85,7 +96,7 @@ fn fits<O: Operator>(
     let mut said = described(needs)?;
     let kept = refer(&before.kept);
     let is_unsaid = |place: usize, kept: &Option<&Tensor>| kept.is_some() && said[place].is_none();
-    if traced::kept::<Dispatched<O>>().zip(&kept).any(|(place, kept)| is_unsaid(place, kept)) {
+    if traced::kept::<O>().zip(&kept).any(|(place, kept)| is_unsaid(place, kept)) {
         let all = described(&O::In::each(|_| true))?;
         said = said.into_iter().zip(all).map(|(needed, all)| needed.or(all)).collect();
     }
@@ -94,7 +105,7 @@ fn fits<O: Operator>(
     }
     let name = |place: usize| O::Out::NAMES.iter().chain(O::Kept::NAMES).nth(place);
     let mut is_known = Vec::with_capacity(kept.len());
-    for (place, kept) in traced::kept::<Dispatched<O>>().zip(kept) {
+    for (place, kept) in traced::kept::<O>().zip(kept) {
         let name = || format!("kept_{}", name(place).unwrap_or(&""));
         like::<O>(kept, said[place].as_ref(), name)?;
         is_known.push(said[place].is_some());
@@ -134,7 +145,7 @@ fn gradients<O: Operator>(
     let is_known = fits(operator, before, &known_metas::<O>(&known)?, &needs)?;
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
     let mut results: Vec<Option<Tensor>> = (0..Dispatched::<O>::RESULTS).map(|_| None).collect();
-    let kept = traced::kept::<Dispatched<O>>().zip(refer(&before.kept));
+    let kept = traced::kept::<O>().zip(refer(&before.kept));
     for ((place, tensor), _) in kept.zip(is_known).filter(|(_, is_known)| *is_known) {
         // As the forward pass made it, also if the caller has laid it out in another way.
         results[place] = tensor.map(plain).transpose()?;
@@ -167,11 +178,16 @@ fn gradients<O: Operator>(
 }
 
 pub(super) fn fake_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
-    let gradients = read_all::<O, _>(frame, |_, _, tensors, needs| {
+    let gradients = read_all::<O, _>(frame, |_, before, tensors, needs| {
         let like = first(tensors)?;
+        let grads = refer(&before.grads);
         differentiable::<O>()
-            .map(|place| match tensors[place].filter(|_| is_needed(needs, place)) {
-                Some(tensor) => empty(&crate::library::sizes(tensor), tensor.f_kind()?, tensor),
+            .zip(grads_like::<O>(&grads))
+            .map(|(place, grad)| match tensors[place].filter(|_| is_needed(needs, place)) {
+                Some(tensor) => match grad {
+                    Some(grad) => Ok(grad.f_empty_like()?),
+                    None => empty(&crate::library::sizes(tensor), tensor.f_kind()?, tensor),
+                },
                 None => empty(&[SymInt::from(0)], like.f_kind()?, like),
             })
             .collect::<Result<Vec<_>>>()
@@ -184,7 +200,7 @@ pub(super) fn autograd_of_backward<O: Operator>(frame: &mut Frame<'_>) -> Result
         let (grads, kept) = (refer(&before.grads), refer(&before.kept));
         let constants = constants::<O>(tensors)?;
         let tensors = with_constants(tensors, &constants);
-        let all = traced::gradients(Dispatched(operator), &grads, &kept, &tensors, needs)?;
+        let all = traced::gradients(operator, &grads, &kept, &tensors, needs)?;
         Ok(with_gradient::<O>(all).collect::<Vec<_>>())
     })?;
     give(frame, gradients)

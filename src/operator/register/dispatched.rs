@@ -4,37 +4,30 @@ use super::differentiable;
 use crate::Result;
 use crate::autograd::Inputs;
 use crate::library::Value;
-use crate::operator::node::reference;
 use crate::operator::signature::Part;
-use crate::operator::traced::{Needs, Pair};
+use crate::operator::traced::Needs;
 use crate::operator::{Args, Operator, Outputs, Slots};
 use tch::Tensor;
 
 /// Calls the registered operators.
-#[derive(Clone)]
-pub(super) struct Dispatched<O>(pub O);
+pub(in crate::operator) struct Dispatched<'a, O>(pub &'a O);
 
-impl<O: Operator> Dispatched<O> {
+impl<O: Operator> Dispatched<'_, O> {
+    pub const INPUTS: usize = O::In::NAMES.len();
+    pub const OUTPUTS: usize = O::Out::NAMES.len();
     pub const KEEPS: bool = !O::Kept::NAMES.is_empty();
-    pub const RESULTS: usize = O::Out::NAMES.len() + O::Kept::NAMES.len();
-}
+    pub const RESULTS: usize = Self::OUTPUTS + O::Kept::NAMES.len();
+    /// Which results of [`forward`](Self::forward) the gradients read: one bit for each, the first one
+    /// lowest.
+    pub const KEPT: u64 = O::READS_OUTPUTS | ((1 << O::Kept::NAMES.len()) - 1) << Self::OUTPUTS;
 
-fn values<'a>(tensors: &[Option<&'a Tensor>]) -> impl Iterator<Item = Value<'a>> {
-    tensors.iter().map(|tensor| Value::from(*tensor))
-}
-
-impl<O: Operator> Pair for Dispatched<O> {
-    const NAME: &'static str = O::NAME;
-    const BACKWARD: &'static str = O::BACKWARD;
-    const INPUTS: usize = O::In::NAMES.len();
-    const OUTPUTS: usize = O::Out::NAMES.len();
-    const KEPT: u64 = O::READS_OUTPUTS | ((1 << O::Kept::NAMES.len()) - 1) << O::Out::NAMES.len();
-
-    fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
+    /// The outputs.
+    pub fn call(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
         O::registered().call::<O, _>(Part::Own, self.0.values(&inputs))
     }
 
-    fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>> {
+    /// The outputs, and after them what is kept for these gradients.
+    pub fn forward(&self, inputs: Inputs<'_>, needs: Needs) -> Result<Vec<Tensor>> {
         if !Self::KEEPS {
             return self.call(inputs);
         }
@@ -43,7 +36,8 @@ impl<O: Operator> Pair for Dispatched<O> {
         O::registered().call::<O, _>(Part::Forward, all)
     }
 
-    fn backward(
+    /// A gradient for each of the arguments. Those that are not needed may be absent or empty (`[0]`).
+    pub fn backward(
         &self,
         grads: Inputs<'_>,
         kept: Inputs<'_>,
@@ -51,21 +45,14 @@ impl<O: Operator> Pair for Dispatched<O> {
         needs: Needs,
     ) -> Result<Vec<Option<Tensor>>> {
         let own = self.0.values(&inputs).into_iter();
-        let all = values(&grads).chain(values(&kept)).chain(own).chain([needs.into()]);
+        let before = grads.iter().chain(kept.iter()).map(|tensor| Value::from(*tensor));
+        let all = before.chain(own).chain([needs.into()]);
         let found: Vec<Tensor> = O::registered().call::<O, _>(Part::Backward, all.collect())?;
         let mut gradients: Vec<Option<Tensor>> = (0..Self::INPUTS).map(|_| None).collect();
         for (place, gradient) in differentiable::<O>().zip(found) {
             gradients[place] = Some(gradient);
         }
         Ok(gradients)
-    }
-
-    fn reference(&self, inputs: Inputs<'_>) -> Result<Vec<Tensor>> {
-        Ok(reference(&self.0, &inputs)?.into_iter().flatten().collect())
-    }
-
-    fn shared_gradients(&self, inputs: Inputs<'_>) -> Result<&'static [(usize, usize)]> {
-        Ok(self.0.shared_gradients(&O::In::borrowed(O::NAME, &inputs)?))
     }
 }
 

@@ -6,7 +6,7 @@ use crate::ffi::define::Call as Frame;
 use crate::library::{SymInt, empty, without_key};
 use crate::operator::node::known;
 use crate::operator::traced::{
-    self, Needs, Pair, below, is_eager, is_needed, kernel, returned, with_casts,
+    self, Needs, below, is_eager, is_needed, kernel, laid_out_like, returned, with_casts,
 };
 use crate::operator::{Call, Meta, Metas, Operator, Slots, call, constants, with_constants};
 use crate::{Error, Result};
@@ -14,16 +14,27 @@ use tch::Tensor;
 
 fn eager<O: Operator>(operator: O, tensors: &[Option<&Tensor>]) -> Result<Vec<Option<Tensor>>> {
     let outputs = call(operator, &O::In::borrowed(O::NAME, tensors)?)?;
-    contiguous(O::Out::owned(outputs))
+    laid_out::<O>(O::Out::owned(outputs), tensors)
 }
 
-/// The tensors as the rule describes them: contiguous.
-fn contiguous(tensors: impl IntoIterator<Item = Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-    let plain = |tensor: Tensor| match tensor.is_contiguous() {
-        true => Ok(tensor),
-        false => tensor.f_contiguous(),
+/// The outputs as a fake kernel describes them: contiguous, or like an argument.
+fn laid_out<O: Operator>(
+    outputs: impl IntoIterator<Item = Option<Tensor>>,
+    tensors: &[Option<&Tensor>],
+) -> Result<Vec<Option<Tensor>>> {
+    let one = |(place, output): (usize, Option<Tensor>)| {
+        output.map(|output| laid_out_like(output, argument_like::<O>(place, tensors))).transpose()
     };
-    tensors.into_iter().map(|tensor| Ok(tensor.map(plain).transpose()?)).collect()
+    outputs.into_iter().enumerate().map(one).collect()
+}
+
+/// The argument that an output is laid out like.
+fn argument_like<'a, O: Operator>(
+    output: usize,
+    tensors: &[Option<&'a Tensor>],
+) -> Option<&'a Tensor> {
+    let found = O::LAID_OUT_LIKE.iter().find(|(place, _)| *place == output);
+    found.and_then(|(_, argument)| tensors[*argument])
 }
 
 /// `x` for a device.
@@ -47,7 +58,7 @@ pub(super) fn autograd<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         let cast = cast.as_deref().map(refer_own);
         let tensors = cast.as_deref().unwrap_or(tensors);
         let constants = constants::<O>(tensors)?;
-        traced::traced(Dispatched(operator), &with_constants(tensors, &constants))
+        traced::traced(operator, &with_constants(tensors, &constants))
     })?;
     give(frame, outputs)
 }
@@ -57,7 +68,7 @@ fn composed<O: Operator>(
     tensors: &[Option<&Tensor>],
 ) -> Result<Option<Vec<Option<Tensor>>>> {
     let outputs = operator.composed(&O::In::borrowed(O::NAME, tensors)?, true)?;
-    outputs.map(|outputs| contiguous(O::Out::owned(outputs))).transpose()
+    outputs.map(|outputs| laid_out::<O>(O::Out::owned(outputs), tensors)).transpose()
 }
 
 /// `x` within vmap if it draws random numbers: its composition, whose operators draw them by the rules
@@ -67,7 +78,7 @@ pub(super) fn seeded<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
         if let Some(outputs) = composed(&operator, tensors)? {
             return Ok(outputs);
         }
-        let call = || Dispatched(operator).call(Inputs::new(tensors));
+        let call = || Dispatched(&operator).call(Inputs::new(tensors));
         Ok(without_key(VMAP_MODE, call)?.into_iter().map(Some).collect())
     })?;
     give(frame, outputs)
@@ -77,7 +88,7 @@ pub(super) fn seeded<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
 pub(super) fn autocast<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
     let outputs: Vec<Tensor> = read::<O, _>(frame, &mut 0, |operator, tensors, _| {
         let cast = operator.cast(&O::In::borrowed(O::NAME, tensors)?)?;
-        with_casts(tensors, cast, |tensors| Dispatched(operator).call(tensors))
+        with_casts(tensors, cast, |tensors| Dispatched(&operator).call(tensors))
     })?;
     give(frame, outputs.into_iter().map(Some))
 }
@@ -108,11 +119,15 @@ fn made<O: Operator>(
     let made = operator.rule(&symbols::<O>(tensors)?, &needs)?;
     let outputs = O::Out::descriptions(made.outputs).into_iter();
     let all = outputs.chain(O::Kept::items(made.kept)).take(count);
-    all.map(|meta: Option<Meta<SymInt>>| match meta {
-        Some(meta) => meta.fake(like),
-        None => empty(&[const { 0 }; ABSENT].map(SymInt::from), like.f_kind()?, like),
-    })
-    .collect()
+    all.enumerate()
+        .map(|(place, meta): (usize, Option<Meta<SymInt>>)| {
+            match (meta, argument_like::<O>(place, tensors)) {
+                (Some(_), Some(argument)) => Ok(argument.f_empty_like()?),
+                (Some(meta), None) => meta.fake(like),
+                (None, _) => empty(&[const { 0 }; ABSENT].map(SymInt::from), like.f_kind()?, like),
+            }
+        })
+        .collect()
 }
 
 fn symbols<O: Operator>(tensors: &[Option<&Tensor>]) -> Result<Metas<O, SymInt>> {
@@ -151,10 +166,11 @@ pub(super) fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             let call = Call { operator, of, needs, plan, is_traced: true, known };
             let said = O::Kept::items(call.check()?.kept);
             let made = operator.forward(&call)?;
-            let mut results = contiguous(O::Out::descriptions(made.outputs))?;
+            let mut results = laid_out::<O>(O::Out::descriptions(made.outputs), tensors)?;
             let others: Vec<&Tensor> =
                 tensors.iter().chain(&refer_own(&results)).flatten().copied().collect();
-            let kept = returned(O::Kept::items(made.kept), &others)?;
+            let kept =
+                returned(O::Kept::items(made.kept).into_iter().map(|kept| (kept, None)), &others)?;
             for ((kept, said), name) in kept.into_iter().zip(said).zip(O::Kept::NAMES) {
                 if kept.is_some() && said.is_none() {
                     return Err(Error::msg(format!(
@@ -186,7 +202,7 @@ pub(super) fn autograd_of_forward<O: Operator>(frame: &mut Frame<'_>) -> Result<
     let results = read::<O, _>(frame, &mut 0, |operator, tensors, index| {
         let needs = read_needs(frame, index)?;
         let constants = constants::<O>(tensors)?;
-        traced::forwarded(Dispatched(operator), &with_constants(tensors, &constants), needs)
+        traced::forwarded(operator, &with_constants(tensors, &constants), needs)
     })?;
     give(frame, results)
 }

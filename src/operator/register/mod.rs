@@ -8,16 +8,16 @@ mod backward;
 mod dispatched;
 mod forward;
 
+pub(super) use dispatched::Dispatched;
 pub use dispatched::dispatched;
 
 use super::signature::tensor_argument;
-use super::traced::{self, Pair};
+use super::traced;
 use super::{Operator, OptionType, Slots, Tensor};
 use crate::Result;
 use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::library::expansion::{Argument, Definition, Implementation, Kernel, told};
 use backward::{autograd_of_backward, backward, fake_backward};
-use dispatched::Dispatched;
 use forward::{autocast, autograd, autograd_of_forward, fake, fake_forward, forward, own, seeded};
 use std::marker::PhantomData;
 
@@ -58,7 +58,7 @@ pub fn definitions<O: Operator>(namespace: &'static str) -> Vec<Definition> {
         |name: String| Argument { name: name.into(), default: None, ..tensor_argument("", true) };
     let grads = (0..O::Out::NAMES.len()).map(name_of_grad::<O>);
     let names = O::Out::NAMES.iter().chain(O::Kept::NAMES);
-    let kept = traced::kept::<Dispatched<O>>().filter_map(|place| names.clone().nth(place));
+    let kept = traced::kept::<O>().filter_map(|place| names.clone().nth(place));
     let first = grads.chain(kept.map(|name| format!("kept_{name}"))).map(optional);
     all.push(Definition {
         name: O::BACKWARD,

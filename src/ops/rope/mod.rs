@@ -1,18 +1,18 @@
 //! Rotary position embedding.
 
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, check_in_place};
-use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::tensor::plain;
-use crate::overlap::{overlaps, share_memory};
-use crate::{Error, Result, check};
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Second, Signature, Slots, call, metas_of,
+};
+use crate::{Error, Result};
 use kernels::{Tables, Work, is_readable, rotate};
 use tch::{Device, Kind, Tensor};
 
+mod in_place;
 mod kernels;
-pub(super) mod parts;
 
-const OP: &str = "rope";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 /// The kernels count the heads of q and k in 32 bits.
 const MOST_HEADS: i64 = 1 << 29;
@@ -120,15 +120,12 @@ pub fn f_rope(
     sin: &Tensor,
     options: &RopeOptions,
 ) -> Result<(Tensor, Tensor)> {
-    check_arguments([q, k], [cos, sin], options)?;
-    if options.in_place {
-        return rope_in_place([q, k], [cos, sin], options);
+    let RopeOptions { interleaved, offset, in_place } = *options;
+    let (rope, of) = (Rope { interleaved, offset, inverse: false }, RopeIn { q, k, cos, sin });
+    if in_place {
+        return in_place::rotated(rope, &of);
     }
-    if [cos, sin].into_iter().any(is_recorded) {
-        return rope_reference(q, k, cos, sin, options);
-    }
-    let function = Rope::new(options);
-    let [q, k] = apply(function, &[Some(q), Some(k), Some(cos), Some(sin)])?.exactly()?;
+    let RopeOut { q, k } = call(rope, &of)?;
     Ok((q, k))
 }
 
@@ -253,202 +250,143 @@ fn is_recorded(tensor: &Tensor) -> bool {
     tensor.requires_grad() && tch_extension_grad_mode()
 }
 
-fn check_arguments(
-    [q, k]: [&Tensor; 2],
-    [cos, sin]: [&Tensor; 2],
-    options: &RopeOptions,
-) -> Result<()> {
-    let q = check!(OP, q).defined()?.kind_in(&KINDS)?.supported_device()?.dim(4, "[B, T, H, D]")?;
-    let &[batch, tokens, _, size] = &q.tensor().size()[..] else {
-        return Err(Error::msg("internal error: the number of dimensions changed"));
-    };
-    let k = check!(OP, k).defined()?.like(&q)?.dim(4, "[B, T, Hk, D]")?;
-    let &[k_batch, k_tokens, k_heads, k_size] = &k.tensor().size()[..] else {
-        return Err(Error::msg("internal error: the number of dimensions changed"));
-    };
-    if [k_batch, k_tokens, k_size] != [batch, tokens, size] {
-        let wanted = [batch, tokens, k_heads, size];
-        let expected = format!("shape [B, T, Hk, D] = {wanted:?}");
-        let got = format!("{:?}", [k_batch, k_tokens, k_heads, k_size]);
-        return Err(k.refuse(expected, got, IF_HEADS_FIRST));
+crate::signature! {
+    /// Rotary positions of q and k, in one call; the results are new tensors.
+    ///
+    /// q `[B, T, H, D]`, k `[B, T, Hk, D]`, cos and sin `[P, R / 2]` with P ≥ offset + T and R ≤ D: the first R values
+    /// of each head are rotated. Positions come before heads: a `[B, H, T, D]` has to be transposed
+    /// (`q.transpose(1, 2)`, which copies nothing). Where H = Hk and P ≥ offset + H, nothing tells it from a
+    /// `[B, T, H, D]`, and its heads would be taken for positions.
+    ///
+    /// Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for one
+    /// offset: in a loop of single tokens pass `cos[offset:]` and `sin[offset:]` in its place.
+    pub Rope: RopeIn -> RopeOut =
+        "rope"(q, k, cos!, sin!, interleaved: bool = false, offset: i64 = 0) -> (q, k) {
+        /// Whether the angles are negative: the gradient is this rotation.
+        inverse: bool,
     }
-    let kinds = [q.tensor().f_kind()?, Kind::Float];
-    for each in [q, k] {
-        let heads = each.tensor().size()[2];
-        if heads > MOST_HEADS {
-            return Err(each.refuse(format!("at most {MOST_HEADS} heads"), heads.to_string(), ""));
-        }
-    }
-    let cos = check!(OP, cos).defined()?.same_device_as(&q)?.kind_in(&kinds)?;
-    let (positions, pairs) = cos.dim(2, "[P, R / 2]")?.tensor().size2()?;
-    if pairs > size / 2 {
-        let expected = format!("at most D / 2 = {} columns, one for each pair", size / 2);
-        let hint = "a table of full width repeats them: pass cos.narrow(-1, 0, R / 2)";
-        return Err(cos.refuse(expected, format!("{pairs}"), hint));
-    }
-    if options.offset < 0 {
-        let got = options.offset.to_string();
-        return Err(Error::argument(OP, "offset", "a number that is not negative", got, ""));
-    }
-    if options.offset.checked_add(tokens).is_none_or(|end| end > positions) {
-        let RopeOptions { offset, .. } = options;
-        let expected = format!("at least offset + T = {offset} + {tokens} rows");
-        let hint = format!("make the tables longer; {IF_HEADS_FIRST}");
-        return Err(cos.refuse(expected, format!("{positions}"), hint));
-    }
-    let sin = check!(OP, sin).defined()?.same_device_as(&q)?;
-    sin.kind_as(cos.tensor().f_kind()?, "cos")?.shape("[P, R / 2]", &[positions, pairs])?;
-    Ok(())
 }
 
-/// Changes q and k themselves. Autograd's graph supports one view that is changed by a node, so each
-/// has a node of its own if a graph is recorded.
-fn rope_in_place(
-    [q, k]: [&Tensor; 2],
-    [cos, sin]: [&Tensor; 2],
-    options: &RopeOptions,
-) -> Result<(Tensor, Tensor)> {
-    let [q, k] = [check!(OP, q), check!(OP, k)];
-    for (name, table) in [("cos", cos), ("sin", sin)] {
-        if is_recorded(table) {
-            let hint = "its gradient needs the old values: call detach(), or leave in_place off";
-            let expected = "a table without gradient, because of in_place";
-            let table = Check::new(OP, name, table);
-            return Err(table.refuse(expected, "one that requires grad", hint));
+impl Operator for Rope {
+    type Kept = ();
+    type Plan = ();
+
+    const SECOND: Second = Second::Linear;
+    const LAID_OUT_LIKE: &'static [(usize, usize)] = &[(0, 0), (1, 1)];
+
+    /// [`rope_reference`] where a table has a gradient.
+    fn composed(&self, of: &Args<'_, Self>, is_traced: bool) -> Result<Option<Outputs<Self>>> {
+        if ![of.cos, of.sin].into_iter().any(is_recorded) {
+            return Ok(None);
         }
-        check_apart(Check::new(OP, name, table), [q, k])?;
-    }
-    for each in [q, k] {
-        let (size, stride) = (each.tensor().size(), each.tensor().stride());
-        if overlaps(&size, &stride) {
-            let got = format!("strides {stride:?} for shape {size:?}");
-            let expected = "elements that do not share memory, because of in_place";
-            return Err(each.refuse(expected, got, "call contiguous()"));
+        if !is_traced {
+            self.check(of)?;
         }
+        self.reference(of).map(Some)
     }
-    check_apart(k, [q])?;
-    let [q, k] = [q.tensor(), k.tensor()];
-    for (name, tensor) in [("q", q), ("k", k)] {
-        if is_recorded(tensor) {
-            check_in_place(OP, &format!("{name}: in_place"), tensor)?;
+
+    fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+        let q = of.q.kind_in(&KINDS)?.supported_device()?.dim(4, "[B, T, H, D]")?;
+        let k = of.k.like(q)?.dim(4, "[B, T, Hk, D]")?;
+        let [batch, tokens, _, size] = [0, 1, 2, 3].map(|dim| q.sizes()[dim].clone());
+        let wanted = [batch, tokens.clone(), k.sizes()[2].clone(), size.clone()];
+        if wanted.iter().zip(k.sizes()).any(|(wanted, found)| wanted.differs(found)) {
+            let expected = format!("shape [B, T, Hk, D] = {wanted:?}");
+            return Err(k.refuse(expected, format!("{:?}", k.sizes()), IF_HEADS_FIRST));
         }
-    }
-    let run = |q: Option<&Tensor>, k: Option<&Tensor>| {
-        apply(Rope::new(options), &[q, k, Some(cos), Some(sin)])
-    };
-    if !is_recorded(q) && !is_recorded(k) {
-        let [q, k] = run(Some(q), Some(k))?.exactly()?;
-        return Ok((q, k));
-    }
-    let q = run(Some(q), None)?.single()?;
-    let k = run(None, Some(k))?.single()?;
-    Ok((q, k))
-}
-
-/// Refuses a tensor that has memory in common with another one, which is changed in place.
-fn check_apart<const N: usize>(tensor: Check<'_>, others: [Check<'_>; N]) -> Result<()> {
-    for other in others {
-        if share_memory(tensor.tensor(), other.tensor())? {
-            let expected = "memory of its own, because of in_place";
-            return Err(tensor.refuse(expected, "elements that others have, too", "copy it"));
-        }
-    }
-    Ok(())
-}
-
-/// The rotation, and with `is_inverse` its gradient.
-struct Rope {
-    options: RopeOptions,
-    is_inverse: bool,
-    /// Whether q and k are there, which the forward pass finds out.
-    is_there: [bool; 2],
-}
-
-/// The positions of the inputs. The outputs are those of q and k that are there.
-mod place {
-    pub const Q: usize = 0;
-    pub const K: usize = 1;
-    pub const COS: usize = 2;
-    pub const SIN: usize = 3;
-}
-
-impl Function for Rope {
-    const NAME: &'static str = OP;
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let tables = [inputs.get(place::COS)?, inputs.get(place::SIN)?];
-        tables.into_iter().for_each(|table| saver.save(table));
-        saver.set_materialize_grads(false);
-        let tensors = [place::Q, place::K].map(|place| inputs.optional(place));
-        self.is_there = tensors.map(|tensor| tensor.is_some());
-        let outputs = if self.options.in_place {
-            let mut changed = [None, None];
-            for place in (place::Q..=place::K).filter(|&place| self.is_there[place]) {
-                changed[place] = Some(saver.in_place(place)?);
+        for each in [q, k] {
+            if let Some(heads) = each.sizes()[2].number().filter(|heads| *heads > MOST_HEADS) {
+                let expected = format!("at most {MOST_HEADS} heads");
+                return Err(each.refuse(expected, heads.to_string(), ""));
             }
-            self.change(&changed, tables)?;
-            changed
-        } else {
-            self.rotated(tensors, tables)?
+        }
+        let cos = of.cos.same_device_as(q)?.kind_in(&[q.kind(), Kind::Float])?;
+        cos.dim(2, "[P, R / 2]")?;
+        let [positions, pairs] = [0, 1].map(|dim| cos.sizes()[dim].number());
+        if let Some((pairs, size)) = pairs.zip(size.number()).filter(|(of, size)| *of > size / 2) {
+            let expected = format!("at most D / 2 = {} columns, one for each pair", size / 2);
+            let hint = "a table of full width repeats them: pass cos.narrow(-1, 0, R / 2)";
+            return Err(cos.refuse(expected, pairs.to_string(), hint));
+        }
+        let offset = self.offset;
+        if offset < 0 {
+            let expected = "a number that is not negative";
+            return Err(Error::argument(Self::NAME, "offset", expected, offset.to_string(), ""));
+        }
+        let is_short = |(tokens, positions): &(i64, i64)| {
+            offset.checked_add(*tokens).is_none_or(|end| end > *positions)
         };
-        Ok(outputs.into_iter().flatten().collect::<Vec<_>>().into())
+        if let Some((tokens, positions)) = tokens.number().zip(positions).filter(is_short) {
+            let expected = format!("at least offset + T = {offset} + {tokens} rows");
+            let hint = format!("make the tables longer; {IF_HEADS_FIRST}");
+            return Err(cos.refuse(expected, positions.to_string(), hint));
+        }
+        let sin = of.sin.same_device_as(q)?.kind_as(cos.kind(), "cos")?;
+        sin.shape("[P, R / 2]", cos.sizes())?;
+        Ok(Made::only(RopeOut { q: q.clone(), k: k.clone() }))
     }
 
-    /// The inverse rotation of the gradients that came and are needed.
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let outputs = [0, usize::from(self.is_there[place::Q])];
-        let wanted = [place::Q, place::K].map(|place| {
-            let is_needed = self.is_there[place] && ctx.needs_input_grad(place);
-            grads.optional(outputs[place]).filter(|_| is_needed)
-        });
-        let mut gradients = vec![None, None, None, None];
-        if wanted.iter().flatten().next().is_none() {
-            return Ok(gradients.into());
-        }
-        // The tables are constants, even if they require grad by now.
-        let [cos, sin] = [ctx.saved(0)?.f_detach()?, ctx.saved(1)?.f_detach()?];
-        let options = RopeOptions { in_place: false, ..self.options };
-        let inverse = Rope { is_inverse: !self.is_inverse, ..Rope::new(&options) };
-        let mut found =
-            apply(inverse, &[wanted[0], wanted[1], Some(&cos), Some(&sin)])?.into_vec().into_iter();
-        for (gradient, wanted) in gradients.iter_mut().zip(wanted) {
-            *gradient = wanted.and_then(|_| found.next().flatten());
-        }
-        Ok(gradients.into())
+    fn reads(&self, _: &Needs<Self>) -> Needs<Self> {
+        RopeIn { q: false, k: false, cos: true, sin: true }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        call.check()?;
+        let RopeIn { q, k, cos, sin } = call.of;
+        let from = [readable(q)?, readable(k)?];
+        let mut to = [dense_like(&from[0])?, dense_like(&from[1])?];
+        let [to_q, to_k] = &mut to;
+        let work = [(&from[0], to_q), (&from[1], to_k)];
+        self.rotate(work.map(|(from, to)| Some(Work::To { from, to })), [cos, sin])?;
+        let [q, k] = to;
+        Ok(Made::only(RopeOut { q, k }))
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let Again { of: RopeIn { cos, sin, .. }, needs, .. } = again;
+        let wanted = [grads.q.filter(|_| needs.q), grads.k.filter(|_| needs.k)];
+        let [q, k] = match (cos, sin) {
+            (Some(cos), Some(sin)) => self.gradients(wanted, [&cos, &sin])?,
+            _ => return Err(Error::msg("internal error: the tables were not saved")),
+        };
+        Ok(RopeIn { q, k, cos: None, sin: None })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let Rope { interleaved, offset, inverse } = *self;
+        let RopeIn { q, k, cos, sin } = *of;
+        let options = RopeOptions { interleaved, offset, in_place: false };
+        let negative = inverse.then(|| sin.f_neg()).transpose()?;
+        let (q, k) = rope_reference(q, k, cos, negative.as_ref().unwrap_or(sin), &options)?;
+        Ok(RopeOut { q, k })
     }
 }
 
 impl Rope {
-    fn new(options: &RopeOptions) -> Self {
-        Rope { options: *options, is_inverse: false, is_there: [false; 2] }
+    /// Checks the arguments, as a call does.
+    fn check(&self, of: &Args<'_, Self>) -> Result<()> {
+        let metas = metas_of::<Self>(RopeIn::tensors(of).as_ref())?;
+        self.rule(&metas, &RopeIn::each(|_| false)).map(|_| ())
     }
 
-    /// The rotated tensors that are there.
-    fn rotated(&self, tensors: [Option<&Tensor>; 2], tables: [&Tensor; 2]) -> Result<Pair> {
-        let from = each(tensors, readable)?;
-        let mut to = each(from.each_ref().map(Option::as_ref), dense_like)?;
-        let [q, k] = &mut to;
-        let work = [from[0].as_ref().zip(q.as_mut()), from[1].as_ref().zip(k.as_mut())];
-        self.rotate(work.map(|pair| pair.map(|(from, to)| Work::To { from, to })), tables)?;
-        Ok(to)
-    }
-
-    /// Rotates the tensors that are there in place. One that a kernel cannot read is copied there and
-    /// back.
-    fn change(&self, tensors: &Pair, tables: [&Tensor; 2]) -> Result<()> {
-        let mut own = each(tensors.each_ref().map(Option::as_ref), readable)?;
-        let work = own.each_mut().map(|tensor| tensor.as_mut().map(Work::InPlace));
-        self.rotate(work, tables)?;
-        for (tensor, own) in tensors.iter().zip(&own) {
-            if let (Some(tensor), Some(own)) = (tensor, own)
-                && !is_readable(tensor)
-            {
-                tensor.f_detach()?.f_copy_(own)?;
-            }
-        }
-        Ok(())
+    /// The inverse rotation of the incoming gradients that are there, which are the gradients. It is a
+    /// part of the graph if one is recorded.
+    fn gradients(
+        &self,
+        grads: [Option<Tensor>; 2],
+        [cos, sin]: [&Tensor; 2],
+    ) -> Result<[Option<Tensor>; 2]> {
+        let [q, k] = grads.each_ref().map(Option::as_ref);
+        let Some(first) = q.or(k) else { return Ok([None, None]) };
+        // In the place of one that is absent.
+        let no_heads = first.f_narrow(2, 0, 0)?;
+        let [q, k] = [q, k].map(|grad| grad.unwrap_or(&no_heads));
+        // The tables are constants, even if they require grad by now.
+        let (cos, sin) = (&cos.f_detach()?, &sin.f_detach()?);
+        let inverse = Rope { inverse: !self.inverse, ..*self };
+        let RopeOut { q, k } = call(inverse, &RopeIn { q, k, cos, sin })?;
+        let [of_q, of_k] = grads.map(|grad| grad.is_some());
+        Ok([of_q.then_some(q), of_k.then_some(k)])
     }
 
     /// Calls the kernel with tables that it can read: mostly those that came, or copies of the rows that
@@ -460,11 +398,8 @@ impl Rope {
             return Ok(());
         }
         let (kind, tokens) = (heads.f_kind()?, heads.size()[1]);
-        let RopeOptions { interleaved: is_interleaved, offset, .. } = self.options;
-        let tables = |cos, sin, offset| {
-            let is_inverse = self.is_inverse;
-            Tables { cos, sin, offset, is_interleaved, is_inverse }
-        };
+        let Rope { interleaved: is_interleaved, offset, inverse: is_inverse } = *self;
+        let tables = |cos, sin, offset| Tables { cos, sin, offset, is_interleaved, is_inverse };
         let is_wide = kind == Kind::Double && cos.f_kind()? != kind;
         if !is_wide && is_readable(cos) && is_readable(sin) {
             return rotate(work, &tables(cos, sin, offset));
@@ -475,13 +410,6 @@ impl Rope {
         };
         rotate(work, &tables(&rows(cos)?, &rows(sin)?, 0))
     }
-}
-
-/// Of q and of k.
-type Pair = [Option<Tensor>; 2];
-
-fn each([q, k]: [Option<&Tensor>; 2], of: fn(&Tensor) -> Result<Tensor>) -> Result<Pair> {
-    Ok([q.map(of).transpose()?, k.map(of).transpose()?])
 }
 
 /// The tensor itself, or a copy that a kernel can read.
