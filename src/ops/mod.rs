@@ -48,6 +48,16 @@ mod matmul_add_relu;
 mod mlp;
 #[cfg(feature = "norm")]
 mod norm;
+#[cfg(all(
+    test,
+    feature = "gemm",
+    feature = "loss",
+    feature = "mlp",
+    feature = "norm",
+    feature = "recurrent",
+    feature = "rope"
+))]
+mod python;
 #[cfg(feature = "recurrent")]
 mod recurrent;
 #[cfg(feature = "norm")]

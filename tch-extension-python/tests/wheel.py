@@ -346,8 +346,9 @@ def what_recurrent_layers_do_not_take_is_an_error():
 
     lstm, gru = tch_extension.nn.LSTM(4, 6), tch_extension.nn.GRU(4, 6)
     x = torch.randn(5, 3, 4)
-    refused(NotImplementedError, "proj_size", lambda: tch_extension.nn.LSTM(4, 6, proj_size=2))
-    refused(ValueError, "proj_size", lambda: tch_extension.nn.GRU(4, 6, proj_size=2))
+    refused(TypeError, "proj_size", lambda: tch_extension.nn.GRU(4, 6, proj_size=2))
+    with unittest.mock.patch("torch.onnx.is_in_onnx_export", lambda: True):
+        refused(RuntimeError, "load the state_dict into a torch.nn.GRU", lambda: gru(x))
     refused(ValueError, "hidden_size", lambda: tch_extension.nn.GRU(4, 0))
     refused(ValueError, "2 or 3 dimensions", lambda: lstm(x[None]))
     refused(RuntimeError, "input_size", lambda: lstm(x[..., :3]))
@@ -364,6 +365,33 @@ def what_recurrent_layers_do_not_take_is_an_error():
 
 
 @check
+def with_a_projection_all_is_torchs():
+    ours, theirs = ours_and_torchs("LSTM")
+    for options in (dict(), dict(num_layers=2, bidirectional=True, batch_first=True)):
+        pair = ours(4, 6, proj_size=2, **options), theirs(4, 6, proj_size=2, **options)
+        is_drop_in(f"LSTM with a projection, {options}", *pair, [torch.randn(5, 3, 4)])
+        assert pair[0].extra_repr() == pair[1].extra_repr()
+
+
+@check
+def constructors_have_torchs_arguments():
+    for name in ("LSTM", "GRU"):
+        parameters = list(inspect.signature(getattr(tch_extension.nn, name)).parameters)
+        expected = list(inspect.signature(torch.nn.RNNBase).parameters)[1:]
+        assert parameters == [one for one in expected if name == "LSTM" or one != "proj_size"], parameters
+
+
+@check
+def lengths_may_be_a_tensor():
+    x, h, c = torch.randn(5, 3, 4), torch.randn(3, 6), torch.randn(3, 6)
+    for name, states, gates in (("lstm", (h, c), 24), ("gru", (h,), 18)):
+        function = getattr(tch_extension, name)
+        arguments = (x, *states, torch.randn(gates, 4), torch.randn(gates, 6))
+        lengths = [2, 5, 1]
+        compare(name, function(*arguments, lengths=torch.tensor(lengths)), function(*arguments, lengths=lengths))
+
+
+@check
 def norms_are_drop_ins():
     x = torch.randn(3, 5, 8)
     for options in (dict(), dict(eps=1e-2), dict(bias=False), dict(elementwise_affine=False)):
@@ -373,6 +401,23 @@ def norms_are_drop_ins():
     for options in (dict(), dict(eps=1e-2), dict(elementwise_affine=False)):
         pair = tch_extension.nn.RMSNorm(8, **options), torch.nn.RMSNorm(8, **options)
         is_drop_in(f"RMSNorm {options}", *pair, [x])
+
+
+@check
+def the_cross_entropy_is_torchs_for_all_shapes():
+    logits, classes = torch.randn(6, 5), torch.tensor([0, 4, 2, -100, 1, 3])
+    weight = torch.rand(5)
+    for input, target in (
+        (logits, classes),
+        (logits, torch.rand(6, 5)),
+        (logits[0], torch.tensor(3)),
+        (logits[0], torch.rand(5)),
+        (torch.randn(2, 5, 3), torch.randint(0, 5, (2, 3))),
+        (torch.randn(2, 5, 3, 4), torch.randint(0, 5, (2, 3, 4))),
+    ):
+        for options in (dict(), dict(reduction="none"), dict(reduction="sum", label_smoothing=0.1, weight=weight)):
+            pair = [nn.CrossEntropyLoss(**options) for nn in (tch_extension.nn, torch.nn)]
+            is_drop_in(f"CrossEntropyLoss {tuple(input.shape)} {options}", *pair, [input, target])
 
 
 class LinearThenCrossEntropy(torch.nn.Linear):

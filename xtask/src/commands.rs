@@ -40,6 +40,7 @@ cargo xtask COMMAND [ARGUMENTS]
                      crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word.
                      With --full also what a release must pass
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
+  python             write the Python package's functions, from the operators' definitions
   ways               write docs/ways.md, which way computes which size, from the plans
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   cache [--clear]    the C++ and CUDA objects that this user's builds share: how many, how large; or an end to them
@@ -78,7 +79,8 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         Some("headers") => no_args("headers", args).and_then(|()| {
             headers::write(&Repo::find()?, &Changes::new()).map(|()| ExitCode::SUCCESS)
         }),
-        Some("ways") => no_args("ways", args).and_then(|()| ways()),
+        Some("python") => no_args("python", args).and_then(|()| write("PYTHON", "python")),
+        Some("ways") => no_args("ways", args).and_then(|()| write("WAYS", "ways")),
         Some("cache") => cache::run(args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
@@ -147,12 +149,13 @@ fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
     Err(cargo::become_command(command))
 }
 
-/// Runs the test that compares docs/ways.md with the plans, and lets it write the page.
-fn ways() -> Result<ExitCode> {
+/// Runs the test that compares a file with what it is generated from, and lets it write the file.
+fn write(file: &str, module: &str) -> Result<ExitCode> {
     let repo = Repo::find()?;
     let mut ready = setup::run(&repo)?;
-    ready.changes.push(("TCH_EXTENSION_WRITE_WAYS".to_string(), Some("1".into())));
-    let test = ["test", "--quiet", "--package", "tch-extension", "--lib", "ops::ways"];
+    ready.changes.push((format!("TCH_EXTENSION_WRITE_{file}"), Some("1".into())));
+    let module = format!("ops::{module}");
+    let test = ["test", "--quiet", "--package", "tch-extension", "--lib", &module];
     Err(cargo::become_command(cargo::command(&repo, &ready.changes, &test)))
 }
 
@@ -255,8 +258,8 @@ mod tests {
     #[test]
     fn help_names_every_command() {
         for name in [
-            "demo", "test", "bench", "ci", "ways", "doctor", "cache", "bundle", "wheel", "setup",
-            "help",
+            "demo", "test", "bench", "ci", "python", "ways", "doctor", "cache", "bundle", "wheel",
+            "setup", "help",
         ] {
             assert!(HELP.contains(&format!("\n  {name} ")), "{name}");
         }

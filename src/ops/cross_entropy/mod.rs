@@ -133,7 +133,10 @@ pub fn cross_entropy_reference(
 }
 
 crate::signature! {
-    /// [`cross_entropy`] as an operator.
+    /// The cross-entropy of logits `[M, V]` and classes `[M]` (int64), as torch.nn.functional.cross_entropy.
+    ///
+    /// Returns a scalar, or `[M]` if reduction is "none". A mean or sum has its gradient when the forward pass
+    /// ends.
     pub CrossEntropy: CrossEntropyIn -> CrossEntropyOut = "cross_entropy"(
         input,
         target!,

@@ -136,7 +136,10 @@ pub fn gelu_mlp_reference(
 }
 
 crate::signature! {
-    /// [`gelu_mlp`] as an operator.
+    /// `linear(f(linear(input, w1, b1)), w2, b2)`: the feed-forward part of GPT-2.
+    ///
+    /// f is "gelu_tanh", "gelu", "relu_squared" or "silu". Without save_activations the backward pass computes
+    /// f again.
     pub GeluMlp: GeluMlpIn -> GeluMlpOut = "gelu_mlp"(
         input, w1, b1?, w2, b2?, activation: Activation = Activation::GeluTanh, save_activations: bool = true
     ) -> (output)

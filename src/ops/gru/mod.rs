@@ -155,7 +155,10 @@ pub fn gru_reference(
 }
 
 crate::signature! {
-    /// [`gru`] as an operator.
+    /// One layer of torch.nn.GRU in one direction; returns (h of all steps `[T, B, H]`, h).
+    ///
+    /// input `[T, B, F]`, h `[B, H]`, w_ih `[3H, F]`, w_hh `[3H, H]`, b_ih and b_hh `[3H]`. With lengths, as
+    /// for `lstm`.
     pub Gru: GruIn -> GruOut = "gru"(
         input, h, w_ih, w_hh, b_ih?, b_hh?, lengths: Option<Vec<i64>> = None
     ) -> (output, h)

@@ -127,7 +127,10 @@ pub fn layer_norm_reference(
 }
 
 crate::signature! {
-    /// [`layer_norm`] as an operator.
+    /// `(x - mean) / sqrt(var + eps) * weight + bias` over the last dimensions, as
+    /// torch.nn.functional.layer_norm.
+    ///
+    /// weight and bias have the shape normalized_shape, which is the end of the input's.
     pub LayerNorm: LayerNormIn -> LayerNormOut =
         "layer_norm"(input, normalized_shape: Vec<i64>, weight?, bias?, eps: f64 = 1e-5) -> (output)
 }

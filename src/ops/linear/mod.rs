@@ -85,7 +85,9 @@ pub fn linear_reference(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
 }
 
 crate::signature! {
-    /// [`linear`] as an operator.
+    /// `input @ weight.T + bias`, as torch.nn.functional.linear, with a deterministic gradient of the bias.
+    ///
+    /// input `[..., in]`, weight `[out, in]`, bias `[out]`; returns `[..., out]`.
     pub Linear: LinearIn -> LinearOut = "linear"(input, weight, bias?) -> (output)
 }
 

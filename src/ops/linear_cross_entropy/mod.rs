@@ -190,7 +190,13 @@ pub fn linear_cross_entropy_reference(
 }
 
 crate::signature! {
-    /// [`linear_cross_entropy`] as an operator.
+    /// `cross_entropy(linear(input, weight, bias), target)`, whose logits are never in memory as a whole.
+    ///
+    /// input `[N, D]`, weight `[V, D]`, target `[N]` (int64), bias `[V]`. The loss is float64 of float64, and
+    /// otherwise float32: unlike torch's cross_entropy, also of half precision. The logits are computed for a
+    /// chunk of rows at a time; memory is how many bytes the call may take besides its operands and their
+    /// gradients. softcap s makes `s tanh(logits / s)` of the logits; z_loss k adds `k lse²` to each row's
+    /// loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision.
     pub LinearCrossEntropy: LinearCrossEntropyIn -> LinearCrossEntropyOut = "linear_cross_entropy"(
         input,
         weight,

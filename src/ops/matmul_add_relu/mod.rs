@@ -129,7 +129,7 @@ pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> R
 }
 
 crate::signature! {
-    /// [`matmul_add_relu`] as an operator.
+    /// `relu(lhs @ rhs + bias)`, batched; all three are broadcast as `@` and `+` do it.
     pub MatmulAddRelu: MatmulAddReluIn -> MatmulAddReluOut = "matmul_add_relu"(lhs, rhs, bias) -> (output)
 }
 

@@ -116,7 +116,9 @@ pub fn rms_norm_reference(
 }
 
 crate::signature! {
-    /// [`rms_norm`] as an operator.
+    /// `x / sqrt(mean(x²) + eps) * weight` over the last dimensions, as torch.nn.functional.rms_norm.
+    ///
+    /// Without eps it is the smallest step from 1 in the kind that is computed in.
     pub RmsNorm: RmsNormIn -> RmsNormOut =
         "rms_norm"(input, normalized_shape: Vec<i64>, weight?, eps: Option<f64> = None) -> (output)
 }

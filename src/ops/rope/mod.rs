@@ -253,13 +253,13 @@ fn is_recorded(tensor: &Tensor) -> bool {
 crate::signature! {
     /// Rotary positions of q and k, in one call; the results are new tensors.
     ///
-    /// q `[B, T, H, D]`, k `[B, T, Hk, D]`, cos and sin `[P, R / 2]` with P ≥ offset + T and R ≤ D: the first R values
-    /// of each head are rotated. Positions come before heads: a `[B, H, T, D]` has to be transposed
+    /// q `[B, T, H, D]`, k `[B, T, Hk, D]`, cos and sin `[P, R / 2]` with P ≥ offset + T and R ≤ D: the first R
+    /// values of each head are rotated. Positions come before heads: a `[B, H, T, D]` has to be transposed
     /// (`q.transpose(1, 2)`, which copies nothing). Where H = Hk and P ≥ offset + H, nothing tells it from a
     /// `[B, T, H, D]`, and its heads would be taken for positions.
     ///
-    /// Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for one
-    /// offset: in a loop of single tokens pass `cos[offset:]` and `sin[offset:]` in its place.
+    /// Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for
+    /// one offset: in a loop of single tokens pass cos[offset:] and sin[offset:] in its place.
     pub Rope: RopeIn -> RopeOut =
         "rope"(q, k, cos!, sin!, interleaved: bool = false, offset: i64 = 0) -> (q, k) {
         /// Whether the angles are negative: the gradient is this rotation.

@@ -123,7 +123,7 @@ pub fn swiglu_mlp_reference(
 }
 
 crate::signature! {
-    /// [`swiglu_mlp`] as an operator.
+    /// `linear(silu(linear(input, w_gate)) * linear(input, w_up), w_down)`: the feed-forward part of Llama.
     pub SwigluMlp: SwigluMlpIn -> SwigluMlpOut =
         "swiglu_mlp"(input, w_gate, w_up, w_down, save_activations: bool = true) -> (output)
 }

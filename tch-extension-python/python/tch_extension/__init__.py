@@ -15,41 +15,8 @@ from ._library import load as _load
 
 _load(__version__, _TORCH, _CUDA)
 
-from . import nn  # noqa: E402
-from .functional import (  # noqa: E402
-    add_layer_norm,
-    add_rms_norm,
-    cross_entropy,
-    gelu_mlp,
-    gru,
-    layer_norm,
-    linear,
-    linear_cross_entropy,
-    lltm,
-    lltm_cell,
-    lstm,
-    matmul_add_relu,
-    rms_norm,
-    rope,
-    swiglu_mlp,
-)
+from . import functional, nn  # noqa: E402
+from .functional import *  # noqa: E402, F403
 
-__all__ = [
-    "__version__",
-    "add_layer_norm",
-    "add_rms_norm",
-    "cross_entropy",
-    "gelu_mlp",
-    "gru",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "lltm",
-    "lltm_cell",
-    "lstm",
-    "matmul_add_relu",
-    "nn",
-    "rms_norm",
-    "rope",
-    "swiglu_mlp",
-]
+__all__ = ["__version__", "nn"]
+__all__ += functional.__all__

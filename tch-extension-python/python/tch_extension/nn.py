@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from . import functional
 
-__all__ = ["GRU", "LSTM", "LayerNorm", "LinearCrossEntropy", "RMSNorm"]
+__all__ = ["CrossEntropyLoss", "GRU", "LSTM", "LayerNorm", "LinearCrossEntropy", "RMSNorm"]
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -29,6 +29,18 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.rms_norm(x, self.normalized_shape, self.weight, self.eps)
+
+
+class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
+    """torch.nn.CrossEntropyLoss by :func:`tch_extension.cross_entropy`.
+
+    Logits `[M, V]` and classes `[M]` are this package's; other shapes and probabilities of classes are torch's own.
+    """
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            input, target, self.weight, self.ignore_index, self.reduction, self.label_smoothing
+        )
 
 
 class LinearCrossEntropy(torch.nn.Linear):
@@ -71,7 +83,7 @@ class LinearCrossEntropy(torch.nn.Linear):
         logits = functional.linear(input, self.weight, self.bias)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:  # type: ignore[override]
         if input.shape[:-1] != target.shape:
             # As torch's cross_entropy does.
             kind = RuntimeError if input.shape[:1] == target.shape[:1] else ValueError
@@ -104,15 +116,16 @@ class _Recurrent(torch.nn.RNNBase):
     A subclass of torch.nn.LSTM would be refused by torch.compile, so the parent is the class above it.
     """
 
-    MODE: str
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(self.MODE, *args, **kwargs)
-        if self.proj_size:
-            raise NotImplementedError(f"{self._name()}: proj_size is not supported, only 0")
-
     def _name(self) -> str:
         return f"tch_extension.nn.{type(self).__name__}"
+
+    def _check_target(self) -> None:
+        if torch.onnx.is_in_onnx_export():
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{self._name()}: ONNX has none of this package's operators: load the state_dict into a torch.nn.{name}, "
+                "and export that"
+            )
 
     def _one(
         self, input: Tensor, lengths: Optional[List[int]], state: List[Tensor], weights: List[Tensor]
@@ -177,8 +190,8 @@ class _Recurrent(torch.nn.RNNBase):
         states = _permuted(states, packed.sorted_indices)
         output, states = self._layers(x, lengths.tolist(), states)
         data = pack_padded_sequence(output, lengths).data
-        output = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-        return output, _permuted(states, packed.unsorted_indices)
+        outputs = PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+        return outputs, _permuted(states, packed.unsorted_indices)
 
     def _tensor(
         self, input: Tensor, states: Optional[List[Tensor]], count: int
@@ -242,11 +255,42 @@ def _turn(x: Tensor, order: Optional[Tensor]) -> Tensor:
 class LSTM(_Recurrent):
     """torch.nn.LSTM by :func:`tch_extension.lstm`.
 
-    All arguments of torch.nn.LSTM but proj_size, any number of layers, both directions, unbatched input and PackedSequence are
-    supported. Second derivatives exist on the GPU, too. torch.jit.script does not take it; torch.jit.trace does.
+    Any number of layers, both directions, unbatched input and PackedSequence are supported, and with a proj_size all is torch's own.
+    Second derivatives exist on the GPU, too. torch.jit.trace takes it; for torch.jit.script and ONNX, load the state_dict into a
+    torch.nn.LSTM.
     """
 
-    MODE = "LSTM"
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(
+            "LSTM",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            proj_size,
+            device,
+            dtype,
+        )
+
+    # What torch.nn.LSTM.forward calls, for a proj_size.
+    get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
+    check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]
+    permute_hidden = torch.nn.LSTM.permute_hidden  # type: ignore[assignment]
 
     @overload
     def forward(
@@ -259,6 +303,9 @@ class LSTM(_Recurrent):
     ) -> Tuple[PackedSequence, Tuple[Tensor, Tensor]]: ...
 
     def forward(self, input, hx=None):
+        self._check_target()
+        if self.proj_size:
+            return torch.nn.LSTM.forward(self, input, hx)  # type: ignore[arg-type]
         if hx is not None and len(hx) != 2:
             raise RuntimeError(f"{self._name()}: hx must be (h, c), got {len(hx)} states")
         output, (h, c) = self._run(input, None if hx is None else list(hx), 2)
@@ -271,12 +318,30 @@ class LSTM(_Recurrent):
 class GRU(_Recurrent):
     """torch.nn.GRU by :func:`tch_extension.gru`. What :class:`LSTM` says of torch.nn.LSTM holds here, too."""
 
-    MODE = "GRU"
-
-    def __init__(self, *args, **kwargs) -> None:
-        if "proj_size" in kwargs:
-            raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device=None,
+        dtype=None,
+    ) -> None:
+        super().__init__(
+            "GRU",
+            input_size,
+            hidden_size,
+            num_layers,
+            bias,
+            batch_first,
+            dropout,
+            bidirectional,
+            device=device,
+            dtype=dtype,
+        )
 
     @overload
     def forward(self, input: Tensor, hx: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]: ...
@@ -285,6 +350,7 @@ class GRU(_Recurrent):
     def forward(self, input: PackedSequence, hx: Optional[Tensor] = None) -> Tuple[PackedSequence, Tensor]: ...
 
     def forward(self, input, hx=None):
+        self._check_target()
         output, (h,) = self._run(input, None if hx is None else [hx], 1)
         return output, h
 
