@@ -187,10 +187,16 @@ pub trait Operator: Signature {
         &[]
     }
 
-    /// What the backward pass reads where only these outputs have a gradient: of the arguments, of the
-    /// outputs and of what is kept, one bit for each, the first one lowest. What is not read is absent, so
-    /// that it may have been changed in place. By default it reads all that it keeps.
-    fn reads_for(&self, _grads: &<Self::Out as Slots>::Of<Each<bool>>) -> [u64; 3] {
+    /// What the backward pass reads where only these outputs have a gradient, and only these arguments need
+    /// one: of the arguments, of the outputs and of what is kept, one bit for each, the first one lowest.
+    /// What is not read is absent, so that it may have been changed in place. By default it reads all that
+    /// is saved.
+    fn reads_for(
+        &self,
+        _grads: &<Self::Out as Slots>::Of<Each<bool>>,
+        _needs: &Needs<Self>,
+        _plan: &Self::Plan,
+    ) -> [u64; 3] {
         [u64::MAX; 3]
     }
 

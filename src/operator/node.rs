@@ -122,7 +122,7 @@ impl<O: Operator> Function for Node<O> {
         let needs = O::In::each(|place| ctx.needs_input_grad(place));
         let reads = O::In::items(self.operator.reads(&needs));
         let has_grads = O::Out::each(|place| grads.optional(place).is_some());
-        let reads_for = self.operator.reads_for(&has_grads);
+        let reads_for = self.operator.reads_for(&has_grads, &needs, &self.plan);
         let [is_read_argument, is_read_output, is_read_kept] =
             reads_for.map(|bits| move |place: usize| bits >> place & 1 == 1);
         let mut of = O::In::array(|_| None);

@@ -109,7 +109,7 @@ fn page() -> Result<String, std::fmt::Error> {
          Which way computes which size on an H200, as the plans decide it. `cargo xtask ways` writes this page from them, and a test compares it.\n\
          [architecture.md](architecture.md) says which files decide, and in which files the ways are.\n\n\
          \"cluster 120, grid 192, step\" means a cluster up to B = 120, then a grid up to 192, and then a product and a kernel for each step. Runs of fewer\n\
-         than 8 values of B are left out. Half is `Half` and `BFloat16`. There are as many features as columns of h.\n",
+         than 8 values of B between others are left out. Half is `Half` and `BFloat16`. There are as many features as columns of h.\n",
     );
     let recurrent = "T = 512. The kernels are in `csrc/recurrent/` and the folder of that name, or in `csrc/lltm_cell` for \"fused\" and\n\
                      \"tensor cores\"; \"plain grid\" is `grid/plain.h`.";

@@ -210,7 +210,7 @@ CASES = [
 ]
 
 # Operators that autocast casts, to which kind on the CPU, and those that it leaves as they are.
-LOWERED = {"linear", "matmul_add_relu", "linear_cross_entropy", "gelu_mlp", "swiglu_mlp", "lltm_cell", "lstm", "gru"}
+LOWERED = {"linear", "matmul_add_relu", "linear_cross_entropy", "gelu_mlp", "swiglu_mlp", "lltm_cell", "lltm", "lstm", "gru"}
 
 
 def is_float(value):
@@ -863,6 +863,11 @@ def check_errors():
         (lambda: ops.rope(q, q, *tables, offset=12), "transpose(1, 2) makes [B, T, H, D] of [B, H, T, D]", RuntimeError),
         (lambda: ops.rope(q, q[:, :4], *tables), "transpose(1, 2) makes [B, T, H, D] of [B, H, T, D]", RuntimeError),
         (lambda: torch.func.jvp(lambda x: ops.linear(x, w), (x,), (x,)), "linear: forward-mode", RuntimeError),
+        (lambda: ops.lltm(randn(3, 4, 3).to(torch.uint16), randn(15, 8), None, *h6()), "lltm: input: expected", RuntimeError),
+        (lambda: ops.lltm_forward(randn(3, 4, 3), randn(15, 8), None, randn(4, 5), randn(4, 5).half(), 31),
+         "lltm_forward: expected arguments of the kinds to which lltm casts them", RuntimeError),
+        (lambda: ops.lltm_cell_backward(randn(4, 5), None, randn(4, 5), torch.empty([0] * 16), randn(4, 3), randn(15, 8), None,
+                                        *h6(), 31), "lltm_cell: what the forward pass keeps is absent", RuntimeError),
     ] + [
         (lambda: ops.cross_entropy(x, target + 7), "cross_entropy: target: expected classes",
          lambda: F.cross_entropy(x, target + 7)),

@@ -48,6 +48,51 @@ fn an_output_that_was_changed_is_an_error_and_no_wrong_gradient() {
     }
 }
 
+/// What a backward pass does not read may be changed before it, as the composite allows: the last c of several
+/// steps, as where the state of finished episodes is cleared; the output of one step, or with a frozen weight;
+/// and the weight of one step without gradients for input and h.
+#[test]
+fn what_is_not_read_may_be_changed() {
+    const ALL: usize = 0b11111;
+    const WITHOUT_WEIGHT: usize = ALL & !0b10;
+    for device in devices() {
+        // (T, which arguments need a gradient, the output that changes or None for the weight)
+        for (steps, needed, output) in
+            [(3, ALL, Some(2)), (1, ALL, Some(0)), (3, WITHOUT_WEIGHT, Some(0)), (1, 0b10110, None)]
+        {
+            let sample = one([steps, 2, 3, 4], Kind::Float, device);
+            let run = |changes: bool| {
+                let inputs: Vec<Tensor> = sample
+                    .inputs
+                    .iter()
+                    .enumerate()
+                    .map(|(place, input)| {
+                        input.detach().copy().set_requires_grad(needed >> place & 1 == 1)
+                    })
+                    .collect();
+                let outputs = fused(&inputs).expect("outputs");
+                let changed = output.map_or(&inputs[1], |output| &outputs[output]);
+                if changes {
+                    let _ = tch::no_grad(|| changed.shallow_clone().fill_(5.0));
+                }
+                let others = (0..3).filter(|place| Some(*place) != output);
+                let of: Vec<&Tensor> = others.map(|place| &outputs[place]).collect();
+                let vectors: Vec<Tensor> = of.iter().map(|of| support::incoming(of)).collect();
+                let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
+                let wanted: Vec<&Tensor> =
+                    inputs.iter().filter(|input| input.requires_grad()).collect();
+                let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
+                grad(&of, &wanted, &options).expect("what was changed is not read").into_vec()
+            };
+            for (found, expected) in run(true).iter().zip(&run(false)) {
+                let (found, expected) =
+                    (found.as_ref().expect("one"), expected.as_ref().expect("one"));
+                assert!(found.equal(expected), "{steps} steps, {needed:b}");
+            }
+        }
+    }
+}
+
 /// Requests every subset of the gradients; only these must be computed.
 #[test]
 fn every_choice_of_gradients() {

@@ -2,22 +2,37 @@
 
 use super::*;
 
+const WAYS: [LltmWay; 12] = [
+    LltmWay::Automatic,
+    LltmWay::Cells,
+    LltmWay::Step,
+    LltmWay::Fused,
+    LltmWay::TensorCores,
+    LltmWay::Cpu,
+    LltmWay::Resident,
+    LltmWay::Cluster,
+    LltmWay::Grid,
+    LltmWay::PlainGrid,
+    LltmWay::WideGrid,
+    LltmWay::CrowdedGrid,
+];
+
+/// None of the results is a view: each may be detached in place.
+#[test]
+fn without_a_graph_the_results_are_no_views() {
+    for device in devices() {
+        for (way, kind) in WAYS.into_iter().flat_map(|way| [(way, Kind::Float), (way, Kind::Half)])
+        {
+            let sample = one([9, 16, 32, 264], kind, device);
+            for mut output in force(way, || fused(&sample.inputs)).expect("outputs") {
+                let _ = output.f_detach_().expect("no view");
+            }
+        }
+    }
+}
+
 #[test]
 fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
-    let ways = [
-        LltmWay::Automatic,
-        LltmWay::Cells,
-        LltmWay::Step,
-        LltmWay::Fused,
-        LltmWay::TensorCores,
-        LltmWay::Cpu,
-        LltmWay::Resident,
-        LltmWay::Cluster,
-        LltmWay::Grid,
-        LltmWay::PlainGrid,
-        LltmWay::WideGrid,
-        LltmWay::CrowdedGrid,
-    ];
     let sizes = [
         [1, 3, 4, 5],
         [2, 3, 4, 5],
@@ -43,7 +58,7 @@ fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
         ];
         // The large size is slow, and its biases are those of the small ones.
         let samples = if h > 100 { &samples[..1] } else { &samples };
-        support::alike::assert_alike(&ways, samples, |way, arguments| {
+        support::alike::assert_alike(&WAYS, samples, |way, arguments| {
             force(way, || fused(arguments))
         });
     }

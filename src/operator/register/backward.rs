@@ -1,7 +1,7 @@
 //! The registered operator `x_backward`.
 
 use super::dispatched::Dispatched;
-use super::forward::{ABSENT, first, read_needs};
+use super::forward::{ABSENT, check_kinds, first, read_needs};
 use super::{differentiable, give, name_of_grad, read, refer, with_gradient};
 use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::ffi::tensor::{has_shape, plain};
@@ -139,6 +139,7 @@ fn gradients<O: Operator>(
     asked: Needs,
 ) -> Result<Vec<Option<Tensor>>> {
     let of_call = O::In::borrowed(O::NAME, tensors)?;
+    check_kinds(O::BACKWARD, operator, &of_call)?;
     let needs = O::In::each(|place| is_needed(asked, place));
     let reads = O::In::items(operator.reads_in_trace(&needs));
     let known = known::<O>(tensors)?;

@@ -8,7 +8,7 @@ use crate::operator::node::known;
 use crate::operator::traced::{
     self, Needs, below, is_eager, is_needed, kernel, laid_out_like, returned, with_casts,
 };
-use crate::operator::{Call, Meta, Metas, Operator, Slots, call, constants, with_constants};
+use crate::operator::{Args, Call, Meta, Metas, Operator, Slots, call, constants, with_constants};
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -146,6 +146,18 @@ pub(super) fn first<'a>(tensors: &[Option<&'a Tensor>]) -> Result<&'a Tensor> {
     tensors.iter().flatten().next().copied().ok_or_else(none)
 }
 
+/// Refuses arguments that the operator would cast first: `x` casts, and the others follow its rule.
+pub(super) fn check_kinds<O: Operator>(name: &str, operator: &O, of: &Args<'_, O>) -> Result<()> {
+    match operator.cast(of)? {
+        None => Ok(()),
+        Some(_) => Err(Error::msg(format!(
+            "{name}: expected arguments of the kinds to which {} casts them; call {}",
+            O::NAME,
+            O::NAME
+        ))),
+    }
+}
+
 /// Which gradients are needed: the next argument.
 pub(super) fn read_needs(frame: &Frame<'_>, index: &mut usize) -> Result<Needs> {
     *index += 1;
@@ -161,6 +173,7 @@ pub(super) fn forward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             // The rule runs here and in the operator, on facts that are looked up once.
             let known = known::<O>(tensors)?;
             let of = O::In::borrowed(O::NAME, tensors)?;
+            check_kinds(O::FORWARD, &operator, &of)?;
             let plan = operator.plan(&of, &needs)?;
             let (operator, needs, known) = (&operator, &needs, Some(&known[..]));
             let call = Call { operator, of, needs, plan, is_traced: true, known };

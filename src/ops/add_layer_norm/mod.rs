@@ -122,7 +122,10 @@ pub fn add_layer_norm_reference(
 }
 
 crate::signature! {
-    /// [`add_layer_norm`] as an operator.
+    /// `sum = dropout(input) + residual` and `layer_norm(sum)`; returns both.
+    ///
+    /// input and residual have one shape; the residual may be float32 next to an input in half precision. A
+    /// dropout of 0 is none: pass `p if self.training else 0.0`.
     pub AddLayerNorm: AddLayerNormIn -> AddLayerNormOut = "add_layer_norm"(
         input, residual, normalized_shape: Vec<i64>, weight?, bias?, eps: f64 = 1e-5, dropout: f64 = 0.0
     ) -> (sum, output)
@@ -218,7 +221,7 @@ impl Operator for AddLayerNorm {
     }
 
     /// The gradients of h alone go through dropout only.
-    fn reads_for(&self, grads: &AddLayerNormOut<Each<bool>>) -> [u64; 3] {
+    fn reads_for(&self, grads: &AddLayerNormOut<Each<bool>>, _: &Needs<Self>, _: &Way) -> [u64; 3] {
         if grads.output { [u64::MAX; 3] } else { [0, 0, 0b100] }
     }
 

@@ -118,7 +118,7 @@ pub fn add_rms_norm_reference(
 }
 
 crate::signature! {
-    /// [`add_rms_norm`] as an operator.
+    /// `sum = dropout(input) + residual` and `rms_norm(sum)`; returns both. Else as `add_layer_norm`.
     pub AddRmsNorm: AddRmsNormIn -> AddRmsNormOut = "add_rms_norm"(
         input, residual, normalized_shape: Vec<i64>, weight?, eps: Option<f64> = None, dropout: f64 = 0.0
     ) -> (sum, output)
@@ -214,7 +214,7 @@ impl Operator for AddRmsNorm {
     }
 
     /// The gradients of h alone go through dropout only.
-    fn reads_for(&self, grads: &AddRmsNormOut<Each<bool>>) -> [u64; 3] {
+    fn reads_for(&self, grads: &AddRmsNormOut<Each<bool>>, _: &Needs<Self>, _: &Way) -> [u64; 3] {
         if grads.output { [u64::MAX; 3] } else { [0, 0, 0b10] }
     }
 

@@ -7,9 +7,10 @@ mod weight;
 
 use super::lltm_cell::{
     KINDS, are_alike, arguments_fit, f_lltm_cell, functions as cell, in_matching_kinds,
-    lltm_cell_reference,
+    lltm_cell_reference, place,
 };
 use super::way::forced;
+use crate::amp::Autocast;
 use crate::ffi::facts::{Facts, facts};
 use crate::operator::{
     Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
@@ -45,12 +46,13 @@ use tch::{Device, Kind, Tensor};
 /// are first and second derivatives of each output with respect to each tensor.
 ///
 /// x and h are promoted to one kind, which weight and bias must have. The outputs get that kind
-/// promoted with c's; if that is a wider one, h of a step is rounded to the products' kind for the
-/// next product. Under autocast the products run in autocast's kind. For the half kinds, sums and gates are computed in `Float`. In the forward they are never rounded
-/// between a product and the operations after it, except for a single step on CUDA that takes two
-/// kernels of [`lltm_cell`](super::lltm_cell). The gradients for the gates are rounded to the kind
-/// of the products that use them. On CUDA c and h are rounded at each step (c is not where all
-/// steps are one kernel), on the CPU only when they are returned.
+/// promoted with c's. On CUDA, if that is `Float` and x a half kind, h of a step is rounded to x's
+/// kind for the next product. Under autocast the products run in autocast's kind. For the half kinds,
+/// sums and gates are computed in `Float`. In the forward they are never rounded between a product
+/// and the operations after it, except for a single step on CUDA that takes two kernels of
+/// [`lltm_cell`](super::lltm_cell). The gradients for the gates are rounded to the kind of the
+/// products that use them. On CUDA c and h are rounded at each step (c is not where all steps are one
+/// kernel), on the CPU only when they are returned.
 ///
 /// On CUDA the operator works on libtorch's current stream and never waits for the GPU. It is
 /// deterministic: it gives the same bits each time. The product with the input is computed for all
@@ -92,8 +94,8 @@ use tch::{Device, Kind, Tensor};
 /// sequence.
 ///
 /// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), except
-/// on the CPU for half kinds and mixed kinds. Two steps are a loop of it, except for half kinds and
-/// under autocast.
+/// on the CPU for half kinds and mixed kinds. Two steps of one kind are a loop of it, except for half
+/// kinds and under autocast.
 ///
 /// There is no forget gate: c is a sum over all steps, so rounding errors add up. For T = 1…4096,
 /// tests check that outputs and gradients of a small size are off by at most `8·√max(T, 4)·ε` of
@@ -209,7 +211,7 @@ fn step_by_step(
 }
 
 crate::signature! {
-    /// [`lltm`] as an operator.
+    /// The LLTM over a whole sequence `[T, B, F]`; returns (h of all steps `[T, B, H]`, h, c).
     pub Lltm: LltmIn -> LltmOut = "lltm"(input, weight, bias?, h, c) -> (output, h, c)
 }
 
@@ -251,7 +253,8 @@ impl Operator for Lltm {
         };
         // The rule reports what does not fit. Under autocast a sequence casts once, and a loop each step.
         let is_loop = way.calls_the_cell(steps, kind) && are_alike(&known, bias.is_some());
-        if !is_loop || self.cast(of)?.is_some() || !is_taken(of) {
+        let is_cast = || known[0].device().is_some_and(|device| Autocast::kind(device).is_some());
+        if !is_loop || is_cast() || !is_taken(of) {
             return Ok(None);
         }
         let (output, (h, c)) = step_by_step(f_lltm_cell, input, weight, bias, (h, c))?;
@@ -310,10 +313,21 @@ impl Operator for Lltm {
         })
     }
 
-    /// The backward pass of several steps reads the weight, that of one step only for products with it.
     fn reads(&self, needs: &Needs<Self>) -> LltmIn<Each<bool>> {
         let LltmIn { weight: needs_weight, .. } = *needs;
         LltmIn { input: needs_weight, weight: true, bias: false, h: needs_weight, c: false }
+    }
+
+    /// One step reads the weight for products with it only, and no output but c; several steps read no
+    /// last c, which is the last of all that are kept, and the output for the gradient of the weight.
+    fn reads_for(&self, _: &LltmOut<Each<bool>>, needs: &Needs<Self>, plan: &LltmPlan) -> [u64; 3] {
+        let is_one_step = plan.one_step.is_some();
+        let weight = u64::from(!is_one_step || needs.input || needs.h) << place::WEIGHT;
+        let outputs = match is_one_step {
+            true => LAST_C,
+            false => OUTPUT * u64::from(needs.weight),
+        };
+        [!(1 << place::WEIGHT) | weight, outputs, u64::MAX]
     }
 
     /// A trace may compute the forward pass again.
@@ -397,14 +411,15 @@ fn is_repeated(device: Device, kind: Kind) -> bool {
     device == Device::Cpu && matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
-/// What a trace is given of what was kept: memory of its own, with the kind and sizes that the rule says.
+/// What a trace is given of what was kept, with the kind and sizes that the rule says. Zeros stand for what
+/// its backward pass computes again.
 fn as_said(kept: Option<&Tensor>, said: Option<Meta<i64>>) -> Result<Option<Tensor>> {
     let Some(said) = said else { return Ok(None) };
-    let mut own = said.allocate()?;
-    if let Some(kept) = kept.filter(|kept| kept.numel() == own.numel()) {
-        own.f_copy_(&kept.f_view(said.sizes())?)?;
-    }
-    Ok(Some(own))
+    let count: i64 = said.sizes().iter().product();
+    Ok(Some(match kept.filter(|kept| kept.numel() as i64 == count) {
+        Some(kept) => kept.f_view(said.sizes())?.f_to_kind(said.kind())?,
+        None => said.allocate()?.f_zeros_like()?,
+    }))
 }
 
 fn gradients(

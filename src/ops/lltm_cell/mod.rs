@@ -11,6 +11,7 @@ use crate::amp::{CastPolicy, autocast_inputs};
 use crate::check;
 use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
+use crate::ffi::tensor::kind;
 use crate::operator::{
     Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Slots, call,
@@ -137,7 +138,9 @@ pub(super) mod place {
 }
 
 crate::signature! {
-    /// [`lltm_cell`] as an operator.
+    /// One step of the LLTM of PyTorch's tutorial on C++ extensions; returns (h, c).
+    ///
+    /// input `[B, F]`, weight `[3H, H + F]`, bias `[3H]`, h and c `[B, H]`.
     pub LltmCell: LltmCellIn -> LltmCellOut = "lltm_cell"(input, weight, bias?, h, c) -> (h, c)
 }
 
@@ -228,7 +231,8 @@ impl Operator for LltmCell {
         let (Some(new_c), Some(activations), Some(shapes)) =
             (again.outputs.c, again.kept.activations, shapes)
         else {
-            return Err(Error::msg("internal error: lltm_cell kept nothing"));
+            let text = "lltm_cell: what the forward pass keeps is absent: call lltm_cell_forward with these needs";
+            return Err(Error::msg(text));
         };
         let LltmCellIn { input, weight, h, .. } = again.of;
         let saved = Saved { input, weight, h, new_c, activations };
@@ -295,32 +299,36 @@ pub(super) fn arguments_fit<D: Dim>(
 
 /// The arguments in the kinds in which they are computed: under autocast, the products' operands in
 /// autocast's kind, and nothing after the product is cast; x and h promoted to one kind, and c promoted
-/// with that. `None` if all have one kind already. What does not fit together is refused later.
+/// with that. `None` if they have these kinds already. What does not fit together is refused later.
 pub(super) fn in_matching_kinds(
     arguments: [Option<&Tensor>; place::LEN],
 ) -> Result<Option<Vec<Option<Tensor>>>> {
     let [Some(input), weight, bias, h, Some(c)] = arguments else { return Ok(None) };
     let operands = [Some(input), weight, bias, h];
     let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
-    if cast.is_none() && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
+    let is_alike = |tensor: &&Tensor| kind(tensor).is_some() && kind(tensor) == kind(input);
+    if cast.is_none() && arguments.iter().flatten().all(is_alike) {
         return Ok(None);
     }
     let own = |tensor: Option<&Tensor>| tensor.map(Tensor::shallow_clone);
+    let mut is_changed = cast.is_some();
     let mut tensors = cast.unwrap_or_else(|| operands.map(own).into());
     tensors.push(own(Some(c)));
-    if tensors.iter().flatten().any(|tensor| !KINDS.contains(&tensor.kind())) {
-        return Ok(Some(tensors));
+    let is_taken = |tensor: &Tensor| kind(tensor).is_some_and(|kind| KINDS.contains(&kind));
+    if !tensors.iter().flatten().all(is_taken) {
+        return Ok(is_changed.then_some(tensors));
     }
     let of = |tensors: &[Option<Tensor>], place: usize| tensors[place].as_ref().map(Tensor::kind);
     let Some((input, h)) = of(&tensors, place::INPUT).zip(of(&tensors, place::H)) else {
-        return Ok(Some(tensors));
+        return Ok(is_changed.then_some(tensors));
     };
     let product = promote(input, h);
     for place in [place::INPUT, place::H, place::C] {
         let kind = if place == place::C { promote(product, c.kind()) } else { product };
-        if let Some(tensor) = &mut tensors[place] {
+        if let Some(tensor) = tensors[place].as_mut().filter(|tensor| tensor.kind() != kind) {
             *tensor = tensor.f_to_kind(kind)?;
+            is_changed = true;
         }
     }
-    Ok(Some(tensors))
+    Ok(is_changed.then_some(tensors))
 }

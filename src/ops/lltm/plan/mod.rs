@@ -181,8 +181,9 @@ impl Plan {
                 Plan::Cpu(team([steps, batch, hidden], VALUES, kinds.1, threads))
             }
             (_, Chip::Cuda { device, hopper }) => {
-                Plan::on_hopper(way, direction, sizes, kinds, hopper)
-                    .unwrap_or_else(|| Plan::step_by_step(way, direction, sizes, kinds, device))
+                Plan::on_hopper(way, direction, sizes, kinds, hopper).unwrap_or_else(|| {
+                    Plan::step_by_step(way, direction, sizes, kinds, (device, hopper.tf32))
+                })
             }
         }
     }
@@ -267,7 +268,7 @@ impl Plan {
         direction: Direction,
         sizes: Sizes,
         (product, state): (Kind, Kind),
-        device: usize,
+        (device, tf32): (usize, bool),
     ) -> Plan {
         /// With fewer steps or features, a separate product of the input costs more than it saves:
         /// a step of few columns takes as long as its chain of loads.
@@ -281,7 +282,7 @@ impl Plan {
         let features = if input_at_once { 0 } else { sizes.features };
         let step = cell::Sizes { batch: sizes.batch, features, hidden: sizes.hidden };
         let is_fused = match direction {
-            Direction::Forward => step.fuse_forward(way, product, device),
+            Direction::Forward => step.fuse_forward_where(way, product, device, || tf32),
             Direction::Backward => step.fuse_backward(way, product, device),
         };
         // Under autocast there are two kinds, and the fused kernel takes only one.
@@ -302,7 +303,8 @@ pub(in crate::ops) fn way_on_h200(
 ) -> &'static str {
     let kinds = (kind, kind);
     let plan = Plan::on_hopper(Way::Automatic, direction, sizes, kinds, Hopper::h200(tf32));
-    match plan.unwrap_or_else(|| Plan::step_by_step(Way::Automatic, direction, sizes, kinds, 0)) {
+    let by_steps = || Plan::step_by_step(Way::Automatic, direction, sizes, kinds, (0, tf32));
+    match plan.unwrap_or_else(by_steps) {
         Plan::Kernel(kernel) => kernel.name(),
         Plan::Fused { .. } => "fused",
         Plan::TensorCores => "tensor cores",

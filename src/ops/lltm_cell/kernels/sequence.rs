@@ -62,7 +62,7 @@ pub(crate) fn forward(kernel: StepKernel, of: &Sequence<'_>, keep: bool) -> Resu
     let empty = |size: &[i64]| Tensor::f_empty(size, like);
     let (last, all_gates) = ([batch, hidden], [steps, batch, 3 * hidden]);
     let output = empty(&[steps, batch, hidden])?;
-    let c = empty(&[if keep { steps } else { 1 }, batch, hidden])?;
+    let c = if keep { empty(&[steps, batch, hidden])? } else { empty(&last)? };
     let last_h = empty(&last)?;
     let activations = match of.input_gates {
         _ if !keep => None,
@@ -109,11 +109,11 @@ pub(crate) fn forward(kernel: StepKernel, of: &Sequence<'_>, keep: bool) -> Resu
         (params.h, params.c) = (params.new_h, params.new_c);
         status
     })?;
-    let last_c = match keep {
-        true => c.f_select(0, -1)?.f_to_dtype(kind, false, true)?,
-        false => c.f_view(last)?,
+    let (last_c, c) = match keep {
+        true => (c.f_select(0, -1)?.f_to_dtype(kind, false, true)?, Some(c)),
+        false => (c, None),
     };
-    Ok(Outputs { output, last_h, last_c: Some(last_c), c: keep.then_some(c), activations })
+    Ok(Outputs { output, last_h, last_c: Some(last_c), c, activations })
 }
 
 /// All steps backward, by the fused kernel, from the gradients for the output, the last h and the last c.

@@ -6,8 +6,9 @@ use super::grid::{GridBackward, GridForward};
 use super::step::{StepBackward, StepForward};
 use super::{CellShape, Outputs, cluster, grid, step};
 use crate::cuda::{LaunchStatus, cudaStream_t};
-use crate::ffi::tensor::{describe, is_in_memory};
+use crate::ffi::tensor::{address, describe, is_in_memory};
 use crate::ffi::{checked, kind_code, optional_ptr};
+use crate::ops::recurrent::plan::is_half;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -136,6 +137,7 @@ impl<'a> Source<'a> {
         let hidden = h0.size2()?.1;
         let (product_kind, device) = (h0.f_kind()?, h0.device());
         let kind = c0.map_or(Ok(product_kind), |c0| c0.f_kind())?;
+        check_kinds(kind, product_kind)?;
         let like = (product_kind, device);
         let sums = (gates_kind(product_kind), device);
         let rows = shape.gates * hidden;
@@ -167,6 +169,17 @@ impl<'a> Source<'a> {
     }
 }
 
+/// Checks that there are kernels for a state and products of these kinds: they take any other pair for
+/// one of these.
+fn check_kinds(state: Kind, product: Kind) -> Result<()> {
+    if state == product || state == Kind::Float && is_half(product) {
+        return Ok(());
+    }
+    Err(Error::msg(format!(
+        "internal error: no recurrent kernel has a state of kind {state:?} and products of kind {product:?}"
+    )))
+}
+
 /// [`checked`] for a matrix whose rows may be apart, and the distance from one to the next.
 pub(super) fn checked_rows(
     name: &str,
@@ -187,7 +200,7 @@ pub(super) fn checked_rows(
             describe(tensor)
         )));
     }
-    Ok((tensor.data_ptr(), row_stride))
+    Ok((address(tensor), row_stride))
 }
 
 /// What the forward pass writes.
@@ -322,6 +335,7 @@ impl<'a> Reversed<'a> {
         let (like, all) = ((kind, device), [steps, batch, hidden]);
         let Saved { weight, activations, states, first_state } = tensors;
         let product_kind = weight.f_kind()?;
+        check_kinds(kind, product_kind)?;
         let rows = [shape.gates * hidden, hidden];
         let (weight, weight_stride) = checked_rows("weight", weight, rows, (product_kind, device))?;
         Ok(Reversed {
