@@ -82,10 +82,10 @@ fn ours(clips: bool) -> Provider {
     let make = move |gradients: &[Tensor]| {
         let (vs, _) = with_gradients(gradients);
         let mut optimizer = optim::OptimizerConfig::build(optim::AdamW::default(), &vs, LR)?;
-        optimizer.set_clip_norm(clips.then_some(MAX_NORM));
+        optimizer.set_clip_norm(clips.then_some(MAX_NORM)).expect("a norm");
         Ok((optimizer, vs))
     };
-    provider("ours", make, |(optimizer, _)| optimizer.f_step())
+    provider("ours", make, |(optimizer, _)| optimizer.step())
 }
 
 /// What torch.optim keeps, and libtorch's operators that work on lists of tensors.

@@ -35,8 +35,8 @@
 
 mod autocast;
 mod cast;
-mod grad_scaler;
+pub(crate) mod grad_scaler;
 
 pub use autocast::Autocast;
 pub use cast::{CastPolicy, autocast_inputs};
-pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, Optimizer, ScaledGradients};
+pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, ScaledGradients};

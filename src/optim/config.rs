@@ -1,7 +1,7 @@
 //! The numbers of an algorithm: what tch calls an optimizer's configuration.
 
 use super::kernels::{Hyper, Rule};
-use super::{NamedTensor, Optimizer};
+use super::{FusedOptimizer, NamedTensor};
 use crate::{Error, Result};
 use tch::nn::VarStore;
 
@@ -178,13 +178,13 @@ pub trait OptimizerConfig: Sized + sealed::Sealed {
     ///
     /// # Errors
     /// When a number is out of its range, or for a variable that cannot be updated; see
-    /// [`Optimizer`].
-    fn build(self, vs: &VarStore, lr: f64) -> Result<Optimizer> {
-        Optimizer::of_store(self.algorithm(lr), vs)
+    /// [`FusedOptimizer`].
+    fn build(self, vs: &VarStore, lr: f64) -> Result<FusedOptimizer> {
+        FusedOptimizer::of_store(self.algorithm(lr), vs)
     }
 
     /// Makes an optimizer of tensors of your choice, such as parts of parameters. They need not be
-    /// leaves of a graph if the gradients are given to [`Optimizer::f_step_with`].
+    /// leaves of a graph if the gradients are given to [`FusedOptimizer::step_with`].
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor};
@@ -194,15 +194,15 @@ pub trait OptimizerConfig: Sized + sealed::Sealed {
     /// let half = w.narrow(0, 2, 2); // the part of this process
     /// let part = NamedTensor { name: "w".to_string(), tensor: half, group: 0 };
     /// let mut optimizer = Sgd::default().build_of(vec![part], 0.5)?;
-    /// optimizer.f_step_with(&[Some(&Tensor::ones([2], (Kind::Float, Device::Cpu)))])?;
+    /// optimizer.step_with(&[Some(&Tensor::ones([2], (Kind::Float, Device::Cpu)))])?;
     /// assert_eq!(w, Tensor::from_slice(&[1.0_f32, 1.0, 0.5, 0.5]));
     /// # Ok::<(), tch_extension::Error>(())
     /// ```
     ///
     /// # Errors
     /// As for [`build`](Self::build), and when two tensors have one name.
-    fn build_of(self, parameters: Vec<NamedTensor>, lr: f64) -> Result<Optimizer> {
-        Optimizer::of_tensors(self.algorithm(lr), parameters)
+    fn build_of(self, parameters: Vec<NamedTensor>, lr: f64) -> Result<FusedOptimizer> {
+        FusedOptimizer::of_tensors(self.algorithm(lr), parameters)
     }
 }
 

@@ -1,10 +1,15 @@
 //! Optimizers that update all parameters at once: [`AdamW`] and [`Sgd`].
 //!
-//! They have the names and functions of tch's, so that one line changes:
+//! They have the names and functions of tch's. What fails returns a `Result`, so a step costs a `?`:
 //!
 //! ```
-//! use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
-//! // instead of: use tch::nn::{AdamW, Optimizer, OptimizerConfig};
+//! # let vs = tch::nn::VarStore::new(tch::Device::Cpu);
+//! # let w = vs.root().zeros("w", &[2]);
+//! use tch_extension::optim::{AdamW, OptimizerConfig}; // instead of: use tch::nn::{AdamW, OptimizerConfig};
+//!
+//! let mut optimizer = AdamW::default().build(&vs, 1e-3)?;
+//! optimizer.backward_step(&(&w - 1.0).square().sum(tch::Kind::Float))?;
+//! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
 //! Compared with tch's, which are libtorch's C++ optimizers:
@@ -13,14 +18,14 @@
 //! - A step can be captured in a [`cuda::Graph`](crate::cuda::Graph). tch's would write the bias
 //!   correction of one step, and the learning rate, into the graph for ever.
 //! - Gradients are clipped by their norm while parameters are updated
-//!   ([`Optimizer::set_clip_norm`]), and nothing waits for the GPU.
+//!   ([`FusedOptimizer::set_clip_norm`]), and nothing waits for the GPU.
 //! - Parameters of a half kind have master weights in `Float`.
 //! - [`GradScaler::step`](crate::amp::GradScaler::step) does not wait for the GPU, which itself
 //!   skips a step with infinite gradients.
-//! - Bad input is an error of the functions with `f_`, and leaves parameters as they were.
+//! - Bad input is an error, and leaves parameters as they were.
 //!
-//! [`schedule`] has learning rates as functions of the step. [`Optimizer::save`] and
-//! [`Optimizer::load`] keep the state in files, and [`Optimizer::load_torch`] reads PyTorch's.
+//! [`schedule`] has learning rates as functions of the step. [`FusedOptimizer::save`] and
+//! [`FusedOptimizer::load`] keep the state in files, and [`FusedOptimizer::load_torch`] reads PyTorch's.
 
 mod config;
 mod gradients;
@@ -35,5 +40,6 @@ mod state;
 mod state_dict;
 mod step;
 
+pub use crate::amp::grad_scaler::Optimizer;
 pub use config::{AdamW, OptimizerConfig, Sgd, adamw, sgd};
-pub use optimizer::{NamedTensor, Optimizer};
+pub use optimizer::{FusedOptimizer, NamedTensor};

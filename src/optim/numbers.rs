@@ -3,38 +3,28 @@
 
 use super::config;
 use super::kernels::{self, Hyper, Rule};
-use super::optimizer::{Group, Optimizer, refuse_capture, unwrap};
+use super::optimizer::{FusedOptimizer, Group, refuse_capture};
 use crate::{Error, Result};
 use std::collections::BTreeSet;
 use tch::Tensor;
 
-impl Optimizer {
+impl FusedOptimizer {
     /// Sets the learning rate of all groups.
-    pub fn set_lr(&mut self, lr: f64) {
-        unwrap(self.f_set_lr(lr));
-    }
-
-    /// [`set_lr`](Self::set_lr), with an error instead of a panic.
     ///
     /// # Errors
     /// When `lr` is negative or not finite; while the current stream is being captured, because a
     /// graph would set it in every replay; errors of CUDA. Then no group has changed, unless CUDA
     /// failed.
-    pub fn f_set_lr(&mut self, lr: f64) -> Result<()> {
-        self.change("Optimizer::set_lr", None, |hyper, _| hyper.lr = lr)
+    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
+        self.change("FusedOptimizer::set_lr", None, |hyper, _| hyper.lr = lr)
     }
 
     /// Sets the learning rate of a group.
-    pub fn set_lr_group(&mut self, group: usize, lr: f64) {
-        unwrap(self.f_set_lr_group(group, lr));
-    }
-
-    /// [`set_lr_group`](Self::set_lr_group), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr`](Self::f_set_lr), and when there is no such group.
-    pub fn f_set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.change("Optimizer::set_lr_group", Some(group), |hyper, _| hyper.lr = lr)
+    /// As for [`set_lr`](Self::set_lr), and when there is no such group.
+    pub fn set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
+        self.change("FusedOptimizer::set_lr_group", Some(group), |hyper, _| hyper.lr = lr)
     }
 
     /// The learning rate of a group, if there is one.
@@ -43,43 +33,28 @@ impl Optimizer {
     }
 
     /// Sets SGD's momentum, or AdamW's β₁, of all groups.
-    pub fn set_momentum(&mut self, momentum: f64) {
-        unwrap(self.f_set_momentum(momentum));
-    }
-
-    /// [`set_momentum`](Self::set_momentum), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr`](Self::f_set_lr); Nesterov's momentum may not become 0.
-    pub fn f_set_momentum(&mut self, momentum: f64) -> Result<()> {
-        self.change("Optimizer::set_momentum", None, |hyper, _| hyper.first = momentum)
+    /// As for [`set_lr`](Self::set_lr); Nesterov's momentum may not become 0.
+    pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
+        self.change("FusedOptimizer::set_momentum", None, |hyper, _| hyper.first = momentum)
     }
 
     /// Sets SGD's momentum, or AdamW's β₁, of a group.
-    pub fn set_momentum_group(&mut self, group: usize, momentum: f64) {
-        unwrap(self.f_set_momentum_group(group, momentum));
-    }
-
-    /// [`set_momentum_group`](Self::set_momentum_group), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr_group`](Self::f_set_lr_group).
-    pub fn f_set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
-        let op = "Optimizer::set_momentum_group";
+    /// As for [`set_lr_group`](Self::set_lr_group).
+    pub fn set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
+        let op = "FusedOptimizer::set_momentum_group";
         self.change(op, Some(group), |hyper, _| hyper.first = momentum)
     }
 
     /// Sets AdamW's β₁ and β₂ of a group.
-    pub fn set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) {
-        unwrap(self.f_set_betas_group(group, beta1, beta2));
-    }
-
-    /// [`set_betas_group`](Self::set_betas_group), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr_group`](Self::f_set_lr_group), and for an optimizer other than AdamW.
-    pub fn f_set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) -> Result<()> {
-        let op = "Optimizer::set_betas_group";
+    /// As for [`set_lr_group`](Self::set_lr_group), and for an optimizer other than AdamW.
+    pub fn set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) -> Result<()> {
+        let op = "FusedOptimizer::set_betas_group";
         if self.rule == Rule::Sgd {
             let hint = "set_momentum_group is for both";
             return Err(Error::argument(op, "self", "AdamW", "Sgd", hint));
@@ -89,29 +64,19 @@ impl Optimizer {
 
     /// Sets the weight decay of all groups, except for parameters that
     /// [`no_weight_decay`](Self::no_weight_decay) exempts.
-    pub fn set_weight_decay(&mut self, weight_decay: f64) {
-        unwrap(self.f_set_weight_decay(weight_decay));
-    }
-
-    /// [`set_weight_decay`](Self::set_weight_decay), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr`](Self::f_set_lr).
-    pub fn f_set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
-        self.change("Optimizer::set_weight_decay", None, decay(weight_decay))
+    /// As for [`set_lr`](Self::set_lr).
+    pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
+        self.change("FusedOptimizer::set_weight_decay", None, decay(weight_decay))
     }
 
     /// Sets the weight decay of a group, with the same exception.
-    pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) {
-        unwrap(self.f_set_weight_decay_group(group, weight_decay));
-    }
-
-    /// [`set_weight_decay_group`](Self::set_weight_decay_group), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_set_lr_group`](Self::f_set_lr_group).
-    pub fn f_set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
-        self.change("Optimizer::set_weight_decay_group", Some(group), decay(weight_decay))
+    /// As for [`set_lr_group`](Self::set_lr_group).
+    pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
+        self.change("FusedOptimizer::set_weight_decay_group", Some(group), decay(weight_decay))
     }
 
     /// Exempts parameters from the weight decay: those for whose name and tensor `is_exempt` is

@@ -28,7 +28,7 @@ pub struct NamedTensor {
 
 /// An optimizer that updates all its parameters in two kernels (up to 368 on one device; more take
 /// further launches). [`AdamW`](super::AdamW) and [`Sgd`](super::Sgd) build it. It has the functions
-/// of tch's [`Optimizer`](tch::nn::Optimizer); those that begin with `f_` return an error where the
+/// of tch's [`FusedOptimizer`](tch::nn::Optimizer); those that begin with `f_` return an error where the
 /// others panic.
 ///
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
@@ -56,17 +56,17 @@ pub struct NamedTensor {
 /// let vs = nn::VarStore::new(Device::Cpu);
 /// let model = nn::linear(vs.root(), 4, 1, Default::default());
 /// let mut optimizer = AdamW::default().build(&vs, 1e-2)?;
-/// optimizer.set_clip_norm(Some(1.0));
+/// optimizer.set_clip_norm(Some(1.0))?;
 /// optimizer.no_weight_decay(|name, _| name.ends_with("bias"));
 /// let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
 /// for _ in 0..3 {
 ///     let loss = model.forward(&x).square().mean(Kind::Float);
-///     optimizer.backward_step(&loss);
+///     optimizer.backward_step(&loss)?;
 /// }
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 #[derive(Debug)]
-pub struct Optimizer {
+pub struct FusedOptimizer {
     /// That of no other optimizer of the process: a captured graph has the addresses of one.
     id: u64,
     pub(super) rule: Rule,
@@ -90,7 +90,7 @@ pub struct Optimizer {
 pub(super) struct Parameter {
     pub name: String,
     pub tensor: Tensor,
-    /// An index into `Optimizer::groups`.
+    /// An index into `FusedOptimizer::groups`.
     pub group: usize,
     /// `None` before the first step with a gradient.
     pub state: Option<State>,
@@ -110,16 +110,11 @@ pub(super) struct Group {
     pub on: Vec<(Device, kernels::Owned)>,
 }
 
-/// The value of a function that panics on errors, as tch's functions do.
-pub(super) fn unwrap<T>(result: Result<T>) -> T {
-    result.unwrap_or_else(|error| panic!("{error}"))
-}
-
 pub(super) fn lock(variables: &Mutex<Variables>) -> MutexGuard<'_, Variables> {
     variables.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Optimizer {
+impl FusedOptimizer {
     /// Lines that are the same for all optimizers that do the same, given the same parameters, or, with
     /// `of_parts`, any parts of them: an exempt group exists where it has parts.
     pub(crate) fn settings(&self, of_parts: bool) -> String {
@@ -141,7 +136,7 @@ impl Optimizer {
     fn new(Algorithm { op, rule, hyper }: Algorithm) -> Result<Self> {
         static LAST: AtomicU64 = AtomicU64::new(0);
         config::check(rule, &hyper).map_err(|refused| refused.into_error(op))?;
-        Ok(Optimizer {
+        Ok(FusedOptimizer {
             id: LAST.fetch_add(1, Ordering::Relaxed),
             rule,
             defaults: hyper,
@@ -158,14 +153,14 @@ impl Optimizer {
     }
 
     pub(super) fn of_store(algorithm: Algorithm, vs: &VarStore) -> Result<Self> {
-        let mut optimizer = Optimizer::new(algorithm)?;
+        let mut optimizer = FusedOptimizer::new(algorithm)?;
         optimizer.store = Some(Arc::clone(&vs.variables_));
         optimizer.add_missing_variables()?;
         Ok(optimizer)
     }
 
     pub(super) fn of_tensors(algorithm: Algorithm, tensors: Vec<NamedTensor>) -> Result<Self> {
-        let mut optimizer = Optimizer::new(algorithm)?;
+        let mut optimizer = FusedOptimizer::new(algorithm)?;
         optimizer.add(tensors)?;
         Ok(optimizer)
     }
@@ -204,7 +199,7 @@ impl Optimizer {
         let existing = self.parameters.iter().map(|known| (known.name.as_str(), &known.tensor));
         let new = tensors.iter().map(|new| (new.name.as_str(), &new.tensor));
         let all: Vec<_> = existing.chain(new).collect();
-        gradients::check_parameters("Optimizer::build", &all)?;
+        gradients::check_parameters("FusedOptimizer::build", &all)?;
         for NamedTensor { name, tensor, group } in tensors {
             let group = self.group_index(group, false);
             self.parameters.push(Parameter {
@@ -254,114 +249,80 @@ impl Optimizer {
     // ---- steps ----
 
     /// Makes the gradients undefined, as torch's `zero_grad` does.
-    pub fn zero_grad(&mut self) {
-        unwrap(self.f_zero_grad());
-    }
-
-    /// [`zero_grad`](Self::zero_grad), with an error instead of a panic.
     ///
     /// # Errors
     /// For a new variable that cannot be updated.
-    pub fn f_zero_grad(&mut self) -> Result<()> {
+    pub fn zero_grad(&mut self) -> Result<()> {
         self.add_missing_variables()?;
         kernels::forget_gradients(self.parameters.iter().map(|parameter| &parameter.tensor))
     }
 
     /// Updates all parameters that have a gradient.
     ///
-    /// # Panics
-    /// Where [`f_step`](Self::f_step) has an error.
-    pub fn step(&mut self) {
-        unwrap(self.f_step());
-    }
-
-    /// [`step`](Self::step), with an error instead of a panic.
-    ///
     /// # Errors
     /// For a gradient that is sparse, or of another size, kind or device; for a parameter that was
-    /// changed in one of these respects; for memory that is shared (see [`Optimizer`]); in a capture,
+    /// changed in one of these respects; for memory that is shared (see [`FusedOptimizer`]); in a capture,
     /// when the state must be made first. Then no parameter was changed. Errors of CUDA.
-    pub fn f_step(&mut self) -> Result<()> {
+    pub fn step(&mut self) -> Result<()> {
         self.run_step(Gradients::Accumulated, Scaling::None).map(drop)
     }
 
-    /// Like [`f_step`](Self::f_step), with these gradients instead of those that autograd has
+    /// Like [`step`](Self::step), with these gradients instead of those that autograd has
     /// accumulated: one for each of [`trainable_variables`](Self::trainable_variables), or `None`
     /// for a parameter to be skipped. A parameter of a half kind may have a gradient of kind
     /// `Float`. The gradients are not changed.
     ///
     /// # Errors
-    /// As for [`f_step`](Self::f_step), and when their number is another one than that of the
+    /// As for [`step`](Self::step), and when their number is another one than that of the
     /// parameters.
-    pub fn f_step_with(&mut self, gradients: &[Option<&Tensor>]) -> Result<()> {
+    pub fn step_with(&mut self, gradients: &[Option<&Tensor>]) -> Result<()> {
         self.run_step(Gradients::Given(gradients), Scaling::None).map(drop)
     }
 
     /// Computes new gradients of the loss, and updates the parameters.
-    pub fn backward_step(&mut self, loss: &Tensor) {
-        unwrap(self.f_backward_step(loss));
-    }
-
-    /// [`backward_step`](Self::backward_step), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_step`](Self::f_step), and an error of the backward pass.
-    pub fn f_backward_step(&mut self, loss: &Tensor) -> Result<()> {
-        self.f_zero_grad()?;
+    /// As for [`step`](Self::step), and an error of the backward pass.
+    pub fn backward_step(&mut self, loss: &Tensor) -> Result<()> {
+        self.zero_grad()?;
         loss.f_backward()?;
-        self.f_step()
+        self.step()
     }
 
     /// Computes new gradients of the loss, limits each of their values to `-max..=max`, and updates
     /// the parameters.
-    pub fn backward_step_clip(&mut self, loss: &Tensor, max: f64) {
-        unwrap(self.f_backward_step_clip(loss, max));
-    }
-
-    /// [`backward_step_clip`](Self::backward_step_clip), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_backward_step`](Self::f_backward_step), and when `max` is negative or NaN.
-    pub fn f_backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
-        check_max("Optimizer::backward_step_clip", max)?;
-        self.f_zero_grad()?;
+    /// As for [`backward_step`](Self::backward_step), and when `max` is negative or NaN.
+    pub fn backward_step_clip(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        check_max("FusedOptimizer::backward_step_clip", max)?;
+        self.zero_grad()?;
         loss.f_backward()?;
-        self.f_clip_grad_value(max)?;
-        self.f_step()
+        self.clip_grad_value(max)?;
+        self.step()
     }
 
     /// Computes new gradients of the loss, clips their norm to `max`, and updates the parameters.
     /// Unlike [`set_clip_norm`](Self::set_clip_norm), it rewrites the gradients.
-    pub fn backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) {
-        unwrap(self.f_backward_step_clip_norm(loss, max));
-    }
-
-    /// [`backward_step_clip_norm`](Self::backward_step_clip_norm), with an error instead of a
-    /// panic.
     ///
     /// # Errors
-    /// As for [`f_backward_step_clip`](Self::f_backward_step_clip).
-    pub fn f_backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
-        check_max("Optimizer::backward_step_clip_norm", max)?;
-        self.f_zero_grad()?;
+    /// As for [`backward_step_clip`](Self::backward_step_clip).
+    pub fn backward_step_clip_norm(&mut self, loss: &Tensor, max: f64) -> Result<()> {
+        check_max("FusedOptimizer::backward_step_clip_norm", max)?;
+        self.zero_grad()?;
         loss.f_backward()?;
-        let _norm = self.f_clip_grad_norm(max)?;
-        self.f_step()
+        let _norm = self.clip_grad_norm(max)?;
+        self.step()
     }
 
     // ---- clipping ----
 
     /// Limits each value of the gradients to `-max..=max`, in place.
-    pub fn clip_grad_value(&self, max: f64) {
-        unwrap(self.f_clip_grad_value(max));
-    }
-
-    /// [`clip_grad_value`](Self::clip_grad_value), with an error instead of a panic.
     ///
     /// # Errors
     /// For a gradient that a step would refuse, and when `max` is negative or NaN.
-    pub fn f_clip_grad_value(&self, max: f64) -> Result<()> {
-        let op = "Optimizer::clip_grad_value";
+    pub fn clip_grad_value(&self, max: f64) -> Result<()> {
+        let op = "FusedOptimizer::clip_grad_value";
         check_max(op, max)?;
         let _no_grad = tch::no_grad_guard();
         let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
@@ -380,16 +341,11 @@ impl Optimizer {
     /// returned as it was before, on the device of the first gradient: of kind `Double`, with no
     /// dimensions. With [`set_clip_norm`](Self::set_clip_norm) the gradients need not be rewritten,
     /// which is faster.
-    pub fn clip_grad_norm(&self, max: f64) -> Tensor {
-        unwrap(self.f_clip_grad_norm(max))
-    }
-
-    /// [`clip_grad_norm`](Self::clip_grad_norm), with an error instead of a panic.
     ///
     /// # Errors
-    /// As for [`f_clip_grad_value`](Self::f_clip_grad_value).
-    pub fn f_clip_grad_norm(&self, max: f64) -> Result<Tensor> {
-        let op = "Optimizer::clip_grad_norm";
+    /// As for [`clip_grad_value`](Self::clip_grad_value).
+    pub fn clip_grad_norm(&self, max: f64) -> Result<Tensor> {
+        let op = "FusedOptimizer::clip_grad_norm";
         check_max(op, max)?;
         let _no_grad = tch::no_grad_guard();
         let gathered = gradients::gather(op, &self.parameters, Gradients::Accumulated)?;
@@ -415,16 +371,11 @@ impl Optimizer {
     /// gradients themselves stay as they are. `None`, the default, ends it. An infinite `max` only
     /// measures the norm. The first call, and `None`, do not reach a graph that was captured before;
     /// another maximum does.
-    pub fn set_clip_norm(&mut self, max: Option<f64>) {
-        unwrap(self.f_set_clip_norm(max));
-    }
-
-    /// [`set_clip_norm`](Self::set_clip_norm), with an error instead of a panic.
     ///
     /// # Errors
     /// When `max` is negative or NaN; while the current stream is being captured; errors of CUDA.
-    pub fn f_set_clip_norm(&mut self, max: Option<f64>) -> Result<()> {
-        let op = "Optimizer::set_clip_norm";
+    pub fn set_clip_norm(&mut self, max: Option<f64>) -> Result<()> {
+        let op = "FusedOptimizer::set_clip_norm";
         if let Some(max) = max {
             check_max(op, max)?;
             refuse_capture(op, self.places.iter().map(|place| place.device))?;
@@ -443,15 +394,10 @@ impl Optimizer {
     /// `Double`, with no dimensions, on the device of the first parameter that had a gradient in
     /// that step. It is a copy, made after the work of the current stream so far. `None` for an
     /// optimizer that does not clip, and before its first step.
-    pub fn grad_norm(&self) -> Option<Tensor> {
-        unwrap(self.f_grad_norm())
-    }
-
-    /// [`grad_norm`](Self::grad_norm), with an error instead of a panic.
     ///
     /// # Errors
     /// Errors of CUDA.
-    pub fn f_grad_norm(&self) -> Result<Option<Tensor>> {
+    pub fn grad_norm(&self) -> Result<Option<Tensor>> {
         let Some(device) = self.norm_on else { return Ok(None) };
         let _no_grad = tch::no_grad_guard();
         let norm = self.place(device)?.norm.tensor();
@@ -464,19 +410,11 @@ impl Optimizer {
     /// made in the first step of a parameter, from its values: a parameter that is written to later
     /// gets its old values back in the next step.
     ///
-    /// # Panics
-    /// After the first step.
-    pub fn set_master_weights(&mut self, on: bool) {
-        unwrap(self.f_set_master_weights(on));
-    }
-
-    /// [`set_master_weights`](Self::set_master_weights), with an error instead of a panic.
-    ///
     /// # Errors
     /// After the first step.
-    pub fn f_set_master_weights(&mut self, on: bool) -> Result<()> {
+    pub fn set_master_weights(&mut self, on: bool) -> Result<()> {
         if self.parameters.iter().any(|parameter| parameter.state.is_some()) {
-            let op = "Optimizer::set_master_weights";
+            let op = "FusedOptimizer::set_master_weights";
             let hint = "call it right after build";
             return Err(Error::argument(op, "self", "an optimizer without steps", "steps", hint));
         }
@@ -503,9 +441,9 @@ impl Optimizer {
     /// let rounded = weight.to_kind(Kind::BFloat16).set_requires_grad(true); // what the model uses
     /// let named = NamedTensor { name: "w".into(), tensor: rounded.shallow_clone(), group: 0 };
     /// let mut optimizer = AdamW::default().build_of(vec![named], 1e-4)?;
-    /// optimizer.f_set_masters(&[("w", &weight)])?;
+    /// optimizer.set_masters(&[("w", &weight)])?;
     /// for _ in 0..10 {
-    ///     optimizer.backward_step(&rounded.square().sum(Kind::Float));
+    ///     optimizer.backward_step(&rounded.square().sum(Kind::Float))?;
     /// }
     /// assert!((weight.double_value(&[0]) - 0.999).abs() < 1e-4);
     /// # Ok::<(), tch_extension::Error>(())
@@ -515,9 +453,9 @@ impl Optimizer {
     /// After the first step of a parameter; for a name that no parameter has; when a parameter is not
     /// of a half kind, or its master weights are not of kind `Float` with its size, strides and
     /// device. Then nothing was changed.
-    pub fn f_set_masters(&mut self, masters: &[(&str, &Tensor)]) -> Result<()> {
+    pub fn set_masters(&mut self, masters: &[(&str, &Tensor)]) -> Result<()> {
         self.add_missing_variables()?;
-        let op = "Optimizer::set_masters";
+        let op = "FusedOptimizer::set_masters";
         let mut places = Vec::new();
         for (name, master) in masters {
             let place = self.parameters.iter().position(|parameter| parameter.name == *name);
@@ -589,13 +527,13 @@ pub(super) fn refuse_capture(op: &str, devices: impl Iterator<Item = Device>) ->
     Ok(())
 }
 
-impl crate::amp::Optimizer for Optimizer {
+impl crate::optim::Optimizer for FusedOptimizer {
     fn parameters(&self) -> Vec<Tensor> {
         self.trainable_variables()
     }
 
     fn step(&mut self) -> Result<()> {
-        self.f_step()
+        self.step()
     }
 
     fn capturable(&self) -> bool {
@@ -620,7 +558,7 @@ impl crate::amp::Optimizer for Optimizer {
         let groups: Vec<usize> = self.parameters.iter().map(|parameter| parameter.group).collect();
         format!(
             "{}\nthe parameters' groups: {groups:?}\n{states} of {all} parameters have a state",
-            Optimizer::settings(self, false)
+            FusedOptimizer::settings(self, false)
         )
     }
 

@@ -1,5 +1,5 @@
 //! Learning rates as functions of the step: multiply the largest learning rate by the factor, and
-//! give it to [`Optimizer::set_lr`](super::Optimizer::set_lr) before each step.
+//! give it to [`FusedOptimizer::set_lr`](super::FusedOptimizer::set_lr) before each step.
 //!
 //! ```
 //! # use tch::{Device, nn};
@@ -10,7 +10,7 @@
 //! let mut optimizer = AdamW::default().build(&vs, 0.0)?;
 //! let schedule = Schedule::cosine(100, 1000, 0.1);
 //! for step in 0..1000 {
-//!     optimizer.set_lr(6e-4 * schedule.factor(step));
+//!     optimizer.set_lr(6e-4 * schedule.factor(step))?;
 //!     // …
 //! #   break;
 //! }

@@ -3,7 +3,7 @@
 
 use super::gradients::{self, AllGathered, Gradients};
 use super::kernels;
-use super::optimizer::{Optimizer, Parameter, lock};
+use super::optimizer::{FusedOptimizer, Parameter, lock};
 use super::state::Needs;
 use super::state_dict::{Part, Writer};
 use super::step::Scaling;
@@ -56,7 +56,7 @@ pub(crate) struct NewPart {
     pub master: Option<Tensor>,
 }
 
-impl Optimizer {
+impl FusedOptimizer {
     /// The parameters that have joined, with their names.
     pub(crate) fn named_parameters(&self) -> impl Iterator<Item = (&str, &Tensor)> {
         self.parameters.iter().map(|parameter| (parameter.name.as_str(), &parameter.tensor))
@@ -97,7 +97,7 @@ impl Optimizer {
 
     /// The same optimizer of parts of the parameters only, without a state. No variables join it.
     /// It keeps the groups that have no parts.
-    pub(crate) fn into_parts(mut self, parts: Vec<NewPart>) -> Result<Optimizer> {
+    pub(crate) fn into_parts(mut self, parts: Vec<NewPart>) -> Result<FusedOptimizer> {
         let whole = std::mem::take(&mut self.parameters);
         let mut masters = Vec::new();
         for NewPart { index, tensor, master } in parts {

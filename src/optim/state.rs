@@ -2,7 +2,7 @@
 //! groups.
 
 use super::kernels::{self, Fact, HYPERS, Owned, Rule};
-use super::optimizer::{Group, KINDS, Optimizer, refuse_capture};
+use super::optimizer::{FusedOptimizer, Group, KINDS, refuse_capture};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -87,7 +87,7 @@ pub(super) struct Needs {
     pub has_buffer: bool,
 }
 
-impl Optimizer {
+impl FusedOptimizer {
     /// Makes what is missing for a step over these parameters. What exists keeps its memory, because
     /// captured graphs use it.
     pub(super) fn make_states(&mut self, op: &str, needs: &[Needs]) -> Result<()> {

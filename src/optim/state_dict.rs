@@ -4,7 +4,7 @@
 use super::config::{self, Refused};
 use super::gradients::parameter_facts;
 use super::kernels::{Hyper, Owned, Rule};
-use super::optimizer::{Optimizer, Parameter, refuse_capture, unwrap};
+use super::optimizer::{FusedOptimizer, Parameter, refuse_capture};
 use super::state::State;
 use crate::state_dict::{is_floating, listed, read_tensors, shown, write_tensors};
 use crate::{Error, Result};
@@ -96,23 +96,15 @@ impl<'a> Found<'a> {
     }
 }
 
-impl Optimizer {
+impl FusedOptimizer {
     /// The state as named tensors, which are copies: `exp_avg.<name>`, `exp_avg_sq.<name>` and, with
     /// AMSGrad, `max_exp_avg_sq.<name>`, or `momentum_buffer.<name>`; `master.<name>` and
     /// `step.<name>`, for each parameter that had a step; and the numbers of groups, such as `group.<group>.lr`. Write them with
     /// [`save`](Self::save), or together with other tensors.
     ///
-    /// # Panics
-    /// When memory is exhausted.
-    pub fn state_dict(&self) -> BTreeMap<String, Tensor> {
-        unwrap(self.f_state_dict())
-    }
-
-    /// [`state_dict`](Self::state_dict), with an error instead of a panic.
-    ///
     /// # Errors
     /// When memory is exhausted.
-    pub fn f_state_dict(&self) -> Result<BTreeMap<String, Tensor>> {
+    pub fn state_dict(&self) -> Result<BTreeMap<String, Tensor>> {
         let _no_grad = tch::no_grad_guard();
         let copy = |(name, tensor): (String, Tensor)| {
             let kind = tensor.f_kind()?;
@@ -172,11 +164,11 @@ impl Optimizer {
     /// let vs = nn::VarStore::new(Device::Cpu);
     /// let w = vs.root().ones("w", &[3]);
     /// let mut optimizer = AdamW::default().build(&vs, 0.1)?;
-    /// optimizer.backward_step(&w.sum(Kind::Float));
+    /// optimizer.backward_step(&w.sum(Kind::Float))?;
     /// optimizer.save(&file)?;
     /// let mut resumed = AdamW::default().build(&vs, 0.1)?;
     /// resumed.load(&file)?;
-    /// assert_eq!(resumed.state_dict()["step.w"].int64_value(&[]), 1);
+    /// assert_eq!(resumed.state_dict()?["step.w"].int64_value(&[]), 1);
     /// # std::fs::remove_file(&file)?;
     /// # Ok::<(), Box<dyn std::error::Error>>(())
     /// ```
@@ -185,7 +177,7 @@ impl Optimizer {
     /// As for [`nn::state_dict::save`](crate::nn::state_dict::save).
     pub fn save<P: AsRef<Path>>(&self, file: P) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
-        write_tensors("Optimizer::save", &self.tensors()?, file.as_ref())
+        write_tensors("FusedOptimizer::save", &self.tensors()?, file.as_ref())
     }
 
     /// Loads a state that [`save`](Self::save) wrote. Everything is checked first: if names, sizes
@@ -195,28 +187,20 @@ impl Optimizer {
     /// become those of the file.
     ///
     /// # Errors
-    /// When the file cannot be read, and as for [`f_load_state_dict`](Self::f_load_state_dict).
+    /// When the file cannot be read, and as for [`load_state_dict`](Self::load_state_dict).
     pub fn load<P: AsRef<Path>>(&mut self, file: P) -> Result<()> {
-        let op = "Optimizer::load";
+        let op = "FusedOptimizer::load";
         let tensors = read_tensors(op, file.as_ref())?;
         self.load_from(op, &tensors, Writer::Us, || Ok(()))
     }
 
     /// Loads what [`state_dict`](Self::state_dict) returned, as [`load`](Self::load) does.
     ///
-    /// # Panics
-    /// Where [`f_load_state_dict`](Self::f_load_state_dict) has an error.
-    pub fn load_state_dict(&mut self, tensors: &BTreeMap<String, Tensor>) {
-        unwrap(self.f_load_state_dict(tensors));
-    }
-
-    /// [`load_state_dict`](Self::load_state_dict), with an error instead of a panic.
-    ///
     /// # Errors
     /// When tensors are missing, unexpected, or of other sizes or kinds than they should be; then
     /// nothing was changed. While the current stream is being captured. Errors of CUDA.
-    pub fn f_load_state_dict(&mut self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
-        self.load_from("Optimizer::load_state_dict", tensors, Writer::Us, || Ok(()))
+    pub fn load_state_dict(&mut self, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
+        self.load_from("FusedOptimizer::load_state_dict", tensors, Writer::Us, || Ok(()))
     }
 
     /// Loads the state of a `torch.optim.AdamW` or `torch.optim.SGD`. Write the file in Python with
@@ -238,7 +222,7 @@ impl Optimizer {
     /// # Errors
     /// As for [`load`](Self::load), and when a parameter is not among the names.
     pub fn load_torch<P: AsRef<Path>>(&mut self, file: P, names: &[&str]) -> Result<()> {
-        let op = "Optimizer::load_torch";
+        let op = "FusedOptimizer::load_torch";
         let tensors = read_tensors(op, file.as_ref())?;
         self.load_from(op, &tensors, Writer::Torch(names), || Ok(()))
     }

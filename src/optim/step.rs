@@ -3,12 +3,12 @@
 
 use super::gradients::{AllGathered, Gathered, Gradients, gather};
 use super::kernels::{Call, Owned, Scratch, Spans, Update};
-use super::optimizer::Optimizer;
+use super::optimizer::FusedOptimizer;
 use super::state::{Needs, Place};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-const OP: &str = "Optimizer::step";
+const OP: &str = "FusedOptimizer::step";
 
 /// What a gradient scaler tells a step.
 #[derive(Clone, Copy)]
@@ -49,7 +49,7 @@ fn sum_on(tensors: &[Tensor], device: Device) -> Result<Option<Tensor>> {
     Ok(sum)
 }
 
-impl Optimizer {
+impl FusedOptimizer {
     /// Steps, and returns for each device with gradients a `Float` that is not 0 if a scaled
     /// gradient was infinite or NaN; none if the gradients are not scaled.
     pub(super) fn run_step(

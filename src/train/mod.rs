@@ -15,7 +15,7 @@
 //! let vs = nn::VarStore::new(Device::cuda_if_available());
 //! let model = nn::linear(vs.root(), 4, 1, Default::default());
 //! let mut optimizer = AdamW::default().build(&vs, 0.1)?;
-//! optimizer.set_clip_norm(Some(1.0));
+//! optimizer.set_clip_norm(Some(1.0))?;
 //! let mut step = Step::new(StepOptions::default(), optimizer, |batch: &[Tensor]| {
 //!     Ok(model.forward(&batch[0]).f_mse_loss(&batch[1], Reduction::Mean)?)
 //! })?;
@@ -24,7 +24,7 @@
 //! for round in 0..40 {
 //!     let x = Tensor::randn([32, 4], (Kind::Float, Device::Cpu));
 //!     let y = x.sum_dim_intlist(1, true, Kind::Float);
-//!     step.optimizer_mut().set_lr(0.1 / (1.0 + 0.1 * f64::from(round)));
+//!     step.optimizer_mut().set_lr(0.1 / (1.0 + 0.1 * f64::from(round)))?;
 //!     losses.push(step.step(&[&x, &y])?); // waits for nothing
 //! }
 //! let loss = |round: usize| losses[round].double_value(&[]); // waits for the GPU
@@ -32,7 +32,7 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 //!
-//! An optimizer of your own says by [`capturable`](crate::amp::Optimizer::capturable) that a graph
+//! An optimizer of your own says by [`capturable`](crate::optim::Optimizer::capturable) that a graph
 //! may repeat it. tch's may not: they compute on the CPU what changes from step to step.
 //!
 //! # What happens

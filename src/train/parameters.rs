@@ -1,8 +1,8 @@
 //! The parameters of a step, and which tensors are their gradients.
 
-use crate::amp::Optimizer;
 use crate::ffi::amp::identity;
 use crate::ffi::gradients as ffi;
+use crate::optim::Optimizer;
 use crate::{Error, Result, check};
 use tch::{Device, Tensor};
 

@@ -4,10 +4,11 @@ use super::graphs::{Captured, Graphs, key_of};
 use super::parameters::Parameters;
 use super::work::{Part, Work, revision_of};
 use super::{StepOptions, StepOutput, StepStats};
-use crate::amp::{GradScaler, Optimizer};
+use crate::amp::GradScaler;
 use crate::cuda::{Graph, Stream, StreamGuard, is_capturing, record_stream};
 use crate::ffi::amp::clear_autocast_cache;
 use crate::ffi::gradients as ffi;
+use crate::optim::Optimizer;
 use crate::{Error, Result, check};
 use std::fmt;
 use tch::{Device, Tensor};
@@ -253,7 +254,7 @@ where
                 "optimizer",
                 "one that is capturable",
                 "one whose numbers a graph would repeat",
-                "use one of optim, implement amp::Optimizer::capturable, or set StepOptions::capture to false",
+                "use one of optim, implement optim::Optimizer::capturable, or set StepOptions::capture to false",
             ));
         }
         Ok(Some(device))

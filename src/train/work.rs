@@ -2,10 +2,11 @@
 
 use super::StepOutput;
 use super::parameters::{Parameters, are_same};
-use crate::amp::{GradScaler, Optimizer};
+use crate::amp::GradScaler;
 use crate::autograd::backward;
 use crate::ffi::amp::clear_autocast_cache;
 use crate::ffi::gradients as ffi;
+use crate::optim::Optimizer;
 use crate::{Error, Result, check};
 use std::hash::{DefaultHasher, Hash, Hasher};
 use tch::{Kind, Tensor};

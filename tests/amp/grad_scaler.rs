@@ -3,6 +3,7 @@
 use super::*;
 use support::gpu::caching_or_skip;
 use tch::nn::{self, OptimizerConfig};
+use tch_extension::optim::Optimizer;
 use tch_extension::testing::{cuda_or_skip, devices};
 
 const CPU: Device = Device::Cpu;

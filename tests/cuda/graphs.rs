@@ -437,10 +437,10 @@ const BODIES: [Case; 8] = [
         let x = vs.root().var("x", &[1 << 14], tch::nn::Init::Const(1.0));
         let mut optimizer = AdamW::default().build(&vs, 1e-9).expect("an optimizer");
         let gradient = sized(device, &[1 << 14]);
-        optimizer.f_step_with(&[Some(&gradient)]).expect("a step");
+        optimizer.step_with(&[Some(&gradient)]).expect("a step");
         let optimizer = std::cell::RefCell::new((optimizer, vs));
         Box::new(move || {
-            optimizer.borrow_mut().0.f_step_with(&[Some(&gradient)])?;
+            optimizer.borrow_mut().0.step_with(&[Some(&gradient)])?;
             Ok(vec![x.f_detach()?.f_mul_scalar(2.0)?])
         })
     }),

@@ -6,10 +6,10 @@ use super::ddp_support::*;
 use std::time::{Duration, Instant};
 use tch::nn::{self, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_extension::amp::Optimizer;
 use tch_extension::distributed::{
     CommHook, Ddp, DdpOptimizer, DdpOptions, GroupOptions, ProcessGroup, ReduceOp, Store,
 };
+use tch_extension::optim::Optimizer;
 use tch_extension::{Error, Result};
 
 fn sgd(vs: &VarStore) -> nn::Optimizer {
@@ -618,25 +618,25 @@ fn a_static_graph_that_accumulates_another_parameter_is_named() {
 /// Rank 1 does something before a step that the other ranks do not do.
 #[test]
 fn optimizers_that_differ_are_an_error_on_every_rank() {
-    use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
-    type Guarded = DdpOptimizer<Optimizer>;
+    use tch_extension::optim::{AdamW, FusedOptimizer, OptimizerConfig};
+    type Guarded = DdpOptimizer<FusedOptimizer>;
     type Misuse = fn(&VarStore, &Ddp, &mut Guarded) -> Result<()>;
-    fn adamw(vs: &VarStore) -> Result<Optimizer> {
+    fn adamw(vs: &VarStore) -> Result<FusedOptimizer> {
         AdamW::default().build(vs, 0.01)
     }
     let cases: [(&str, i64, Misuse); 9] = [
-        ("got group 0: Hyper { lr: 0.02,", 2, |_, _, optimizer| optimizer.get_mut().f_set_lr(0.02)),
-        ("weight_decay: 0.5", 0, |_, _, optimizer| optimizer.get_mut().f_set_weight_decay(0.5)),
+        ("got group 0: Hyper { lr: 0.02,", 2, |_, _, optimizer| optimizer.get_mut().set_lr(0.02)),
+        ("weight_decay: 0.5", 0, |_, _, optimizer| optimizer.get_mut().set_weight_decay(0.5)),
         ("got group 0, exempt from weight decay", 1, |_, _, optimizer| {
             optimizer.get_mut().no_weight_decay(|name, _| name.ends_with("bias"));
             Ok(())
         }),
         ("norms up to Some(1.0)", 2, |_, _, optimizer| {
-            optimizer.get_mut().f_set_clip_norm(Some(1.0))
+            optimizer.get_mut().set_clip_norm(Some(1.0))
         }),
         ("expected states loaded: 0, as rank 0 has, got states loaded: 1", 2, |_, _, optimizer| {
-            let state = optimizer.get_ref().f_state_dict()?;
-            optimizer.get_mut().f_load_state_dict(&state)
+            let state = optimizer.get_ref().state_dict()?;
+            optimizer.get_mut().load_state_dict(&state)
         }),
         ("got 0 of 8 parameters have a state", 2, |vs, ddp, optimizer| {
             *optimizer = ddp.guard(adamw(vs)?)?;
@@ -645,14 +645,14 @@ fn optimizers_that_differ_are_an_error_on_every_rank() {
         // Steps without the other ranks.
         ("got 8 of 8 parameters have a state", 0, |vs, _, optimizer| {
             let zeros = vs.trainable_variables().iter().map(Tensor::zeros_like).collect::<Vec<_>>();
-            optimizer.get_mut().f_step_with(&zeros.iter().map(Some).collect::<Vec<_>>())
+            optimizer.get_mut().step_with(&zeros.iter().map(Some).collect::<Vec<_>>())
         }),
         ("expected \"layer0.weight\" checksum ", 0, |vs, _, _| {
             let _no_grad = tch::no_grad_guard();
             vs.trainable_variables()[0].get(3).f_fill_(0.25).map(drop).map_err(Error::from)
         }),
         ("got 8 of 8 parameters have a state", 0, |vs, _, optimizer| {
-            optimizer.get_mut().f_load_state_dict(&adamw(vs)?.f_state_dict()?)
+            optimizer.get_mut().load_state_dict(&adamw(vs)?.state_dict()?)
         }),
     ];
     for (words, at, misuse) in cases {
@@ -712,10 +712,10 @@ fn optimizers_that_change_alike_go_on() {
             ddp.backward(&ddp.forward(|| Ok(loss(&weights, &batch(group.rank(), number))))?)
         };
         for number in 0..4 {
-            optimizer.get_mut().f_set_lr(0.01 / (number + 1) as f64)?;
+            optimizer.get_mut().set_lr(0.01 / (number + 1) as f64)?;
             if number == 2 {
-                let state = optimizer.get_ref().f_state_dict()?;
-                optimizer.get_mut().f_load_state_dict(&state)?;
+                let state = optimizer.get_ref().state_dict()?;
+                optimizer.get_mut().load_state_dict(&state)?;
             }
             train(number)?;
             optimizer.step()?;
@@ -739,11 +739,11 @@ fn states_that_differ_are_an_error_on_every_rank() {
         let mut optimizer = ddp.guard(AdamW::default().build(&vs, 0.01)?)?;
         for number in 0..3 {
             if number == 1 {
-                let state = optimizer.get_ref().f_state_dict()?;
+                let state = optimizer.get_ref().state_dict()?;
                 if group.rank() == 1 {
                     let _ = state["exp_avg.layer2.bias"].get(0).f_add_scalar_(1e-3)?;
                 }
-                optimizer.get_mut().f_load_state_dict(&state)?;
+                optimizer.get_mut().load_state_dict(&state)?;
             }
             drop_gradients(&vs, false)?;
             ddp.backward(&ddp.forward(|| Ok(loss(&weights, &batch(group.rank(), number))))?)?;
@@ -768,8 +768,8 @@ fn other_weights_after_a_load_are_an_error_on_every_rank() {
             let mut guarded = ddp.guard(AdamW::default().build(&vs, 0.01)?)?;
             for number in 0..5 {
                 if number == 3 {
-                    let state = guarded.get_ref().f_state_dict()?;
-                    guarded.get_mut().f_load_state_dict(&state)?;
+                    let state = guarded.get_ref().state_dict()?;
+                    guarded.get_mut().load_state_dict(&state)?;
                     if group.rank() == 1 {
                         let _ = tch::no_grad(|| weights[2].get(3).f_fill_(0.25))?;
                     }
@@ -793,7 +793,7 @@ fn other_weights_after_a_load_are_an_error_on_every_rank() {
 /// The memory of a rank's tensors, and moments that were not loaded just now.
 #[test]
 fn what_may_differ_between_ranks_is_no_error() {
-    use tch_extension::amp::Optimizer as _;
+    use tch_extension::optim::Optimizer as _;
     use tch_extension::optim::{AdamW, OptimizerConfig};
     all_ranks(2, |group| {
         let mut vs = network(1);
@@ -802,19 +802,19 @@ fn what_may_differ_between_ranks_is_no_error() {
         let weights = vs.trainable_variables();
         let mut master = weights[0].detach().to_kind(Kind::Float);
         let mut optimizer = AdamW::default().build(&vs, 0.01)?;
-        optimizer.f_set_masters(&[("layer0.weight", &master)])?;
+        optimizer.set_masters(&[("layer0.weight", &master)])?;
         for number in 0..6 {
             match number {
                 1 => {
-                    let state = optimizer.f_state_dict()?;
-                    optimizer.f_load_state_dict(&state)?;
+                    let state = optimizer.state_dict()?;
+                    optimizer.load_state_dict(&state)?;
                 }
                 2 if group.rank() == 1 => {
                     let copy = master.copy();
                     master.set_data(&copy);
                 }
                 4 => {
-                    optimizer.f_set_clip_norm(Some(10.0))?;
+                    optimizer.set_clip_norm(Some(10.0))?;
                     if group.rank() == 1 {
                         let state = optimizer.state()?;
                         let moment = state.iter().find(|(name, _)| name == "exp_avg.layer2.bias");

@@ -196,7 +196,7 @@ pub fn check_pass(
 /// Removes the gradients, or sets them to zero.
 pub fn drop_gradients(vs: &VarStore, to_zero: bool) -> Result<()> {
     if !to_zero {
-        return AdamW::default().build(vs, 0.1)?.f_zero_grad();
+        return AdamW::default().build(vs, 0.1)?.zero_grad();
     }
     for weight in vs.trainable_variables() {
         let gradient = weight.grad();

@@ -5,13 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::nn::{self, VarStore};
 use tch::{Kind, Tensor};
-use tch_extension::amp::{GradScaler, GradScalerOptions, Optimizer};
+use tch_extension::amp::{GradScaler, GradScalerOptions};
 use tch_extension::distributed::{CommHook, Ddp, DdpOptions, ProcessGroup, ReduceOp};
+use tch_extension::optim::Optimizer;
 use tch_extension::optim::{AdamW, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions};
 use tch_extension::{Error, Result};
 
-fn adamw(vs: &VarStore) -> Result<tch_extension::optim::Optimizer> {
+fn adamw(vs: &VarStore) -> Result<tch_extension::optim::FusedOptimizer> {
     AdamW::default().build(vs, 0.01)
 }
 

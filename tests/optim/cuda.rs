@@ -34,32 +34,35 @@ fn cuda_replays_are_steps() {
                 let leaves = with_gradients(device);
                 let mut reference = Reference::new(rule, 0.01, &leaves);
                 let mut optimizer = build(rule, &leaves, 0.01);
-                optimizer.set_clip_norm(max_norm);
-                optimizer.step();
+                optimizer.set_clip_norm(max_norm).expect("set_clip_norm");
+                optimizer.step().expect("step");
                 reference.step(&gradients(&leaves), max_norm);
                 let graph = is_captured.then(|| {
                     let (graph, ()) =
-                        Graph::capture(device, || optimizer.f_step()).expect("a capture");
+                        Graph::capture(device, || optimizer.step()).expect("a capture");
                     assert_eq!(graph.kernels(), 2);
                     graph
                 });
                 for step in 0..12 {
                     refill(&leaves);
                     let lr = 0.02 / f64::from(step + 1);
-                    optimizer.set_lr(lr);
+                    optimizer.set_lr(lr).expect("set_lr");
                     reference.lr = lr;
                     let max_norm = max_norm.map(|max| max / f64::from(step + 1));
                     if max_norm.is_some() {
-                        optimizer.set_clip_norm(max_norm);
+                        optimizer.set_clip_norm(max_norm).expect("set_clip_norm");
                     }
                     match &graph {
                         Some(graph) => graph.replay().expect("a replay"),
-                        None => optimizer.step(),
+                        None => optimizer.step().expect("step"),
                     }
                     reference.step(&gradients(&leaves), max_norm);
                 }
                 assert_agree(&leaves, &reference, Kind::Float);
-                (bits(&leaves), optimizer.grad_norm().map(|norm| norm.double_value(&[])))
+                (
+                    bits(&leaves),
+                    optimizer.grad_norm().expect("grad_norm").map(|norm| norm.double_value(&[])),
+                )
             };
             assert!(run(true) == run(false), "{max_norm:?}");
         }
@@ -96,7 +99,7 @@ fn cuda_graphs_of_tchs_optimizer_repeat_one_step_and_ours_go_on() {
     let vs = VarStore::new(device);
     let w = leaf(&vs);
     let mut ours = AdamW::default().wd(0.0).build(&vs, 0.01).expect("an optimizer");
-    let of_ours = moved(&mut || ours.step(), &w);
+    let of_ours = moved(&mut || ours.step().expect("a step"), &w);
     assert!((of_ours - 1.0).abs() < 1e-3, "{of_ours}");
 
     let vs = VarStore::new(device);
@@ -116,12 +119,12 @@ fn cuda_a_whole_training_step_is_captured() {
         let leaves = leaves(&[&[20, 30], &[30]], Kind::Float, device);
         let mut x = normal(&[8, 20], Kind::Float, device);
         let mut optimizer = build(rules()[0], &leaves, 0.01);
-        optimizer.set_clip_norm(Some(0.1));
+        optimizer.set_clip_norm(Some(0.1)).expect("set_clip_norm");
         let mut step = || {
-            optimizer.f_zero_grad()?;
+            optimizer.zero_grad()?;
             let y = (x.f_matmul(&leaves[0])? + &leaves[1]).tanh();
             y.square().mean(Kind::Float).f_backward()?;
-            optimizer.f_step()
+            optimizer.step()
         };
         let stream = tch_extension::cuda::Stream::new(device).expect("a stream");
         let current = tch_extension::cuda::Stream::current(device).expect("a stream");
@@ -189,21 +192,21 @@ fn cuda_captures_refuse_what_a_replay_could_not_do() {
     let leaves = with_gradients(device);
     let mut optimizer = build(rules()[0], &leaves, 0.01);
     let before = bits(&leaves);
-    let message = text(Graph::capture(device, || optimizer.f_step()));
+    let message = text(Graph::capture(device, || optimizer.step()));
     assert_eq!(
         message,
-        "Optimizer::step: the state of w0 would be made in a capture; run a step before it"
+        "FusedOptimizer::step: the state of w0 would be made in a capture; run a step before it"
     );
     assert!(bits(&leaves) == before);
-    optimizer.step();
+    optimizer.step().expect("step");
     let why = "a capture would repeat it in every replay; call it before";
-    let message = text(Graph::capture(device, || optimizer.f_set_lr(0.5)));
-    assert_eq!(message, format!("Optimizer::set_lr: {why}"));
+    let message = text(Graph::capture(device, || optimizer.set_lr(0.5)));
+    assert_eq!(message, format!("FusedOptimizer::set_lr: {why}"));
     assert_eq!(optimizer.lr_of_group(0), Some(0.01));
-    optimizer.set_clip_norm(Some(1.0));
-    let message = text(Graph::capture(device, || optimizer.f_set_clip_norm(Some(0.5))));
-    assert_eq!(message, format!("Optimizer::set_clip_norm: {why}"));
-    optimizer.step();
+    optimizer.set_clip_norm(Some(1.0)).expect("set_clip_norm");
+    let message = text(Graph::capture(device, || optimizer.set_clip_norm(Some(0.5))));
+    assert_eq!(message, format!("FusedOptimizer::set_clip_norm: {why}"));
+    optimizer.step().expect("step");
 }
 
 #[test]
@@ -214,17 +217,17 @@ fn cuda_graphs_go_on_from_a_loaded_state() {
         tch::manual_seed(47);
         let leaves = with_gradients(device);
         let mut optimizer = build(rule, &leaves, 0.01);
-        optimizer.step();
-        let (graph, ()) = Graph::capture(device, || optimizer.f_step()).expect("a capture");
+        optimizer.step().expect("step");
+        let (graph, ()) = Graph::capture(device, || optimizer.step()).expect("a capture");
         graph.replay().expect("a replay");
-        let (weights, state) = (copies(&leaves), optimizer.state_dict());
+        let (weights, state) = (copies(&leaves), optimizer.state_dict().expect("state_dict"));
         let mut run = |is_first: bool| {
             if !is_first {
                 let _no_grad = tch::no_grad_guard();
                 for (leaf, weight) in leaves.iter().zip(&weights) {
                     leaf.shallow_clone().copy_(weight);
                 }
-                optimizer.load_state_dict(&state);
+                optimizer.load_state_dict(&state).expect("load_state_dict");
             }
             (0..3).for_each(|_| graph.replay().expect("a replay"));
             bits(&leaves)
@@ -243,10 +246,10 @@ fn cuda_steps_agree_with_the_cpus() {
             tch::manual_seed(45);
             let leaves = leaves(&SIZES, Kind::Double, device);
             let mut optimizer = build(rule, &leaves, 0.01);
-            optimizer.set_clip_norm(Some(1.0));
+            optimizer.set_clip_norm(Some(1.0)).expect("set_clip_norm");
             for _ in 0..5 {
                 accumulate(&leaves, 1.0);
-                optimizer.step();
+                optimizer.step().expect("step");
             }
             leaves.iter().map(|leaf| leaf.detach().to_device(CPU)).collect::<Vec<_>>()
         };
@@ -266,12 +269,12 @@ fn cuda_the_norm_is_that_of_the_last_step() {
         .map(|device| normal(&[100], Kind::Float, device).set_requires_grad(true))
         .into();
     let mut optimizer = build(rules()[0], &leaves, 0.01);
-    optimizer.set_clip_norm(Some(f64::INFINITY));
+    optimizer.set_clip_norm(Some(f64::INFINITY)).expect("set_clip_norm");
     for (some, on) in [(0..2, CPU), (1..2, device), (0..1, CPU)] {
-        optimizer.zero_grad();
+        optimizer.zero_grad().expect("zero_grad");
         accumulate(&leaves[some.clone()], 1.0);
-        optimizer.step();
-        let norm = optimizer.grad_norm().expect("a norm");
+        optimizer.step().expect("step");
+        let norm = optimizer.grad_norm().expect("grad_norm").expect("a norm");
         assert_eq!(norm.device(), on);
         let expected = Reference::norm(
             &gradients(&leaves[some]).iter().map(|g| g.to_device(CPU)).collect::<Vec<_>>(),
@@ -293,8 +296,8 @@ fn cuda_captured_steps_follow_masters_with_other_data() {
             let mut master = weight.detach().to_kind(Kind::Float);
             let mut optimizer =
                 config.build_of(named(&[weight.shallow_clone()]), 0.01).expect("an optimizer");
-            optimizer.f_set_masters(&[("w0", &master)]).expect("shared");
-            optimizer.set_clip_norm(Some(1.0));
+            optimizer.set_masters(&[("w0", &master)]).expect("shared");
+            optimizer.set_clip_norm(Some(1.0)).expect("set_clip_norm");
             let options = StepOptions { capture, ..Default::default() };
             let mut step = Step::new(options, optimizer, |batch: &[Tensor]| {
                 Ok(batch[0].f_matmul(&weight)?.tanh().square().mean(Kind::Float))
@@ -329,14 +332,14 @@ fn cuda_large_parameters_are_right() {
     for rule in [rules()[1], rules()[7]] {
         let mut reference = Reference::new(rule, 0.01, &leaves);
         let mut optimizer = build(rule, &leaves, 0.01);
-        optimizer.set_clip_norm(Some(10.0));
+        optimizer.set_clip_norm(Some(10.0)).expect("set_clip_norm");
         for _ in 0..3 {
             for leaf in &leaves {
                 leaf.shallow_clone().zero_grad();
                 (leaf * leaf.randn_like()).sum(Kind::Float).backward();
             }
             reference.step(&gradients(&leaves), Some(10.0));
-            optimizer.step();
+            optimizer.step().expect("step");
         }
         assert_agree(&leaves, &reference, Kind::Float);
     }

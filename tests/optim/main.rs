@@ -14,7 +14,7 @@ mod updates;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
-use tch_extension::optim::{AdamW, NamedTensor, Optimizer, OptimizerConfig, Sgd};
+use tch_extension::optim::{AdamW, FusedOptimizer, NamedTensor, OptimizerConfig, Sgd};
 
 /// Lets only one test run at a time, because captures fail while other threads use the GPU.
 fn serially() -> MutexGuard<'static, ()> {

@@ -3,7 +3,7 @@
 use super::*;
 use tch_extension::testing::devices;
 
-fn build(leaves: &[Tensor]) -> Optimizer {
+fn build(leaves: &[Tensor]) -> FusedOptimizer {
     AdamW::default().build_of(named(leaves), 0.01).expect("an optimizer")
 }
 
@@ -12,10 +12,10 @@ fn masters_of(leaves: &[Tensor]) -> Vec<Tensor> {
     leaves.iter().map(|leaf| leaf.detach().to_kind(Kind::Float)).collect()
 }
 
-fn share(optimizer: &mut Optimizer, masters: &[Tensor]) -> tch_extension::Result<()> {
+fn share(optimizer: &mut FusedOptimizer, masters: &[Tensor]) -> tch_extension::Result<()> {
     let names: Vec<String> = (0..masters.len()).map(|index| format!("w{index}")).collect();
     let pairs: Vec<_> = names.iter().map(String::as_str).zip(masters).collect();
-    optimizer.f_set_masters(&pairs)
+    optimizer.set_masters(&pairs)
 }
 
 #[test]
@@ -34,16 +34,22 @@ fn shared_masters_have_the_values_of_own_ones() {
                 for (leaves, optimizer) in [(&first, &mut own), (&second, &mut shared)] {
                     tch::manual_seed(seed);
                     accumulate(leaves, 1.0);
-                    optimizer.step();
+                    optimizer.step().expect("step");
                 }
             }
             assert_eq!(bits(&first), bits(&second), "{kind:?} on {device:?}");
-            let state = own.state_dict();
+            let state = own.state_dict().expect("state_dict");
             for (index, master) in masters.iter().enumerate() {
                 let expected = &state[&format!("master.w{index}")];
                 assert_eq!(bits(&[master.shallow_clone()]), bits(&[expected.shallow_clone()]));
             }
-            assert!(shared.state_dict().keys().all(|name| !name.starts_with("master")));
+            assert!(
+                shared
+                    .state_dict()
+                    .expect("state_dict")
+                    .keys()
+                    .all(|name| !name.starts_with("master"))
+            );
         }
     }
 }
@@ -58,22 +64,23 @@ fn a_resumed_run_goes_on_from_the_callers_masters() {
         let masters = masters_of(&first);
         let mut optimizer = build(&first);
         share(&mut optimizer, &masters).expect("shared");
-        let train = |leaves: &[Tensor], optimizer: &mut Optimizer, seeds: std::ops::Range<i64>| {
-            for seed in seeds {
-                tch::manual_seed(seed);
-                accumulate(leaves, 1.0);
-                optimizer.step();
-            }
-        };
+        let train =
+            |leaves: &[Tensor], optimizer: &mut FusedOptimizer, seeds: std::ops::Range<i64>| {
+                for seed in seeds {
+                    tch::manual_seed(seed);
+                    accumulate(leaves, 1.0);
+                    optimizer.step().expect("step");
+                }
+            };
         train(&first, &mut optimizer, 0..3);
-        let (state, saved) = (optimizer.state_dict(), copies(&masters));
+        let (state, saved) = (optimizer.state_dict().expect("state_dict"), copies(&masters));
         train(&first, &mut optimizer, 3..5);
 
         let round = |master: &Tensor| master.to_kind(Kind::BFloat16).set_requires_grad(true);
         let resumed: Vec<Tensor> = saved.iter().map(round).collect();
         let mut other = build(&resumed);
         share(&mut other, &saved).expect("shared");
-        other.load_state_dict(&state);
+        other.load_state_dict(&state).expect("load_state_dict");
         train(&resumed, &mut other, 3..5);
         assert_eq!(bits(&resumed), bits(&first));
         assert_eq!(bits(&saved), bits(&masters));
@@ -86,22 +93,21 @@ fn what_cannot_be_a_master_is_refused_by_name() {
     let leaves = leaves(&[&[3, 4], &[5]], Kind::BFloat16, CPU);
     let mut optimizer = build(&leaves);
     let masters = masters_of(&leaves);
-    let mut refused =
-        |name: &str, master: &Tensor| text(optimizer.f_set_masters(&[(name, master)]));
+    let mut refused = |name: &str, master: &Tensor| text(optimizer.set_masters(&[(name, master)]));
     assert_eq!(
         refused("w7", &masters[0]),
-        "Optimizer::set_masters: masters: expected the name of a parameter, got \"w7\""
+        "FusedOptimizer::set_masters: masters: expected the name of a parameter, got \"w7\""
     );
     assert!(refused("w0", &masters[0].to_kind(Kind::Double)).contains("w0: expected kind Float"));
     assert!(refused("w0", &masters[1]).contains("w0: expected shape [3, 4] with strides [4, 1]"));
     assert!(refused("w0", &masters[0].tr().contiguous().tr()).contains("strides [1, 3]"));
     assert!(refused("w0", &Tensor::new()).contains("w0"));
     let float = super::leaves(&[&[2]], Kind::Float, CPU);
-    let of_float = text(build(&float).f_set_masters(&[("w0", &float[0])]));
+    let of_float = text(build(&float).set_masters(&[("w0", &float[0])]));
     assert!(of_float.contains("expected kind Half or BFloat16, got Float"), "{of_float}");
     accumulate(&leaves, 1.0);
-    optimizer.step();
-    let late = text(optimizer.f_set_masters(&[("w1", &masters[1])]));
+    optimizer.step().expect("step");
+    let late = text(optimizer.set_masters(&[("w1", &masters[1])]));
     assert!(late.contains("w1: expected a parameter without steps, got steps"), "{late}");
 }
 
@@ -120,10 +126,10 @@ fn changes_before_the_first_step_are_refused() {
         let mut leaf = super::leaves(&[&[3, 4]], Kind::BFloat16, CPU).remove(0);
         let mut master = leaf.detach().to_kind(Kind::Float);
         let mut optimizer = build(&[leaf.shallow_clone()]);
-        optimizer.f_set_masters(&[("w0", &master)]).expect("shared");
+        optimizer.set_masters(&[("w0", &master)]).expect("shared");
         change(&mut leaf, &mut master);
         leaf.sum(leaf.kind()).backward();
-        let error = text(optimizer.f_step());
+        let error = text(optimizer.step());
         assert!(error.contains(expected), "{error}");
     }
 }
@@ -148,7 +154,7 @@ fn masters_with_other_data_are_updated_where_they_are() {
                     }
                 }
                 accumulate(&leaves, 1.0);
-                optimizer.step();
+                optimizer.step().expect("step");
             }
             let rounded: Vec<Tensor> =
                 masters.iter().map(|master| master.to_kind(Kind::BFloat16)).collect();
@@ -167,17 +173,17 @@ fn converted_masters_are_refused() {
         let master = vs.root().ones("w", &[4]);
         let rounded = leaves(&[&[4]], Kind::BFloat16, device);
         let mut optimizer = build(&rounded);
-        optimizer.f_set_masters(&[("w0", &master)]).expect("shared");
+        optimizer.set_masters(&[("w0", &master)]).expect("shared");
         let mut step = || {
             accumulate(&rounded, 1.0);
-            optimizer.f_step()
+            optimizer.step()
         };
         step().expect("a step");
         vs.half();
         let before = bits(&[rounded[0].shallow_clone(), master.shallow_clone()]);
         assert_eq!(
             text(step()),
-            "Optimizer::step: the master of w0: expected kind Float, got Half; build the optimizer and share them \
+            "FusedOptimizer::step: the master of w0: expected kind Float, got Half; build the optimizer and share them \
              after parameters are converted or moved"
         );
         assert_eq!(bits(&[rounded[0].shallow_clone(), master.shallow_clone()]), before);
@@ -197,7 +203,7 @@ fn masters_that_are_tied_later_are_refused() {
     let first = masters[0].shallow_clone();
     masters[1].set_data(&first);
     accumulate(&weights, 1.0);
-    let error = text(optimizer.f_step());
+    let error = text(optimizer.step());
     let expected = "the master of w1: expected memory of its own, got memory that it shares with the master of w0";
     assert!(error.contains(expected), "{error}");
 }

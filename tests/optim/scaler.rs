@@ -3,18 +3,18 @@
 use super::reference::Rule;
 use super::updates::{build, rules};
 use super::*;
-use tch_extension::amp::{self, GradScaler, GradScalerOptions};
+use tch_extension::amp::{GradScaler, GradScalerOptions};
 use tch_extension::testing::devices;
 
 /// An optimizer that does not decide on the device, so that the scaler waits.
-struct Waits(Optimizer);
+struct Waits(FusedOptimizer);
 
-impl amp::Optimizer for Waits {
+impl tch_extension::optim::Optimizer for Waits {
     fn parameters(&self) -> Vec<Tensor> {
         self.0.trainable_variables()
     }
     fn step(&mut self) -> tch_extension::Result<()> {
-        self.0.f_step()
+        self.0.step()
     }
 }
 
@@ -36,9 +36,9 @@ fn train(way: Way, device: Device, max_norm: Option<f64>, rule: Rule) -> (Vec<Ve
     tch::manual_seed(31);
     let leaves = leaves(&SIZES, Kind::Float, device);
     let mut optimizer = build(rule, &leaves, 0.01);
-    optimizer.set_clip_norm(max_norm);
+    optimizer.set_clip_norm(max_norm).expect("set_clip_norm");
     let mut waits = Waits(build(rule, &leaves, 0.01));
-    waits.0.set_clip_norm(max_norm);
+    waits.0.set_clip_norm(max_norm).expect("set_clip_norm");
     let mut scaler = scaler();
     for step in 0..10 {
         let mut loss = Tensor::zeros([], (Kind::Float, device));
@@ -90,7 +90,7 @@ fn gradients_of_half_kinds_are_taken_and_stay_scaled() {
         for kind in [Kind::Half, Kind::BFloat16] {
             let w = Tensor::ones([300], (kind, device)).set_requires_grad(true);
             let mut optimizer = build(rules()[2], &[w.shallow_clone()], 0.5);
-            optimizer.set_clip_norm(Some(f64::INFINITY));
+            optimizer.set_clip_norm(Some(f64::INFINITY)).expect("set_clip_norm");
             let mut scaler = scaler();
             let mut step = |factor: f64| {
                 w.shallow_clone().zero_grad();
@@ -103,7 +103,7 @@ fn gradients_of_half_kinds_are_taken_and_stay_scaled() {
             assert_eq!(step(f64::INFINITY), (0.75, f64::INFINITY), "skipped");
             assert_eq!(step(0.25), (0.625, 128.0));
             // The norm is that of the gradients without the scale.
-            let norm = optimizer.grad_norm().expect("a norm").double_value(&[]);
+            let norm = optimizer.grad_norm().expect("grad_norm").expect("a norm").double_value(&[]);
             assert!((norm - 0.25 * 300.0_f64.sqrt()).abs() < 1e-6, "{norm}");
         }
     }
@@ -124,7 +124,7 @@ fn a_skipped_step_does_not_count() {
             })
             .expect("a scaler");
             let mut step = |factor: f64| {
-                optimizer.zero_grad();
+                optimizer.zero_grad().expect("zero_grad");
                 let loss = leaves.iter().map(|leaf| (leaf * leaf * factor).sum(Kind::Float));
                 scaler.scale(&loss.sum::<Tensor>()).expect("scaled").backward();
                 scaler.step(&mut optimizer).expect("a step");

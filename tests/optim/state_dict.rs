@@ -30,18 +30,18 @@ fn a_resumed_run_has_the_same_bits() {
                     tch::manual_seed(51);
                     let leaves = leaves(&SIZES, kind, device);
                     let mut optimizer = build(rule, &leaves, 0.01);
-                    optimizer.set_clip_norm(Some(3.0));
+                    optimizer.set_clip_norm(Some(3.0)).expect("set_clip_norm");
                     for step in 0..6 {
                         if step == 3 && is_interrupted {
                             optimizer.save(&file).expect("saved");
                             optimizer = build(rule, &leaves, 0.5);
                             optimizer.load(&file).expect("loaded");
-                            optimizer.set_clip_norm(Some(3.0));
+                            optimizer.set_clip_norm(Some(3.0)).expect("set_clip_norm");
                         }
                         // The last parameter gets its first gradient after the interruption.
                         let some = if step < 4 { SIZES.len() - 1 } else { SIZES.len() };
                         accumulate(&leaves[..some], 1.0);
-                        optimizer.step();
+                        optimizer.step().expect("step");
                     }
                     (bits(&leaves), optimizer.lr_of_group(0))
                 };
@@ -63,9 +63,9 @@ fn names_and_numbers_are_readable() {
         let mut optimizer = AdamW::default().build(&vs, 0.25).expect("an optimizer");
         optimizer.no_weight_decay(|name, _| name == "h");
         let loss = w.sum(Kind::Float) + h.sum(Kind::Float);
-        optimizer.backward_step(&loss);
-        optimizer.backward_step(&(w.sum(Kind::Float) + h.sum(Kind::Float)));
-        let state = optimizer.state_dict();
+        optimizer.backward_step(&loss).expect("backward_step");
+        optimizer.backward_step(&(w.sum(Kind::Float) + h.sum(Kind::Float))).expect("backward_step");
+        let state = optimizer.state_dict().expect("state_dict");
         let names: Vec<&str> = state.keys().map(String::as_str).collect();
         let group = |id: usize| {
             ["beta1", "beta2", "eps", "lr", "maximize", "weight_decay"]
@@ -86,7 +86,7 @@ fn names_and_numbers_are_readable() {
         drop(late);
         // They are copies.
         let before = bits(&state.values().map(Tensor::shallow_clone).collect::<Vec<_>>());
-        optimizer.backward_step(&w.sum(Kind::Float));
+        optimizer.backward_step(&w.sum(Kind::Float)).expect("backward_step");
         assert_eq!(bits(&state.values().map(Tensor::shallow_clone).collect::<Vec<_>>()), before);
     }
 }
@@ -99,8 +99,8 @@ fn states_that_do_not_fit_change_nothing() {
         let leaves = leaves(&[&[4], &[2, 3]], Kind::Float, device);
         let mut optimizer = build(rules()[0], &leaves, 0.01);
         accumulate(&leaves, 1.0);
-        optimizer.step();
-        let good = optimizer.state_dict();
+        optimizer.step().expect("step");
+        let good = optimizer.state_dict().expect("state_dict");
         let before = bits(&good.values().map(Tensor::shallow_clone).collect::<Vec<_>>());
         let changed = |change: &dyn Fn(&mut State)| {
             let mut state: State =
@@ -131,24 +131,24 @@ fn states_that_do_not_fit_change_nothing() {
             ),
         ];
         for (change, expected) in cases {
-            let message = text(optimizer.f_load_state_dict(&changed(change)));
+            let message = text(optimizer.load_state_dict(&changed(change)));
             assert_eq!(
                 message,
                 format!(
-                    "Optimizer::load_state_dict: expected the state of this optimizer's parameters, got {expected}; \
+                    "FusedOptimizer::load_state_dict: expected the state of this optimizer's parameters, got {expected}; \
                      nothing was loaded"
                 )
             );
-            let now = optimizer.state_dict();
+            let now = optimizer.state_dict().expect("state_dict");
             assert!(bits(&now.values().map(Tensor::shallow_clone).collect::<Vec<_>>()) == before);
         }
         let mut sgd = build(rules()[4], &leaves, 0.01);
-        let message = text(sgd.f_load_state_dict(&good));
+        let message = text(sgd.load_state_dict(&good));
         assert!(
             message.contains("no ") && message.contains("the unexpected exp_avg.w0"),
             "{message}"
         );
-        optimizer.f_load_state_dict(&good).expect("the state fits");
+        optimizer.load_state_dict(&good).expect("the state fits");
     }
 }
 
@@ -159,14 +159,17 @@ fn files_that_are_none_are_refused() {
     let mut optimizer = build(rules()[0], &[Tensor::ones([2], (Kind::Float, CPU))], 0.1);
     let message = text(optimizer.load(&file));
     assert!(
-        message.starts_with("Optimizer::load: ") && message.contains("No such file"),
+        message.starts_with("FusedOptimizer::load: ") && message.contains("No such file"),
         "{message}"
     );
     std::fs::write(&file, b"no safetensors").expect("written");
     let message = text(optimizer.load_torch(&file, &["w0"]));
     assert!(message.contains("expected a complete safetensors file"), "{message}");
     let message = text(optimizer.save(file.parent().expect("a folder")));
-    assert!(message.starts_with("Optimizer::save: ") && message.contains("a folder"), "{message}");
+    assert!(
+        message.starts_with("FusedOptimizer::save: ") && message.contains("a folder"),
+        "{message}"
+    );
 }
 
 /// A state as the Python snippet in the docs of `load_torch` writes it.
@@ -224,7 +227,7 @@ fn a_state_of_torch_goes_on() {
                 let gradients: Vec<Tensor> =
                     step(&mut reference).iter().map(|g| g.to_kind(Kind::Float)).collect();
                 let given: Vec<Option<&Tensor>> = gradients.iter().map(Some).collect();
-                optimizer.f_step_with(&given).expect("a step");
+                optimizer.step_with(&given).expect("a step");
             }
             assert_agree(&leaves, &reference, Kind::Float);
 
@@ -261,15 +264,15 @@ fn numbers_of_a_file_are_those_of_build() {
     let leaves = leaves(&[&[3]], Kind::Float, CPU);
     let sgd = Sgd { momentum: 0.9, dampening: -0.5, ..Default::default() };
     let mut optimizer = sgd.build_of(named(&leaves), 0.1).expect("an optimizer");
-    let state = optimizer.state_dict();
-    optimizer.load_state_dict(&state);
+    let state = optimizer.state_dict().expect("state_dict");
+    optimizer.load_state_dict(&state).expect("load_state_dict");
     let mut optimizer = AdamW::default().build_of(named(&leaves), 0.1).expect("an optimizer");
-    let mut state = optimizer.state_dict();
+    let mut state = optimizer.state_dict().expect("state_dict");
     state.insert("group.0.beta1".to_string(), Tensor::from(1.0));
-    let error = text(optimizer.f_load_state_dict(&state));
+    let error = text(optimizer.load_state_dict(&state));
     assert!(error.contains("group.0.beta1 with 1 instead of 0 or more and below 1"), "{error}");
     state.insert("group.0.beta1".to_string(), Tensor::from_slice(&[0.5, 0.5]));
-    let error = text(optimizer.f_load_state_dict(&state));
+    let error = text(optimizer.load_state_dict(&state));
     assert!(error.contains("group.0.beta1 that is no number"), "{error}");
 }
 
@@ -280,12 +283,12 @@ fn numbers_that_build_refuses_together_are_refused_everywhere() {
     let leaves = leaves(&[&[3]], Kind::Float, CPU);
     let sgd = Sgd { momentum: 0.9, nesterov: true, ..Default::default() };
     let mut optimizer = sgd.build_of(named(&leaves), 0.1).expect("an optimizer");
-    let good = optimizer.state_dict();
-    let loaded = |optimizer: &mut Optimizer, name: &str, number: f64| {
+    let good = optimizer.state_dict().expect("state_dict");
+    let loaded = |optimizer: &mut FusedOptimizer, name: &str, number: f64| {
         let mut state: State =
             good.iter().map(|(name, value)| (name.clone(), value.copy())).collect();
         state.insert(format!("group.0.{name}"), Tensor::from(number));
-        text(optimizer.f_load_state_dict(&state))
+        text(optimizer.load_state_dict(&state))
     };
     for (name, number, expected) in [
         (
@@ -299,12 +302,15 @@ fn numbers_that_build_refuses_together_are_refused_everywhere() {
         let error = loaded(&mut optimizer, name, number);
         assert!(error.contains(&format!("got group.0.nesterov {expected}; nothing")), "{error}");
     }
-    let error = text(optimizer.f_set_momentum(0.0));
+    let error = text(optimizer.set_momentum(0.0));
     assert_eq!(
         error,
-        "Optimizer::set_momentum: nesterov: expected a momentum and no dampening, got momentum 0 and dampening 0"
+        "FusedOptimizer::set_momentum: nesterov: expected a momentum and no dampening, got momentum 0 and dampening 0"
     );
-    assert_eq!(optimizer.state_dict()["group.0.momentum"].double_value(&[]), 0.9);
+    assert_eq!(
+        optimizer.state_dict().expect("state_dict")["group.0.momentum"].double_value(&[]),
+        0.9
+    );
 }
 
 /// The algorithm is no number: the state itself says whether it fits.
@@ -316,12 +322,12 @@ fn states_with_amsgrad_and_without_do_not_fit_each_other() {
         let config = AdamW::default().amsgrad(amsgrad);
         let mut optimizer = config.build_of(named(&leaves), 0.1).expect("an optimizer");
         accumulate(&leaves, 1.0);
-        optimizer.step();
+        optimizer.step().expect("step");
         optimizer
     };
     let (mut plain, mut amsgrad) = (stepped(false), stepped(true));
-    let error = text(amsgrad.f_load_state_dict(&plain.state_dict()));
+    let error = text(amsgrad.load_state_dict(&plain.state_dict().expect("state_dict")));
     assert!(error.contains("got no max_exp_avg_sq.w0; nothing"), "{error}");
-    let error = text(plain.f_load_state_dict(&amsgrad.state_dict()));
+    let error = text(plain.load_state_dict(&amsgrad.state_dict().expect("state_dict")));
     assert!(error.contains("got the unexpected max_exp_avg_sq.w0; nothing"), "{error}");
 }

@@ -29,7 +29,7 @@ pub fn rules() -> Vec<Rule> {
     ]
 }
 
-pub fn build(rule: Rule, tensors: &[Tensor], lr: f64) -> Optimizer {
+pub fn build(rule: Rule, tensors: &[Tensor], lr: f64) -> FusedOptimizer {
     let tensors = named(tensors);
     match rule {
         Rule::AdamW(config) => config.build_of(tensors, lr),
@@ -69,7 +69,7 @@ fn steps_agree_with_torchs_formulas_in_every_kind() {
                 for _ in 0..10 {
                     accumulate(&leaves, 1.0);
                     reference.step(&gradients(&leaves), None);
-                    optimizer.step();
+                    optimizer.step().expect("step");
                 }
                 assert_agree(&leaves, &reference, kind);
             }
@@ -87,11 +87,11 @@ fn parameters_without_gradients_are_skipped_and_count_their_own_steps() {
             let mut reference = Reference::new(rule, 0.02, &leaves);
             let mut optimizer = build(rule, &leaves, 0.02);
             for step in 0..9 {
-                optimizer.zero_grad();
+                optimizer.zero_grad().expect("zero_grad");
                 assert!(leaves.iter().all(|leaf| !leaf.grad().defined()));
                 accumulate(&leaves[..=(step % 3)], 1.0);
                 reference.step(&gradients(&leaves), None);
-                optimizer.step();
+                optimizer.step().expect("step");
             }
             assert_agree(&leaves, &reference, Kind::Double);
         }
@@ -109,14 +109,14 @@ fn gradients_may_be_given_in_float_and_weights_need_no_masters() {
                     let weights: Vec<Tensor> =
                         SIZES.iter().map(|size| normal(size, kind, device)).collect();
                     let mut optimizer = build(rule, &weights, 0.01);
-                    optimizer.set_master_weights(has_masters);
+                    optimizer.set_master_weights(has_masters).expect("set_master_weights");
                     let mut reference = Reference::new(rule, 0.01, &weights);
                     for _ in 0..3 {
                         let gradients: Vec<Tensor> =
                             SIZES.iter().map(|size| normal(size, Kind::Float, device)).collect();
                         reference.step(&gradients, None);
                         let given: Vec<Option<&Tensor>> = gradients.iter().map(Some).collect();
-                        optimizer.f_step_with(&given).expect("a step");
+                        optimizer.step_with(&given).expect("a step");
                         if !has_masters {
                             // Each step rounds the weights.
                             for weight in &mut reference.weights {
@@ -144,10 +144,10 @@ fn master_weights_keep_steps_that_the_parameter_cannot_show() {
             let moved = |has_masters| {
                 let w = Tensor::ones([16], (kind, device));
                 let mut optimizer = build(rules()[2], &[w.shallow_clone()], 1e-4);
-                optimizer.set_master_weights(has_masters);
+                optimizer.set_master_weights(has_masters).expect("set_master_weights");
                 let gradient = Tensor::ones([16], (kind, device));
                 for _ in 0..1000 {
-                    optimizer.f_step_with(&[Some(&gradient)]).expect("a step");
+                    optimizer.step_with(&[Some(&gradient)]).expect("a step");
                 }
                 w.to_kind(Kind::Double).mean(Kind::Double).double_value(&[])
             };
@@ -188,7 +188,7 @@ fn views_that_begin_anywhere_and_strides_are_right() {
                     ];
                     reference.step(&gradients, None);
                     let given: Vec<Option<&Tensor>> = gradients.iter().map(Some).collect();
-                    optimizer.f_step_with(&given).expect("a step");
+                    optimizer.step_with(&given).expect("a step");
                 }
                 assert_agree(&weights, &reference, kind);
                 // What lies between the views is as before.
@@ -217,10 +217,10 @@ fn many_and_few_parameters_are_right() {
             let mut optimizer = build(rule, &leaves, 0.01);
             let mut reference = Reference::new(rule, 0.01, &leaves);
             for max_norm in [None, Some(1.0)] {
-                optimizer.set_clip_norm(max_norm);
+                optimizer.set_clip_norm(max_norm).expect("set_clip_norm");
                 accumulate(&leaves, 1.0);
                 reference.step(&gradients(&leaves), max_norm);
-                optimizer.step();
+                optimizer.step().expect("step");
             }
             assert_agree(&leaves, &reference, Kind::Double);
         }
@@ -243,12 +243,12 @@ fn several_devices_are_one_step() {
         let on_cpu: Vec<Tensor> = leaves.iter().map(|leaf| leaf.detach().to_device(CPU)).collect();
         let mut reference = Reference::new(rule, 0.01, &on_cpu);
         for max_norm in [None, Some(0.5)] {
-            optimizer.set_clip_norm(max_norm);
+            optimizer.set_clip_norm(max_norm).expect("set_clip_norm");
             accumulate(&leaves, 1.0);
             let gradients: Vec<Tensor> =
                 leaves.iter().map(|leaf| leaf.grad().to_device(CPU)).collect();
             reference.step(&gradients, max_norm);
-            optimizer.step();
+            optimizer.step().expect("step");
         }
         for (ours, expected) in leaves.iter().zip(&reference.weights) {
             let ours = ours.detach().to_device(CPU).to_kind(Kind::Double);
@@ -267,10 +267,10 @@ fn equal_values_give_equal_bits() {
                     tch::manual_seed(7);
                     let leaves = leaves(&SIZES, kind, device);
                     let mut optimizer = build(rule, &leaves, 0.01);
-                    optimizer.set_clip_norm(Some(1.0));
+                    optimizer.set_clip_norm(Some(1.0)).expect("set_clip_norm");
                     for _ in 0..3 {
                         accumulate(&leaves, 1.0);
-                        optimizer.step();
+                        optimizer.step().expect("step");
                     }
                     bits(&leaves)
                 };
@@ -282,6 +282,21 @@ fn equal_values_give_equal_bits() {
 }
 
 /// One changed line must change numbers by rounding only.
+/// The results of tch's optimizers and of ours.
+trait Done {
+    fn done(self);
+}
+
+impl Done for () {
+    fn done(self) {}
+}
+
+impl Done for tch_extension::Result<()> {
+    fn done(self) {
+        self.expect("no error");
+    }
+}
+
 #[test]
 fn training_is_tchs_training() {
     let _alone = serially();
@@ -300,8 +315,8 @@ fn training_is_tchs_training() {
                 use $trait as _;
                 let (vs, first, last) = model();
                 let mut optimizer = $config.build(&vs, 0.02).expect("an optimizer");
-                optimizer.set_lr_group(2, 0.01);
-                optimizer.set_weight_decay_group(2, 0.2);
+                optimizer.set_lr_group(2, 0.01).done();
+                optimizer.set_weight_decay_group(2, 0.2).done();
                 let mut losses = Vec::new();
                 for step in 0..30 {
                     let loss = (last.forward(&first.forward(&x).tanh())
@@ -310,18 +325,18 @@ fn training_is_tchs_training() {
                     .mean(Kind::Float);
                     losses.push(loss.double_value(&[]));
                     match step % 3 {
-                        0 => optimizer.backward_step(&loss),
-                        1 => optimizer.backward_step_clip(&loss, 0.1),
-                        _ => optimizer.backward_step_clip_norm(&loss, 0.5),
+                        0 => optimizer.backward_step(&loss).done(),
+                        1 => optimizer.backward_step_clip(&loss, 0.1).done(),
+                        _ => optimizer.backward_step_clip_norm(&loss, 0.5).done(),
                     }
                     if step == 10 {
-                        optimizer.set_lr(0.005);
-                        optimizer.set_momentum(0.8);
-                        optimizer.set_weight_decay(0.0);
+                        optimizer.set_lr(0.005).done();
+                        optimizer.set_momentum(0.8).done();
+                        optimizer.set_weight_decay(0.0).done();
                     }
                     // For AdamW, tch 0.24 sets it and panics.
                     if step == 15 && $has_momentum {
-                        optimizer.set_momentum_group(2, 0.5);
+                        optimizer.set_momentum_group(2, 0.5).done();
                     }
                 }
                 losses
@@ -367,7 +382,7 @@ fn versions_grow_and_history_does_not() {
         let mut optimizer = build(rules()[0], &[w.shallow_clone()], 0.1);
         let y = (&w * &w).sum(Kind::Float);
         accumulate(&[w.shallow_clone()], 1.0);
-        optimizer.step();
+        optimizer.step().expect("step");
         let error = y.f_backward().expect_err("w was saved before the step").to_string();
         assert!(error.contains("modified by an inplace operation"), "{error}");
         assert!(w.is_leaf() && w.requires_grad());
@@ -383,7 +398,7 @@ fn variables_that_join_later_are_updated() {
         let mut optimizer = Sgd::default().build(&vs, 0.5).expect("an optimizer");
         let (first, second) = (first, vs.root().ones("second", &[2]));
         let loss = first.sum(Kind::Float) + second.sum(Kind::Float);
-        optimizer.backward_step(&loss);
+        optimizer.backward_step(&loss).expect("backward_step");
         assert_eq!(Vec::<f32>::try_from(&first).expect("values"), [0.5; 3]);
         assert_eq!(Vec::<f32>::try_from(&second).expect("values"), [0.5; 2]);
         assert_eq!(optimizer.names().collect::<Vec<_>>(), ["first", "second"]);
@@ -402,12 +417,12 @@ fn ten_thousand_steps_take_no_more_memory() {
     for device in devices() {
         let leaves = leaves(&[&[10], &[3, 3]], Kind::Float, device);
         let mut optimizer = build(rules()[0], &leaves, 1e-3);
-        optimizer.set_clip_norm(Some(1.0));
+        optimizer.set_clip_norm(Some(1.0)).expect("set_clip_norm");
         accumulate(&leaves, 1.0);
         let mut run = |steps| {
             for step in 0..steps {
-                optimizer.set_lr(1e-3 / f64::from(step + 1));
-                optimizer.step();
+                optimizer.set_lr(1e-3 / f64::from(step + 1)).expect("set_lr");
+                optimizer.step().expect("step");
             }
         };
         run(1000);

@@ -4,7 +4,7 @@ use super::*;
 use support::gpu::caching_or_skip;
 use tch_extension::optim::{self, OptimizerConfig};
 
-fn fused(device: Device, dropout: f64) -> (Model, optim::Optimizer) {
+fn fused(device: Device, dropout: f64) -> (Model, optim::FusedOptimizer) {
     let (model, _) = Model::new(device, dropout);
     let optimizer = optim::AdamW::default().build(&model._vs, 1e-2).expect("an optimizer");
     (model, optimizer)
@@ -24,13 +24,14 @@ fn changing(device: Device, options: StepOptions) -> (Vec<Tensor>, StepStats) {
     tch::manual_seed(3);
     let mut losses = Vec::new();
     for call in 0..24 {
-        step.optimizer_mut().set_lr(0.01 / (1.0 + call as f64));
+        step.optimizer_mut().set_lr(0.01 / (1.0 + call as f64)).expect("a rate");
         match call {
             0 => step.optimizer_mut().set_clip_norm(Some(1.0)),
             8 => step.optimizer_mut().set_clip_norm(Some(0.01)),
             12 => step.optimizer_mut().set_clip_norm(None),
-            _ => {}
+            _ => Ok(()),
         }
+        .expect("a norm");
         let (x, y) = batch(call, 8 + 8 * (call % 2));
         losses.push(step.step(&[&x, &y]).expect("a loss"));
     }
@@ -46,13 +47,13 @@ fn on_the_cpu_a_step_is_the_loop_of_the_optimizer() {
     let mut step =
         Step::new(options(true), optimizer, |batch: &[Tensor]| model.loss(batch)).expect("a step");
     let (other, mut optimizer) = fused(Device::Cpu, 0.0);
-    optimizer.set_clip_norm(Some(0.1));
-    step.optimizer_mut().set_clip_norm(Some(0.1));
+    optimizer.set_clip_norm(Some(0.1)).expect("set_clip_norm");
+    step.optimizer_mut().set_clip_norm(Some(0.1)).expect("no error");
     for call in 0..5 {
         let (x, y) = batch(call, 8);
         let loss = step.step(&[&x, &y]).expect("a loss");
         let expected = other.loss(&[x, y]).expect("a loss");
-        optimizer.backward_step(&expected);
+        optimizer.backward_step(&expected).expect("backward_step");
         same_bits(&[loss], &[expected]);
     }
     drop(step);
@@ -92,7 +93,7 @@ fn cuda_a_scaler_is_captured() {
         })
         .expect("a step")
         .with_scaler(scaler.expect("a scaler"));
-        step.optimizer_mut().set_clip_norm(Some(1.0));
+        step.optimizer_mut().set_clip_norm(Some(1.0)).expect("no error");
         tch::manual_seed(3);
         let (mut losses, mut scales) = (Vec::new(), Vec::new());
         for call in 0..60 {

@@ -4,7 +4,7 @@
 use crate::options::Options;
 use anyhow::{Result, ensure};
 use tch::{Device, Tensor};
-use tch_extension::optim::Optimizer;
+use tch_extension::optim::FusedOptimizer;
 
 /// A loss that several ranks compute together, each on its rows.
 pub type Loss<'a> = &'a mut dyn FnMut() -> tch_extension::Result<Tensor>;
@@ -41,10 +41,10 @@ mod several {
     };
 
     /// With one rank it does what the optimizer does.
-    pub type Trained = DdpOptimizer<Optimizer>;
+    pub type Trained = DdpOptimizer<FusedOptimizer>;
 
     /// The optimizer itself, which has the learning rate.
-    pub fn inner(optimizer: &mut Trained) -> &mut Optimizer {
+    pub fn inner(optimizer: &mut Trained) -> &mut FusedOptimizer {
         optimizer.get_mut()
     }
 
@@ -83,7 +83,7 @@ mod several {
         pub fn train(
             &self,
             variables: &VarStore,
-            optimizer: Optimizer,
+            optimizer: FusedOptimizer,
         ) -> Result<(Together, Trained)> {
             let ddp = Ddp::new(&self.group, variables, DdpOptions::default())?;
             let optimizer = ddp.guard(optimizer)?;
@@ -121,9 +121,9 @@ mod one {
     use super::*;
     use tch::nn::VarStore;
 
-    pub type Trained = Optimizer;
+    pub type Trained = FusedOptimizer;
 
-    pub fn inner(optimizer: &mut Trained) -> &mut Optimizer {
+    pub fn inner(optimizer: &mut Trained) -> &mut FusedOptimizer {
         optimizer
     }
 
@@ -160,7 +160,11 @@ mod one {
             body()
         }
 
-        pub fn train(&self, _: &VarStore, optimizer: Optimizer) -> Result<(Together, Trained)> {
+        pub fn train(
+            &self,
+            _: &VarStore,
+            optimizer: FusedOptimizer,
+        ) -> Result<(Together, Trained)> {
             Ok((Together, optimizer))
         }
 

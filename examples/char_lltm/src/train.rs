@@ -101,7 +101,7 @@ impl Learner {
         // Without weight decay, it is Adam.
         let mut optimizer =
             AdamW { wd: 0.0, ..Default::default() }.build(&model.variables, options.lr)?;
-        optimizer.set_clip_norm(Some(LARGEST_GRADIENT));
+        optimizer.set_clip_norm(Some(LARGEST_GRADIENT))?;
         let state = model.zero_state(rows);
         let (together, optimizer) = ranks.train(&model.variables, optimizer)?;
         let model = Rc::new(model);
@@ -177,7 +177,7 @@ impl Learner {
     /// GPU the step is one CUDA graph.
     fn step(&mut self, options: &Options, streams: &Streams, step: i64) -> Result<Tensor> {
         let (inputs, targets) = self.next_chunk(options.seq_len, streams);
-        inner(self.step.optimizer_mut()).set_lr(learning_rate(options, step));
+        inner(self.step.optimizer_mut()).set_lr(learning_rate(options, step))?;
         let batch: Vec<&Tensor> = [&inputs, &targets].into_iter().chain(&self.state).collect();
         let output = self.step.step_with_extra(&batch)?;
         self.state = output.extra;

@@ -13,7 +13,7 @@ use tch::Tensor;
 use tch_extension::distributed::{
     CommHook, Compression, Ddp, DdpOptions, ShardedOptimizer, ShardedOptions,
 };
-use tch_extension::optim::{AdamW, Optimizer, OptimizerConfig};
+use tch_extension::optim::{AdamW, FusedOptimizer, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions, StepStats};
 
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<Tensor>>;
@@ -53,8 +53,8 @@ impl Trainer {
         let mut optimizer = config.build(&model.variables, settings.lr)?;
         // As in GPT-2: biases and norms do not decay.
         optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
-        optimizer.f_set_clip_norm(Some(settings.clip))?;
-        optimizer.f_set_masters(&model.masters())?;
+        optimizer.set_clip_norm(Some(settings.clip))?;
+        optimizer.set_masters(&model.masters())?;
         let (optimizer, closure) = together(model, optimizer, settings, ranks, options)?;
         let accumulate = division.accumulate as usize;
         let capture = options.capture;
@@ -130,7 +130,7 @@ impl Trainer {
 #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
 fn together(
     model: Rc<Gpt>,
-    optimizer: Optimizer,
+    optimizer: FusedOptimizer,
     settings: &Settings,
     ranks: &Ranks,
     options: &TrainerOptions,

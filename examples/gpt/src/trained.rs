@@ -3,18 +3,19 @@
 use std::collections::BTreeMap;
 use tch::{Device, Tensor};
 use tch_extension::Result;
-use tch_extension::amp::{Optimizer, ScaledGradients};
+use tch_extension::amp::ScaledGradients;
 #[cfg(feature = "distributed")]
 use tch_extension::distributed::{DdpOptimizer, ShardedOptimizer};
 use tch_extension::optim;
+use tch_extension::optim::Optimizer;
 
 /// An optimizer that `train::Step` steps.
 pub enum Trained {
     /// Of one process.
-    Alone(optim::Optimizer),
+    Alone(optim::FusedOptimizer),
     /// Of several, each with the whole state.
     #[cfg(feature = "distributed")]
-    Ddp(DdpOptimizer<optim::Optimizer>),
+    Ddp(DdpOptimizer<optim::FusedOptimizer>),
     /// Of several, each with a part of the state.
     #[cfg(feature = "distributed")]
     Sharded(Box<ShardedOptimizer>),
@@ -45,9 +46,9 @@ macro_rules! of {
 impl Trained {
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
         match self {
-            Trained::Alone(optimizer) => optimizer.f_set_lr(lr),
+            Trained::Alone(optimizer) => optimizer.set_lr(lr),
             #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_mut().f_set_lr(lr),
+            Trained::Ddp(optimizer) => optimizer.get_mut().set_lr(lr),
             #[cfg(feature = "distributed")]
             Trained::Sharded(optimizer) => optimizer.set_lr(lr),
         }
@@ -59,10 +60,10 @@ impl Trained {
     #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
     pub fn state(&self, is_main: bool, masters: &[(&str, &Tensor)]) -> Result<Option<State>> {
         match self {
-            Trained::Alone(optimizer) => optimizer.f_state_dict().map(Some),
+            Trained::Alone(optimizer) => optimizer.state_dict().map(Some),
             #[cfg(feature = "distributed")]
             Trained::Ddp(optimizer) => {
-                is_main.then(|| optimizer.get_ref().f_state_dict()).transpose()
+                is_main.then(|| optimizer.get_ref().state_dict()).transpose()
             }
             #[cfg(feature = "distributed")]
             Trained::Sharded(optimizer) => {
@@ -83,9 +84,9 @@ impl Trained {
     #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
     pub fn load_state(&mut self, state: &State, masters: &[(&str, &Tensor)]) -> Result<()> {
         match self {
-            Trained::Alone(optimizer) => optimizer.f_load_state_dict(state),
+            Trained::Alone(optimizer) => optimizer.load_state_dict(state),
             #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_mut().f_load_state_dict(state),
+            Trained::Ddp(optimizer) => optimizer.get_mut().load_state_dict(state),
             #[cfg(feature = "distributed")]
             Trained::Sharded(optimizer) => {
                 let own = state.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));

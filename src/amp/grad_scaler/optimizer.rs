@@ -11,7 +11,8 @@ use tch::{Device, Tensor};
 ///
 /// ```
 /// use tch::{Kind, Tensor};
-/// use tch_extension::amp::{GradScaler, Optimizer};
+/// use tch_extension::amp::GradScaler;
+/// use tch_extension::optim::Optimizer;
 ///
 /// /// w ← w − η sign(∇w)
 /// struct SignSgd {

@@ -2,7 +2,8 @@
 
 use super::super::agree::Agreement;
 use super::{Ddp, Unsynchronised};
-use crate::amp::{Optimizer, ScaledGradients};
+use crate::amp::ScaledGradients;
+use crate::optim::Optimizer;
 use crate::{Error, Result};
 use tch::{Device, Tensor};
 

@@ -16,7 +16,7 @@ use crate::autograd::Hook;
 use crate::distributed::ProcessGroup;
 use crate::distributed::agree::{self, Agreement};
 use crate::distributed::watch::Replays;
-use crate::optim::Optimizer;
+use crate::optim::FusedOptimizer;
 use crate::optim::shard::Joined;
 use crate::{Error, Result};
 use gradients::Gradients;
@@ -34,7 +34,7 @@ const NEW: &str = "ShardedOptimizer::new";
 ///
 /// Each rank computes the gradients of its own batch. Then, in place of all gradients, each rank gets
 /// the mean of 1/N of them (`reduce_scatter`), updates these weights with an ordinary
-/// [`Optimizer`], and sends them to all others (`all_gather`). That is as much communication as the
+/// [`FusedOptimizer`], and sends them to all others (`all_gather`). That is as much communication as the
 /// all-reduce of `Ddp`, but moments and master weights take 1/N of the memory on each of N ranks.
 /// Use it in place of `Ddp`, not together with it.
 ///
@@ -48,7 +48,7 @@ const NEW: &str = "ShardedOptimizer::new";
 ///     let vs = nn::VarStore::new(Device::Cpu);
 ///     let model = nn::linear(vs.root(), 4, 1, Default::default());
 ///     let mut optimizer = AdamW::default().build(&vs, 1e-2)?;
-///     optimizer.set_clip_norm(Some(1.0));
+///     optimizer.set_clip_norm(Some(1.0))?;
 ///     let mut optimizer = ShardedOptimizer::new(&group, optimizer, &ShardedOptions::default())?;
 ///     let mut last = 0.0;
 ///     for _ in 0..3 {
@@ -82,14 +82,14 @@ const NEW: &str = "ShardedOptimizer::new";
 /// - **Buffers** of the model, such as the statistics of batch norms, are no parameters: broadcast
 ///   them yourself.
 /// - **Mixed kinds**: each kind has buckets of its own. A gradient has its parameter's kind. Half
-///   kinds have master weights as in [`Optimizer`], for the part of this rank.
+///   kinds have master weights as in [`FusedOptimizer`], for the part of this rank.
 ///
 /// # Results
 ///
 /// All ranks have the same weights, bit by bit. Before each step they compare their learning rates and
 /// other numbers, by one small all-reduce on the CPU, and before the first step and after each load also
 /// the weights: a difference is an error on every rank. In a group of one, they are those of the
-/// [`Optimizer`], bit by bit. In larger groups, gradients are divided by N before they are added up,
+/// [`FusedOptimizer`], bit by bit. In larger groups, gradients are divided by N before they are added up,
 /// and the squares of the norm are added in another order, so that results differ by rounding.
 ///
 /// # Mixed precision and captured steps
@@ -113,7 +113,7 @@ pub struct ShardedOptimizer {
     device: Device,
     layout: Layout,
     /// The optimizer of this rank's parts, in the order of `pieces`.
-    inner: Optimizer,
+    inner: FusedOptimizer,
     pieces: Vec<Piece>,
     /// The pieces of each bucket.
     batches: Vec<Range<usize>>,
@@ -143,7 +143,7 @@ impl ShardedOptimizer {
     /// the results of `detach` or `view`, no longer do. So do this after parameters were converted
     /// or moved, and before a step is captured.
     ///
-    /// Master weights that the caller keeps ([`Optimizer::f_set_masters`]) are copied: each rank
+    /// Master weights that the caller keeps ([`FusedOptimizer::set_masters`]) are copied: each rank
     /// begins with its part of their values. The tensors themselves are not updated any more; see
     /// [`gather_state_dict`](Self::gather_state_dict).
     ///
@@ -154,7 +154,7 @@ impl ShardedOptimizer {
     /// are as they were.
     pub fn new(
         group: &ProcessGroup,
-        optimizer: Optimizer,
+        optimizer: FusedOptimizer,
         options: &ShardedOptions,
     ) -> Result<ShardedOptimizer> {
         let prepared = agree::all_succeed(NEW, group, Model::new(optimizer, options))?;

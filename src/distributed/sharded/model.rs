@@ -8,7 +8,7 @@ use super::weights::{Weights, device_of};
 use crate::distributed::ProcessGroup;
 use crate::distributed::agree::Agreement;
 use crate::distributed::watch::Replays;
-use crate::optim::Optimizer;
+use crate::optim::FusedOptimizer;
 use crate::optim::shard::NewPart;
 use crate::{Error, Result};
 use std::collections::BTreeSet;
@@ -18,7 +18,7 @@ use tch::{Device, Kind, Tensor};
 
 /// The optimizer that is to be distributed, and its parameters.
 pub(super) struct Model {
-    optimizer: Optimizer,
+    optimizer: FusedOptimizer,
     /// The parameters that require grad.
     named: Vec<(String, Tensor)>,
     /// Their places in the optimizer.
@@ -36,7 +36,7 @@ pub(super) struct Buffers {
 }
 
 impl Model {
-    pub fn new(mut optimizer: Optimizer, options: &ShardedOptions) -> Result<Model> {
+    pub fn new(mut optimizer: FusedOptimizer, options: &ShardedOptions) -> Result<Model> {
         let caps = options.caps(super::NEW)?;
         optimizer.join(super::NEW)?;
         if optimizer.has_state() {

@@ -6,14 +6,14 @@ use std::collections::HashSet;
 use tch::Tensor;
 
 impl ShardedOptimizer {
-    /// Sets the learning rate of all groups, as [`Optimizer::f_set_lr`](crate::optim::Optimizer::f_set_lr)
+    /// Sets the learning rate of all groups, as [`FusedOptimizer::set_lr`](crate::optim::FusedOptimizer::set_lr)
     /// does.
     ///
     /// # Errors
     /// When `lr` is negative or not finite; while the current stream is being captured; errors of
     /// CUDA.
     pub fn set_lr(&mut self, lr: f64) -> Result<()> {
-        self.inner.f_set_lr(lr)
+        self.inner.set_lr(lr)
     }
 
     /// Sets the learning rate of a group.
@@ -21,7 +21,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As for [`set_lr`](Self::set_lr), and when there is no such group.
     pub fn set_lr_group(&mut self, group: usize, lr: f64) -> Result<()> {
-        self.inner.f_set_lr_group(group, lr)
+        self.inner.set_lr_group(group, lr)
     }
 
     /// The learning rate of a group, if there is one.
@@ -34,7 +34,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As for [`set_lr`](Self::set_lr).
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
-        self.inner.f_set_momentum(momentum)
+        self.inner.set_momentum(momentum)
     }
 
     /// Sets SGD's momentum, or AdamW's β₁, of a group.
@@ -42,7 +42,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As for [`set_lr_group`](Self::set_lr_group).
     pub fn set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
-        self.inner.f_set_momentum_group(group, momentum)
+        self.inner.set_momentum_group(group, momentum)
     }
 
     /// Sets AdamW's β₁ and β₂ of a group.
@@ -50,7 +50,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As for [`set_lr_group`](Self::set_lr_group), and for an optimizer other than AdamW.
     pub fn set_betas_group(&mut self, group: usize, beta1: f64, beta2: f64) -> Result<()> {
-        self.inner.f_set_betas_group(group, beta1, beta2)
+        self.inner.set_betas_group(group, beta1, beta2)
     }
 
     /// Sets the weight decay of all groups, except for parameters that
@@ -59,7 +59,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// As for [`set_lr`](Self::set_lr).
     pub fn set_weight_decay(&mut self, weight_decay: f64) -> Result<()> {
-        self.inner.f_set_weight_decay(weight_decay)
+        self.inner.set_weight_decay(weight_decay)
     }
 
     /// Sets the weight decay of a group, with the same exception.
@@ -67,11 +67,11 @@ impl ShardedOptimizer {
     /// # Errors
     /// As for [`set_lr_group`](Self::set_lr_group).
     pub fn set_weight_decay_group(&mut self, group: usize, weight_decay: f64) -> Result<()> {
-        self.inner.f_set_weight_decay_group(group, weight_decay)
+        self.inner.set_weight_decay_group(group, weight_decay)
     }
 
     /// Exempts parameters from the weight decay: those for whose name and tensor `is_exempt` is
-    /// true. See [`Optimizer::no_weight_decay`](crate::optim::Optimizer::no_weight_decay), which can
+    /// true. See [`FusedOptimizer::no_weight_decay`](crate::optim::FusedOptimizer::no_weight_decay), which can
     /// also be called before the optimizer is distributed.
     pub fn no_weight_decay(&mut self, mut is_exempt: impl FnMut(&str, &Tensor) -> bool) {
         let parameters = self.weights.parameters.iter();
@@ -88,7 +88,7 @@ impl ShardedOptimizer {
     /// # Errors
     /// When `max` is negative or NaN; while the current stream is being captured; errors of CUDA.
     pub fn set_clip_norm(&mut self, max: Option<f64>) -> Result<()> {
-        self.inner.f_set_clip_norm(max)?;
+        self.inner.set_clip_norm(max)?;
         self.has_norm &= max.is_some();
         Ok(())
     }

@@ -28,7 +28,7 @@ struct Key<'a> {
 impl ShardedOptimizer {
     /// The state of all ranks as named tensors on the CPU, on rank 0; `None` on the others. Every
     /// rank must call it. The names and shapes are those of
-    /// [`Optimizer::state_dict`](crate::optim::Optimizer::state_dict), so that an optimizer of whole
+    /// [`FusedOptimizer::state_dict`](crate::optim::FusedOptimizer::state_dict), so that an optimizer of whole
     /// parameters loads it, too. Rank 0 needs host memory for the whole state.
     ///
     /// # Errors
@@ -114,8 +114,8 @@ impl ShardedOptimizer {
     }
 
     /// Writes the state of all ranks to one file, on rank 0, as
-    /// [`Optimizer::save`](crate::optim::Optimizer::save) does: any number of ranks can
-    /// [`load`](Self::load) it, and so can an [`Optimizer`](crate::optim::Optimizer). Every rank must
+    /// [`FusedOptimizer::save`](crate::optim::FusedOptimizer::save) does: any number of ranks can
+    /// [`load`](Self::load) it, and so can an [`FusedOptimizer`](crate::optim::FusedOptimizer). Every rank must
     /// call it. Waits for the GPU.
     ///
     /// # Errors
@@ -132,12 +132,12 @@ impl ShardedOptimizer {
     }
 
     /// Loads a state of whole parameters that [`save`](Self::save) or
-    /// [`Optimizer::save`](crate::optim::Optimizer::save) wrote, with any number of ranks. Every rank
+    /// [`FusedOptimizer::save`](crate::optim::FusedOptimizer::save) wrote, with any number of ranks. Every rank
     /// must call it, and reads the file. If names, sizes or kinds do not fit on one rank, nothing
     /// changes on any. Load the weights first: master weights that the file lacks are made from them.
     ///
     /// # Errors
-    /// As for [`Optimizer::load`](crate::optim::Optimizer::load), on every rank; when another rank
+    /// As for [`FusedOptimizer::load`](crate::optim::FusedOptimizer::load), on every rank; when another rank
     /// ended, failed or did not take part until the timeout.
     pub fn load(&mut self, file: impl AsRef<Path>) -> Result<()> {
         let op = "ShardedOptimizer::load";
@@ -146,7 +146,7 @@ impl ShardedOptimizer {
     }
 
     /// Loads what [`gather_state_dict`](Self::gather_state_dict) returned, or
-    /// [`Optimizer::state_dict`](crate::optim::Optimizer::state_dict), as [`load`](Self::load) does.
+    /// [`FusedOptimizer::state_dict`](crate::optim::FusedOptimizer::state_dict), as [`load`](Self::load) does.
     /// Every rank must have it.
     ///
     /// # Errors
@@ -157,7 +157,7 @@ impl ShardedOptimizer {
     }
 
     /// Loads the state of a `torch.optim.AdamW` or `torch.optim.SGD`, as
-    /// [`Optimizer::load_torch`](crate::optim::Optimizer::load_torch) does, of whole parameters.
+    /// [`FusedOptimizer::load_torch`](crate::optim::FusedOptimizer::load_torch) does, of whole parameters.
     ///
     /// # Errors
     /// As for [`load`](Self::load), and when a parameter is not among the names.

@@ -178,7 +178,7 @@ impl Drop for Restored<'_> {
 /// The gradients themselves are undefined after a backward pass, because the optimizer has taken
 /// them. So [`GradScaler::unscale`](crate::amp::GradScaler::unscale) finds none; clip with
 /// [`ShardedOptimizer::set_clip_norm`].
-impl crate::amp::Optimizer for ShardedOptimizer {
+impl crate::optim::Optimizer for ShardedOptimizer {
     fn parameters(&self) -> Vec<Tensor> {
         self.trainable_variables()
     }
@@ -193,7 +193,7 @@ impl crate::amp::Optimizer for ShardedOptimizer {
 
     fn revision(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        let inner = crate::amp::Optimizer::revision(&self.inner);
+        let inner = crate::optim::Optimizer::revision(&self.inner);
         (inner, lock(&self.gradients).adds()).hash(&mut hasher);
         hasher.finish()
     }

@@ -18,11 +18,11 @@ fn cuda_steps_of_one_rank_are_those_of_an_ordinary_optimizer() {
     for kind in [Kind::Float, Kind::BFloat16] {
         let expected = model(&SIZES, kind, device);
         let mut whole = AdamW::default().build_of(named(&expected), 0.02).expect("one");
-        whole.set_clip_norm(Some(0.5));
+        whole.set_clip_norm(Some(0.5)).expect("no error");
         reference(&expected, &mut whole, 1, 0..3);
         let leaves = model(&SIZES, kind, device);
         let mut optimizer = AdamW::default().build_of(named(&leaves), 0.02).expect("one");
-        optimizer.set_clip_norm(Some(0.5));
+        optimizer.set_clip_norm(Some(0.5)).expect("no error");
         let group = ProcessGroup::single().expect("a group");
         let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets());
         let mut optimizer = optimizer.expect("an optimizer");
@@ -44,7 +44,7 @@ fn cuda_graphs_of_a_step() {
             let leaves = model(&sizes, Kind::Float, device);
             let config = AdamW::default().amsgrad(accumulate == 3).maximize(accumulate == 3);
             let mut optimizer = config.build_of(named(&leaves), 0.02).expect("one");
-            optimizer.set_clip_norm(Some(0.5));
+            optimizer.set_clip_norm(Some(0.5)).expect("no error");
             let group = ProcessGroup::single().expect("a group");
             let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets());
             let copied: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
@@ -113,7 +113,7 @@ fn cuda_two_gpus_are_one_with_the_mean_of_gradients() {
         let all = on_two_gpus(test, |group, device| {
             let leaves = model(&SIZES, kind, device);
             let mut optimizer = Sgd::default().build_of(named(&leaves), 0.1)?;
-            optimizer.f_set_clip_norm(Some(5.0))?;
+            optimizer.set_clip_norm(Some(5.0))?;
             let options = ShardedOptions { compression, ..small_buckets() };
             let mut optimizer = ShardedOptimizer::new(&group, optimizer, &options)?;
             let mut scaler = GradScaler::new(Default::default())?;
@@ -131,7 +131,7 @@ fn cuda_two_gpus_are_one_with_the_mean_of_gradients() {
         let Some(all) = all else { return };
         let expected = model(&SIZES, kind, Device::Cuda(0));
         let mut whole = Sgd::default().build_of(named(&expected), 0.1).expect("one");
-        whole.set_clip_norm(Some(5.0));
+        whole.set_clip_norm(Some(5.0)).expect("no error");
         reference(&expected, &mut whole, 2, 0..3);
         let expected: Vec<Tensor> =
             expected.iter().map(|leaf| leaf.detach().to_device(CPU)).collect();

@@ -6,7 +6,7 @@ use tch_extension::amp::GradScaler;
 use tch_extension::distributed::Compression;
 use tch_extension::train::{Step, StepOptions};
 
-fn adamw(leaves: &[Tensor]) -> Result<Optimizer> {
+fn adamw(leaves: &[Tensor]) -> Result<FusedOptimizer> {
     AdamW::default().build_of(named(leaves), 0.02)
 }
 
@@ -15,7 +15,7 @@ fn adamw(leaves: &[Tensor]) -> Result<Optimizer> {
 fn assert_refused_by_all(
     what: &str,
     make: impl Fn(&ProcessGroup) -> Result<(Vec<Tensor>, ShardedOptions)> + Sync,
-    build: impl Fn(&ProcessGroup, &[Tensor]) -> Result<Optimizer> + Sync,
+    build: impl Fn(&ProcessGroup, &[Tensor]) -> Result<FusedOptimizer> + Sync,
 ) {
     let start = Instant::now();
     let outcomes = outcomes(3, |group| {
@@ -94,7 +94,7 @@ fn different_settings_are_refused_by_all_ranks() {
     assert_refused_by_all("lr: 0.5", make, |group, leaves| {
         let mut optimizer = adamw(leaves)?;
         if group.rank() == 1 {
-            optimizer.set_lr(0.5);
+            optimizer.set_lr(0.5).expect("no error");
         }
         Ok(optimizer)
     });
@@ -107,7 +107,7 @@ fn different_settings_are_refused_by_all_ranks() {
     });
     assert_refused_by_all("norms up to", make, |group, leaves| {
         let mut optimizer = adamw(leaves)?;
-        optimizer.set_clip_norm((group.rank() == 1).then_some(1.0));
+        optimizer.set_clip_norm((group.rank() == 1).then_some(1.0)).expect("no error");
         Ok(optimizer)
     });
 }
@@ -139,8 +139,8 @@ fn an_optimizer_that_one_rank_cannot_take_is_refused_by_all() {
             let other = adamw(&model(&SIZES, Kind::Float, CPU))?;
             drop(other);
             let zeros: Vec<Tensor> = leaves.iter().map(Tensor::zeros_like).collect();
-            optimizer.set_lr(0.0);
-            optimizer.f_step_with(&zeros.iter().map(Some).collect::<Vec<_>>())?;
+            optimizer.set_lr(0.0).expect("no error");
+            optimizer.step_with(&zeros.iter().map(Some).collect::<Vec<_>>())?;
         }
         Ok(optimizer)
     });
@@ -353,8 +353,8 @@ fn a_number_or_weights_of_one_rank_are_an_error_of_all_ranks() {
         // They are compared again after each load.
         let mut other = adamw(&model(&SIZES, Kind::Float, CPU))?;
         let gradients: Vec<Tensor> = leaves.iter().map(|leaf| leaf.detach().ones_like()).collect();
-        other.f_step_with(&gradients.iter().map(Some).collect::<Vec<_>>())?;
-        optimizer.load_state_dict(&other.f_state_dict()?)?;
+        other.step_with(&gradients.iter().map(Some).collect::<Vec<_>>())?;
+        optimizer.load_state_dict(&other.state_dict()?)?;
         if group.rank() == 1 {
             let _ = tch::no_grad(|| leaves[1].get(3).f_fill_(7.0))?;
         }
@@ -382,8 +382,8 @@ fn another_state_of_one_rank_is_an_error_of_all_ranks() {
             let factor = if group.rank() == 2 { 2.0 } else { 1.0 };
             let gradients: Vec<Tensor> =
                 leaves.iter().map(|leaf| leaf.detach().ones_like() * factor).collect();
-            other.f_step_with(&gradients.iter().map(Some).collect::<Vec<_>>())?;
-            optimizer.load_state_dict(&other.f_state_dict()?)
+            other.step_with(&gradients.iter().map(Some).collect::<Vec<_>>())?;
+            optimizer.load_state_dict(&other.state_dict()?)
         },
     );
 }

@@ -12,13 +12,13 @@ fn backward_passes_without_communication_add_up() {
     let expected = model(&SIZES, Kind::Double, CPU);
     let mut whole = AdamW::default().build_of(named(&expected), 0.02).expect("one");
     for step in 0..3 {
-        whole.zero_grad();
+        whole.zero_grad().expect("no error");
         for rank in 0..2 {
             for batch in 0..3 {
                 (loss(&expected, rank, 10 * step + batch) / 6.0).backward();
             }
         }
-        whole.step();
+        whole.step().expect("no error");
     }
     let all = run_ranks(2, |group| {
         let leaves = model(&SIZES, Kind::Double, CPU);

@@ -14,7 +14,7 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::distributed::{
     GroupOptions, ProcessGroup, ShardedOptimizer, ShardedOptions, Store,
 };
-use tch_extension::optim::{AdamW, NamedTensor, Optimizer, OptimizerConfig, Sgd};
+use tch_extension::optim::{AdamW, FusedOptimizer, NamedTensor, OptimizerConfig, Sgd};
 use tch_extension::{Error, Result};
 
 const CPU: Device = Device::Cpu;
@@ -68,14 +68,14 @@ fn loss(leaves: &[Tensor], rank: usize, step: usize) -> Tensor {
 /// What an ordinary optimizer makes of the mean of all ranks' gradients.
 fn reference(
     leaves: &[Tensor],
-    optimizer: &mut Optimizer,
+    optimizer: &mut FusedOptimizer,
     ranks: usize,
     steps: std::ops::Range<usize>,
 ) {
     for step in steps {
         let mut means: Vec<Option<Tensor>> = leaves.iter().map(|_| None).collect();
         for rank in 0..ranks {
-            optimizer.zero_grad();
+            optimizer.zero_grad().expect("no error");
             loss(leaves, rank, step).backward();
             for (mean, leaf) in means.iter_mut().zip(leaves) {
                 let part = leaf.grad() * (1.0 / ranks as f64);
@@ -86,7 +86,7 @@ fn reference(
             }
         }
         let means: Vec<Option<&Tensor>> = means.iter().map(Option::as_ref).collect();
-        optimizer.f_step_with(&means).expect("a step");
+        optimizer.step_with(&means).expect("a step");
     }
 }
 

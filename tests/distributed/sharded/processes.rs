@@ -108,7 +108,7 @@ fn graphs() -> Result<()> {
             let sizes: [&[i64]; 3] = [&[100, 200], &[200], &[200, 1]];
             let leaves = model(&sizes, Kind::Float, device);
             let mut optimizer = AdamW::default().build_of(named(&leaves), 1e-3)?;
-            optimizer.f_set_clip_norm(Some(0.5))?;
+            optimizer.set_clip_norm(Some(0.5))?;
             let optimizer = ShardedOptimizer::new(&group, optimizer, &small_buckets())?;
             let copied: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
             let options = StepOptions { accumulate, capture, ..Default::default() };

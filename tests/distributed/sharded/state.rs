@@ -14,13 +14,13 @@ fn folder(test: &str) -> PathBuf {
     folder
 }
 
-fn build(leaves: &[Tensor]) -> Result<Optimizer> {
+fn build(leaves: &[Tensor]) -> Result<FusedOptimizer> {
     build_as(leaves, AdamW::default())
 }
 
-fn build_as(leaves: &[Tensor], config: AdamW) -> Result<Optimizer> {
+fn build_as(leaves: &[Tensor], config: AdamW) -> Result<FusedOptimizer> {
     let mut optimizer = config.wd(0.1).build_of(named(leaves), 0.02)?;
-    optimizer.f_set_lr_group(1, 0.005)?;
+    optimizer.set_lr_group(1, 0.005)?;
     optimizer.no_weight_decay(|_, tensor| tensor.dim() < 2);
     Ok(optimizer)
 }
@@ -245,7 +245,7 @@ fn what_one_rank_cannot_load_no_rank_loads() {
     let leaves = model(&SIZES, Kind::Float, CPU);
     let mut whole = build(&leaves).expect("an optimizer");
     reference(&leaves, &mut whole, 1, 0..2);
-    let good = whole.state_dict();
+    let good = whole.state_dict().expect("state_dict");
     let change = |change: &dyn Fn(&mut BTreeMap<String, Tensor>)| {
         let mut bad: BTreeMap<String, Tensor> =
             good.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone())).collect();
