@@ -1,6 +1,9 @@
 //! A table of embeddings as a module.
 
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use crate::operator::{
+    Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
+    Second, Slots, call, metas_of,
+};
 use crate::{Error, Result, check};
 use std::borrow::Borrow;
 use tch::nn::{EmbeddingConfig, Module, Path};
@@ -71,18 +74,17 @@ impl Embedding {
     /// When the indices are not of kind `Int64` or `Int` on the table's device, when one is out of
     /// range on the CPU, or if libtorch or CUDA fails.
     pub fn f_forward(&self, indices: &Tensor) -> Result<Tensor> {
-        let weight = &self.ws;
-        let weight_checked = check!(OP, weight).defined()?.kind_in(&KINDS)?;
-        weight_checked.dim(2, "[num_embeddings, embedding_dim]")?;
-        check!(OP, indices).defined()?.kind_in(&INDEX_KINDS)?.same_device_as(&weight_checked)?;
         let EmbeddingConfig { sparse, scale_grad_by_freq, padding_idx, .. } = self.config;
+        let (weight, lookup) = (&self.ws, Lookup { padding_idx, scale_grad_by_freq });
         if sparse {
+            check!(OP, indices).defined()?;
+            let metas = metas_of::<Lookup>(&[Some(weight), Some(indices)])?;
+            lookup.rule(&metas, &LookupIn::each(|_| false))?;
             let lookup =
                 Tensor::f_embedding(weight, indices, padding_idx, scale_grad_by_freq, true);
             return lookup.map_err(Error::from);
         }
-        let function = Lookup { rows: weight.size2()?.0, padding_idx, scale_grad_by_freq };
-        apply(function, &[Some(weight), Some(indices)])?.single()
+        Ok(call(lookup, &LookupIn { weight, indices })?.output)
     }
 }
 
@@ -92,49 +94,81 @@ impl Module for Embedding {
     }
 }
 
-struct Lookup {
-    rows: i64,
-    padding_idx: i64,
-    scale_grad_by_freq: bool,
+crate::signature! {
+    /// The rows of a table at these indices.
+    Lookup: LookupIn -> LookupOut =
+        "nn::Embedding"(weight, indices!, padding_idx: i64 = -1, scale_grad_by_freq: bool = false) -> (output)
 }
 
-impl Function for Lookup {
-    const NAME: &'static str = "embedding";
-    const DOUBLE_BACKWARD: bool = true;
-    const WITHOUT_AUTOCAST: bool = true;
+impl Operator for Lookup {
+    type Kept = ();
+    type Plan = ();
 
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (weight, indices) = (inputs.get(0)?, inputs.get(1)?);
-        saver.save(indices);
-        Ok(Tensor::f_embedding(weight, indices, -1, false, false)?.into())
+    const SECOND: Second = Second::Linear;
+
+    fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+        let weight = of.weight.kind_in(&KINDS)?.dim(2, "[num_embeddings, embedding_dim]")?;
+        let indices = of.indices.kind_in(&INDEX_KINDS)?.same_device_as(weight)?;
+        let sizes = [indices.sizes(), &weight.sizes()[1..]].concat();
+        Ok(Made::only(LookupOut { output: weight.sized(sizes) }))
     }
 
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let (grad, indices) = (grads.get(0)?, ctx.saved(0)?);
-        Ok([Some(self.gradient(grad, &indices, ctx.create_graph())?), None].into())
+    fn reads(&self, _: &Needs<Self>) -> Needs<Self> {
+        LookupIn { weight: false, indices: true }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        call.check()?;
+        let LookupIn { weight, indices } = call.of;
+        let output = Tensor::f_embedding(weight, indices, -1, false, false)?;
+        Ok(Made::only(LookupOut { output }))
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let rows = again.metas()?.weight.sizes()[0];
+        let weight = match (&grads.output, &again.of.indices) {
+            (Some(grad), Some(indices)) => {
+                Some(self.gradient(grad, indices, rows, again.is_recorded)?)
+            }
+            _ => None,
+        };
+        Ok(LookupIn { weight, indices: None })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let Lookup { padding_idx, scale_grad_by_freq } = *self;
+        let output =
+            Tensor::f_embedding(of.weight, of.indices, padding_idx, scale_grad_by_freq, false)?;
+        Ok(LookupOut { output })
     }
 }
 
 impl Lookup {
-    fn gradient(&self, grad: &Tensor, indices: &Tensor, create_graph: bool) -> Result<Tensor> {
+    fn gradient(
+        &self,
+        grad: &Tensor,
+        indices: &Tensor,
+        rows: i64,
+        is_recorded: bool,
+    ) -> Result<Tensor> {
         let kind = grad.f_kind()?;
         let columns = grad.size().last().copied().unwrap_or(0);
         if grad.numel() == 0 {
             // libtorch's kernel for CUDA would divide by the number of columns.
-            return Ok(Tensor::f_zeros([self.rows, columns], (kind, grad.device()))?);
+            return Ok(Tensor::f_zeros([rows, columns], (kind, grad.device()))?);
         }
-        if self.scale_grad_by_freq && create_graph {
+        if self.scale_grad_by_freq && is_recorded {
             // libtorch's second derivative forgets the scale. Half kinds do not hold all counts.
             let compute = if kind == Kind::Double { kind } else { Kind::Float };
-            let inverse = self.inverse_counts(indices, compute)?;
+            let inverse = inverse_counts(indices, rows, compute)?;
             let scaled = grad.f_to_kind(compute)?.f_mul(&inverse)?;
-            return Ok(self.sum(&scaled, indices, false)?.f_to_kind(kind)?);
+            return Ok(self.sum(&scaled, indices, rows, false)?.f_to_kind(kind)?);
         }
-        self.sum(grad, indices, self.scale_grad_by_freq)
+        self.sum(grad, indices, rows, self.scale_grad_by_freq)
     }
 
     /// `[rows, columns]`: for each row of the table, the sum of the gradients at its indices.
-    fn sum(&self, grad: &Tensor, indices: &Tensor, scale: bool) -> Result<Tensor> {
+    fn sum(&self, grad: &Tensor, indices: &Tensor, rows: i64, scale: bool) -> Result<Tensor> {
         let kind = grad.f_kind()?;
         let sum = |grad: &Tensor, indices: &Tensor, rows| {
             let padding = self.padding_idx;
@@ -142,42 +176,37 @@ impl Lookup {
         };
         let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
         match grad.device() {
-            Device::Cpu if is_half && self.padding_idx < 0 && self.is_sparse(indices) => {
+            Device::Cpu if is_half && self.padding_idx < 0 && (indices.numel() as i64) < rows => {
                 // Only the rows that occur are held in `Float`.
                 let (occurring, places, _) = indices.f_internal_unique2(true, true, false)?;
                 let count = occurring.size1()?;
                 let sums = sum(&grad.f_to_kind(Kind::Float)?, &places, count)?.f_to_kind(kind)?;
-                let table = Tensor::f_zeros([self.rows, sums.size2()?.1], (kind, Device::Cpu))?;
+                let table = Tensor::f_zeros([rows, sums.size2()?.1], (kind, Device::Cpu))?;
                 Ok(table.f_index_copy(0, &occurring.f_to_kind(Kind::Int64)?, &sums)?)
             }
             Device::Cpu if is_half => {
-                Ok(sum(&grad.f_to_kind(Kind::Float)?, indices, self.rows)?.f_to_kind(kind)?)
+                Ok(sum(&grad.f_to_kind(Kind::Float)?, indices, rows)?.f_to_kind(kind)?)
             }
-            Device::Cpu => Ok(sum(grad, indices, self.rows)?),
+            Device::Cpu => Ok(sum(grad, indices, rows)?),
             _ => {
-                let rows = rows_without_atomics(self.rows, indices.numel() as i64);
-                let sums = sum(grad, indices, rows)?;
-                if rows == self.rows {
+                let enough = rows_without_atomics(rows, indices.numel() as i64);
+                let sums = sum(grad, indices, enough)?;
+                if enough == rows {
                     return Ok(sums);
                 }
                 // A view would keep the memory of all rows.
-                Ok(sums.f_narrow(0, 0, self.rows)?.f_to_dtype(kind, false, true)?)
+                Ok(sums.f_narrow(0, 0, rows)?.f_to_dtype(kind, false, true)?)
             }
         }
     }
+}
 
-    /// Whether some rows of the table cannot occur, because there are fewer indices.
-    fn is_sparse(&self, indices: &Tensor) -> bool {
-        (indices.numel() as i64) < self.rows
-    }
-
-    /// For each index, 1 / how often it occurs, with a last dimension of 1.
-    fn inverse_counts(&self, indices: &Tensor, kind: Kind) -> Result<Tensor> {
-        let flat = indices.f_reshape([-1])?.f_to_kind(Kind::Int64)?;
-        let counts = flat.f_bincount(None::<&Tensor>, self.rows)?;
-        let counts = counts.f_index_select(0, &flat)?.f_reshape(indices.size())?.f_unsqueeze(-1)?;
-        Ok(counts.f_to_kind(kind)?.f_reciprocal()?)
-    }
+/// For each index, 1 / how often it occurs, with a last dimension of 1.
+fn inverse_counts(indices: &Tensor, rows: i64, kind: Kind) -> Result<Tensor> {
+    let flat = indices.f_reshape([-1])?.f_to_kind(Kind::Int64)?;
+    let counts = flat.f_bincount(None::<&Tensor>, rows)?;
+    let counts = counts.f_index_select(0, &flat)?.f_reshape(indices.size())?.f_unsqueeze(-1)?;
+    Ok(counts.f_to_kind(kind)?.f_reciprocal()?)
 }
 
 /// A number of rows, at least as many as the table has, for which libtorch adds without atomics.
