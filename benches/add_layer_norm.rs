@@ -3,14 +3,21 @@
 use crate::add_norm;
 use crate::common::Case;
 use tch::Device;
-use tch_extension::ops::{add_layer_norm_reference, f_add_layer_norm};
+use tch_extension::ops::{AddLayerNormOptions, add_layer_norm_reference, f_add_layer_norm};
 
 const EPS: f64 = 1e-5;
 
 pub fn cases(device: Device) -> Vec<Case> {
     let calls: [add_norm::Call; 3] = [
         |x, residual, weight, bias| {
-            add_layer_norm_reference(x, residual, &weight.size(), Some(weight), bias, EPS, 0.0)
+            add_layer_norm_reference(
+                x,
+                residual,
+                &weight.size(),
+                Some(weight),
+                bias,
+                &AddLayerNormOptions { eps: EPS, dropout: 0.0 },
+            )
         },
         |x, residual, weight, bias| {
             let sum = x.f_add(residual)?;
@@ -18,7 +25,14 @@ pub fn cases(device: Device) -> Vec<Case> {
             Ok((sum, output))
         },
         |x, residual, weight, bias| {
-            f_add_layer_norm(x, residual, &weight.size(), Some(weight), bias, EPS, 0.0)
+            f_add_layer_norm(
+                x,
+                residual,
+                &weight.size(),
+                Some(weight),
+                bias,
+                &AddLayerNormOptions { eps: EPS, dropout: 0.0 },
+            )
         },
     ];
     add_norm::cases("add_layer_norm", true, calls, device)

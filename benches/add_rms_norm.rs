@@ -3,14 +3,20 @@
 use crate::add_norm;
 use crate::common::Case;
 use tch::Device;
-use tch_extension::ops::{add_rms_norm_reference, f_add_rms_norm};
+use tch_extension::ops::{AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm};
 
 const EPS: Option<f64> = Some(1e-5);
 
 pub fn cases(device: Device) -> Vec<Case> {
     let calls: [add_norm::Call; 3] = [
         |x, residual, weight, _| {
-            add_rms_norm_reference(x, residual, &weight.size(), Some(weight), EPS, 0.0)
+            add_rms_norm_reference(
+                x,
+                residual,
+                &weight.size(),
+                Some(weight),
+                &AddRmsNormOptions { eps: EPS, dropout: 0.0 },
+            )
         },
         |x, residual, weight, _| {
             let sum = x.f_add(residual)?;
@@ -18,7 +24,13 @@ pub fn cases(device: Device) -> Vec<Case> {
             Ok((sum, output))
         },
         |x, residual, weight, _| {
-            f_add_rms_norm(x, residual, &weight.size(), Some(weight), EPS, 0.0)
+            f_add_rms_norm(
+                x,
+                residual,
+                &weight.size(),
+                Some(weight),
+                &AddRmsNormOptions { eps: EPS, dropout: 0.0 },
+            )
         },
     ];
     add_norm::cases("add_rms_norm", false, calls, device)

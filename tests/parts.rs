@@ -133,7 +133,13 @@ fn norms() {
         assert_eq!((kept[1].numel(), kept[2].numel()), (0, 0));
         drop(guard);
 
-        let (h, y) = f_add_rms_norm(&x, &r, shape, Some(&w), Some(eps), 0.0)?;
+        let (h, y) = f_add_rms_norm(
+            &x,
+            &r,
+            shape,
+            Some(&w),
+            &AddRmsNormOptions { eps: Some(eps), dropout: 0.0 },
+        )?;
         let (incoming, expected) = of_node(&[&h, &y], &[&x, &r, &w]);
         let _guard = tch::no_grad_guard();
         let found = forward("add_rms_norm", args![&x, &r, shape, &w, eps, 0.0, 0b111])?;

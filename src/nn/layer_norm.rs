@@ -1,6 +1,9 @@
 //! Layer normalisation as a module.
 
-use crate::ops::{add_layer_norm_reference, f_add_layer_norm, f_layer_norm, layer_norm_reference};
+use crate::ops::{
+    AddLayerNormOptions, add_layer_norm_reference, f_add_layer_norm, f_layer_norm,
+    layer_norm_reference,
+};
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, Module, Path};
@@ -136,7 +139,8 @@ impl LayerNorm {
             LayerNormOp::Composite => add_layer_norm_reference,
         };
         let (shape, weight) = (&self.normalized_shape, self.weight.as_ref());
-        op(input, residual, shape, weight, self.bias.as_ref(), self.config.eps, dropout)
+        let options = AddLayerNormOptions { eps: self.config.eps, dropout };
+        op(input, residual, shape, weight, self.bias.as_ref(), &options)
     }
 }
 

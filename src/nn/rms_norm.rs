@@ -1,6 +1,8 @@
 //! RMS normalisation as a module.
 
-use crate::ops::{add_rms_norm_reference, f_add_rms_norm, f_rms_norm, rms_norm_reference};
+use crate::ops::{
+    AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm, f_rms_norm, rms_norm_reference,
+};
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, Module, Path};
@@ -127,7 +129,8 @@ impl RmsNorm {
             RmsNormOp::Composite => add_rms_norm_reference,
         };
         let (shape, weight) = (&self.normalized_shape, self.weight.as_ref());
-        op(input, residual, shape, weight, self.config.eps, dropout)
+        let options = AddRmsNormOptions { eps: self.config.eps, dropout };
+        op(input, residual, shape, weight, &options)
     }
 }
 

@@ -8,7 +8,7 @@ mod add_norm;
 mod add_norm_dropout;
 
 use add_norm::Op;
-use tch_extension::ops::{add_layer_norm_reference, f_add_layer_norm};
+use tch_extension::ops::{AddLayerNormOptions, add_layer_norm_reference, f_add_layer_norm};
 
 const EPS: f64 = 1e-5;
 
@@ -16,10 +16,24 @@ const OP: Op = Op {
     name: "add_layer_norm",
     has_bias: true,
     fused: |x, residual, shape, [weight, bias], dropout| {
-        f_add_layer_norm(x, residual, shape, weight, bias, EPS, dropout)
+        f_add_layer_norm(
+            x,
+            residual,
+            shape,
+            weight,
+            bias,
+            &AddLayerNormOptions { eps: EPS, dropout },
+        )
     },
     reference: |x, residual, shape, [weight, bias], dropout| {
-        add_layer_norm_reference(x, residual, shape, weight, bias, EPS, dropout)
+        add_layer_norm_reference(
+            x,
+            residual,
+            shape,
+            weight,
+            bias,
+            &AddLayerNormOptions { eps: EPS, dropout },
+        )
     },
     libtorch: |sum, shape, [weight, bias]| Ok(sum.f_layer_norm(shape, weight, bias, EPS, false)?),
 };

@@ -8,7 +8,7 @@ mod add_norm;
 mod add_norm_dropout;
 
 use add_norm::Op;
-use tch_extension::ops::{add_rms_norm_reference, f_add_rms_norm};
+use tch_extension::ops::{AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm};
 
 const EPS: Option<f64> = Some(1e-5);
 
@@ -16,10 +16,10 @@ const OP: Op = Op {
     name: "add_rms_norm",
     has_bias: false,
     fused: |x, residual, shape, [weight, _], dropout| {
-        f_add_rms_norm(x, residual, shape, weight, EPS, dropout)
+        f_add_rms_norm(x, residual, shape, weight, &AddRmsNormOptions { eps: EPS, dropout })
     },
     reference: |x, residual, shape, [weight, _], dropout| {
-        add_rms_norm_reference(x, residual, shape, weight, EPS, dropout)
+        add_rms_norm_reference(x, residual, shape, weight, &AddRmsNormOptions { eps: EPS, dropout })
     },
     libtorch: |sum, shape, [weight, _]| Ok(sum.f_rms_norm(shape, weight, EPS)?),
 };

@@ -127,18 +127,25 @@ const CASES: [Case; 25] = [
         &[&[7, 6], &[7, 6], &[6], &[6]],
         |t| {
             let (weight, bias) = (Some(&t[2]), Some(&t[3]));
-            Ok(two(f_add_layer_norm(&t[0], &t[1], &[6], weight, bias, 1e-5, 0.0)?))
+            Ok(two(f_add_layer_norm(&t[0], &t[1], &[6], weight, bias, &Default::default())?))
         },
         |t| {
             let (weight, bias) = (Some(&t[2]), Some(&t[3]));
-            Ok(two(add_layer_norm_reference(&t[0], &t[1], &[6], weight, bias, 1e-5, 0.0)?))
+            Ok(two(add_layer_norm_reference(
+                &t[0],
+                &t[1],
+                &[6],
+                weight,
+                bias,
+                &Default::default(),
+            )?))
         },
     ),
     Case::new(
         "add_rms_norm",
         &[&[7, 6], &[7, 6], &[6]],
-        |t| Ok(two(f_add_rms_norm(&t[0], &t[1], &[6], Some(&t[2]), None, 0.0)?)),
-        |t| Ok(two(add_rms_norm_reference(&t[0], &t[1], &[6], Some(&t[2]), None, 0.0)?)),
+        |t| Ok(two(f_add_rms_norm(&t[0], &t[1], &[6], Some(&t[2]), &Default::default())?)),
+        |t| Ok(two(add_rms_norm_reference(&t[0], &t[1], &[6], Some(&t[2]), &Default::default())?)),
     ),
     Case::new(
         "cross_entropy",

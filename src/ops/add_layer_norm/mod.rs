@@ -15,6 +15,22 @@ use tch::Tensor;
 
 mod kernels;
 
+/// What [`add_layer_norm`] may be told besides its tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AddLayerNormOptions {
+    /// ε: added to the variance.
+    pub eps: f64,
+    /// The probability that a value of x becomes zero, from 0 to 1; the others are divided by 1 less that
+    /// probability. Pass 0 in evaluation.
+    pub dropout: f64,
+}
+
+impl Default for AddLayerNormOptions {
+    fn default() -> Self {
+        AddLayerNormOptions { eps: 1e-5, dropout: 0.0 }
+    }
+}
+
 /// Adds a branch to a residual stream, and normalises the sum: what stands between two blocks of a
 /// transformer.
 ///
@@ -30,9 +46,7 @@ mod kernels;
 /// * `normalized_shape`: the trailing sizes of `input`, one or several
 /// * `weight`: w, `[normalized_shape]`; `None` for ones
 /// * `bias`: b, `[normalized_shape]`; `None` for zeros
-/// * `eps`: added to the variance
-/// * `dropout`: the probability that a value of x becomes zero, from 0 to 1; the others are divided by
-///   1 less that probability. Pass 0 in evaluation.
+/// * `options`: ε, and the probability of dropout
 ///
 /// Returns (h, y), contiguous, both of the input's shape; h has the kind of `residual` and y that
 /// of `input`. h is rounded to its kind before it is normalised, as
@@ -63,7 +77,7 @@ mod kernels;
 /// let sum = x.dropout(0.0, true) + &residual;
 /// let output = layer_norm(&sum, &[6], Some(&w), None, 1e-5);
 ///
-/// let (h, y) = add_layer_norm(&x, &residual, &[6], Some(&w), None, 1e-5, 0.0);
+/// let (h, y) = add_layer_norm(&x, &residual, &[6], Some(&w), None, &Default::default());
 /// assert!(h == sum && y.allclose(&output, 1e-12, 1e-12, false));
 /// ```
 ///
@@ -77,10 +91,9 @@ pub fn add_layer_norm(
     normalized_shape: &[i64],
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: f64,
-    dropout: f64,
+    options: &AddLayerNormOptions,
 ) -> (Tensor, Tensor) {
-    super::unwrap(f_add_layer_norm(input, residual, normalized_shape, weight, bias, eps, dropout))
+    super::unwrap(f_add_layer_norm(input, residual, normalized_shape, weight, bias, options))
 }
 
 /// [`add_layer_norm`], with an error instead of a panic.
@@ -94,9 +107,9 @@ pub fn f_add_layer_norm(
     normalized_shape: &[i64],
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: f64,
-    dropout: f64,
+    options: &AddLayerNormOptions,
 ) -> Result<(Tensor, Tensor)> {
+    let AddLayerNormOptions { eps, dropout } = *options;
     let norm = AddLayerNorm { normalized_shape: normalized_shape.to_vec(), eps, dropout };
     let AddLayerNormOut { sum, output } =
         call(norm, &AddLayerNormIn { input, residual, weight, bias })?;
@@ -113,9 +126,9 @@ pub fn add_layer_norm_reference(
     normalized_shape: &[i64],
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-    eps: f64,
-    dropout: f64,
+    options: &AddLayerNormOptions,
 ) -> Result<(Tensor, Tensor)> {
+    let AddLayerNormOptions { eps, dropout } = *options;
     let sum = input.f_dropout(dropout, true)?.f_add(residual)?;
     let output = layer_norm_reference(&sum, normalized_shape, weight, bias, eps)?;
     Ok((sum, output.f_to_kind(input.f_kind()?)?))
@@ -248,9 +261,10 @@ impl Operator for AddLayerNorm {
 
     fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
         let AddLayerNormIn { input, residual, weight, bias } = *of;
-        let (shape, eps, dropout) = (&self.normalized_shape, self.eps, self.dropout);
+        let options = AddLayerNormOptions { eps: self.eps, dropout: self.dropout };
+        let shape = &self.normalized_shape;
         let (sum, output) =
-            add_layer_norm_reference(input, residual, shape, weight, bias, eps, dropout)?;
+            add_layer_norm_reference(input, residual, shape, weight, bias, &options)?;
         Ok(AddLayerNormOut { sum, output })
     }
 }

@@ -15,6 +15,22 @@ use tch::Tensor;
 
 mod kernels;
 
+/// What [`add_rms_norm`] may be told besides its tensors.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AddRmsNormOptions {
+    /// ε: added to the mean square; `None` as for [`rms_norm`](super::rms_norm()), of the kind of h.
+    pub eps: Option<f64>,
+    /// The probability that a value of x becomes zero, from 0 to 1; the others are divided by 1 less that
+    /// probability. Pass 0 in evaluation.
+    pub dropout: f64,
+}
+
+impl Default for AddRmsNormOptions {
+    fn default() -> Self {
+        AddRmsNormOptions { eps: None, dropout: 0.0 }
+    }
+}
+
 /// Adds a branch to a residual stream, and normalises the sum: what stands between two blocks of a
 /// transformer.
 ///
@@ -29,9 +45,7 @@ mod kernels;
 ///   `Float`
 /// * `normalized_shape`: the trailing sizes of `input`, one or several
 /// * `weight`: w, `[normalized_shape]`; `None` for ones
-/// * `eps`: added to the mean square; `None` as for [`rms_norm`](super::rms_norm()), of the kind of h
-/// * `dropout`: the probability that a value of x becomes zero, from 0 to 1; the others are divided by
-///   1 less that probability. Pass 0 in evaluation.
+/// * `options`: ε, and the probability of dropout
 ///
 /// Returns (h, y), contiguous, both of the input's shape; h has the kind of `residual` and y that
 /// of `input`. h is rounded to its kind before it is normalised, as
@@ -55,14 +69,15 @@ mod kernels;
 /// Equivalent to:
 /// ```
 /// # use tch::{Kind, Device, Tensor};
-/// # use tch_extension::ops::{add_rms_norm, rms_norm};
+/// # use tch_extension::ops::{AddRmsNormOptions, add_rms_norm, rms_norm};
 /// # let options = (Kind::Double, Device::Cpu);
 /// # let (x, residual) = (Tensor::randn([5, 6], options), Tensor::randn([5, 6], options));
 /// # let w = Tensor::randn([6], options);
 /// let sum = x.dropout(0.0, true) + &residual;
 /// let output = rms_norm(&sum, &[6], Some(&w), Some(1e-5));
 ///
-/// let (h, y) = add_rms_norm(&x, &residual, &[6], Some(&w), Some(1e-5), 0.0);
+/// let options = AddRmsNormOptions { eps: Some(1e-5), ..Default::default() };
+/// let (h, y) = add_rms_norm(&x, &residual, &[6], Some(&w), &options);
 /// assert!(h == sum && y.allclose(&output, 1e-12, 1e-12, false));
 /// ```
 ///
@@ -76,10 +91,9 @@ pub fn add_rms_norm(
     residual: &Tensor,
     normalized_shape: &[i64],
     weight: Option<&Tensor>,
-    eps: Option<f64>,
-    dropout: f64,
+    options: &AddRmsNormOptions,
 ) -> (Tensor, Tensor) {
-    super::unwrap(f_add_rms_norm(input, residual, normalized_shape, weight, eps, dropout))
+    super::unwrap(f_add_rms_norm(input, residual, normalized_shape, weight, options))
 }
 
 /// [`add_rms_norm`], with an error instead of a panic.
@@ -92,9 +106,9 @@ pub fn f_add_rms_norm(
     residual: &Tensor,
     normalized_shape: &[i64],
     weight: Option<&Tensor>,
-    eps: Option<f64>,
-    dropout: f64,
+    options: &AddRmsNormOptions,
 ) -> Result<(Tensor, Tensor)> {
+    let AddRmsNormOptions { eps, dropout } = *options;
     let norm = AddRmsNorm { normalized_shape: normalized_shape.to_vec(), eps, dropout };
     let AddRmsNormOut { sum, output } = call(norm, &AddRmsNormIn { input, residual, weight })?;
     Ok((sum, output))
@@ -109,9 +123,9 @@ pub fn add_rms_norm_reference(
     residual: &Tensor,
     normalized_shape: &[i64],
     weight: Option<&Tensor>,
-    eps: Option<f64>,
-    dropout: f64,
+    options: &AddRmsNormOptions,
 ) -> Result<(Tensor, Tensor)> {
+    let AddRmsNormOptions { eps, dropout } = *options;
     let sum = input.f_dropout(dropout, true)?.f_add(residual)?;
     let output = rms_norm_reference(&sum, normalized_shape, weight, eps)?;
     Ok((sum, output.f_to_kind(input.f_kind()?)?))
@@ -241,8 +255,9 @@ impl Operator for AddRmsNorm {
 
     fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
         let AddRmsNormIn { input, residual, weight } = *of;
-        let (shape, eps, dropout) = (&self.normalized_shape, self.eps, self.dropout);
-        let (sum, output) = add_rms_norm_reference(input, residual, shape, weight, eps, dropout)?;
+        let options = AddRmsNormOptions { eps: self.eps, dropout: self.dropout };
+        let shape = &self.normalized_shape;
+        let (sum, output) = add_rms_norm_reference(input, residual, shape, weight, &options)?;
         Ok(AddRmsNormOut { sum, output })
     }
 }
