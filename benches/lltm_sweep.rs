@@ -9,7 +9,7 @@ use std::io::Write;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
-use tch_extension::ops::{LltmWay, f_lltm, force, lltm_reference};
+use tch_extension::ops::{RnnWay, f_lltm, force, lltm_reference};
 use tch_extension::testing::devices;
 use tch_extension::{Error, Result};
 
@@ -83,7 +83,7 @@ enum Who {
     Composite,
     Cells,
     Lstm,
-    Ours(LltmWay),
+    Ours(RnnWay),
 }
 
 /// The name of the sweep in which each way is forced.
@@ -91,9 +91,9 @@ const OF_WAYS: &str = "ways";
 
 /// The providers that are measured in a sweep.
 fn providers(sweep: &str) -> [(Who, &'static str); 4] {
-    let ours = (Who::Ours(LltmWay::Automatic), "fused");
+    let ours = (Who::Ours(RnnWay::Automatic), "fused");
     if sweep == OF_WAYS {
-        let ways = [LltmWay::Step, LltmWay::TensorCores, LltmWay::Resident].map(Who::Ours);
+        let ways = [RnnWay::Step, RnnWay::TensorCores, RnnWay::Resident].map(Who::Ours);
         return [(ways[0], "products"), (ways[1], "tensor cores"), (ways[2], "one kernel"), ours];
     }
     [(Who::Composite, "composite"), (Who::Cells, "cell"), (Who::Lstm, "LSTM"), ours]

@@ -92,7 +92,7 @@ macro_rules! operators {
             }
             lltm of "recurrent" {
                 functions: [lltm, f_lltm, lltm_reference],
-                way: [LltmWay],
+                way: [],
                 files: [
                     "recurrent/cpu",
                     "recurrent/step",

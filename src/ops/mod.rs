@@ -70,6 +70,10 @@ mod way;
 #[cfg(all(test, feature = "recurrent", feature = "norm"))]
 mod ways;
 
+#[cfg(feature = "norm")]
+pub use add_layer_norm::AddLayerNormOptions;
+#[cfg(feature = "norm")]
+pub use add_rms_norm::AddRmsNormOptions;
 #[cfg(feature = "loss")]
 pub use cross_entropy::CrossEntropyOptions;
 #[cfg(feature = "mlp")]

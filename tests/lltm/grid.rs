@@ -41,7 +41,7 @@ const LARGE: [[i64; 4]; 11] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmWay::Grid, test)
+    device_with(RnnWay::Grid, test)
 }
 
 fn samples(kind: Kind, device: Device) -> Vec<Sample> {
@@ -136,7 +136,7 @@ fn cuda_float_of_any_range_by_the_grid() {
 #[test]
 fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
     let test = "cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid";
-    let Some(device) = device_with_cache(LltmWay::Grid, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::Grid, test) else { return };
     for kind in [Kind::Half, Kind::Float] {
         let _switch = Tf32::set(kind == Kind::Float);
         for sequence in [grid as fn(&[Tensor]) -> _, fused] {
@@ -262,7 +262,7 @@ fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
 #[test]
 fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
     let test = "cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step";
-    let Some(device) = device_with_cache(LltmWay::Grid, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::Grid, test) else { return };
     for (kind, sizes) in [(Kind::Half, [6, 20, 8, 136]), (Kind::BFloat16, [9, 70, 8, 1024])] {
         let inputs = one(sizes, kind, device).inputs;
         // The grid kernel's sums are in another order, so the bits show which way was taken.

@@ -48,8 +48,8 @@ fn error(found: &Tensor, exact: &Tensor) -> [f64; 2] {
 fn cuda_under_autocast_long_sequences_are_as_exact_as_the_composite() {
     let name = "cuda_under_autocast_long_sequences_are_as_exact_as_the_composite";
     let Some(device) = cuda_or_skip(name) else { return };
-    const WAYS: [LltmWay; 5] =
-        [LltmWay::Automatic, LltmWay::Step, LltmWay::Cluster, LltmWay::Grid, LltmWay::WideGrid];
+    const WAYS: [RnnWay; 5] =
+        [RnnWay::Automatic, RnnWay::Step, RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid];
     for sizes in
         [[64, 64, 512, 512], [128, 33, 200, 1024], [200, 16, 128, 256], [40, 256, 64, 2048]]
     {

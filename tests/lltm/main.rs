@@ -26,7 +26,7 @@ use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::ops::{LltmWay, f_lltm, force, lltm_reference};
+use tch_extension::ops::{RnnWay, f_lltm, force, lltm_reference};
 use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices, tolerance};
 
 const DIMS: [&str; 4] = ["T", "B", "F", "H"];
@@ -131,37 +131,37 @@ fn fused(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::Step, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::Step, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces one kernel for all steps, on a GPU that supports it; elsewhere, the default way is taken.
 fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::Resident, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::Resident, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel in the same manner.
 fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::Grid, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::Grid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel for many rows.
 fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::WideGrid, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::WideGrid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel as if its blocks did not fit on the GPU.
 fn crowded_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::CrowdedGrid, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::CrowdedGrid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the cell's kernel with tensor cores for each step of the forward pass.
 fn tensor_cores(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::TensorCores, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::TensorCores, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces one kernel for each step on CUDA, and packed weights on the CPU, for any number of steps.
 fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::Fused, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(RnnWay::Fused, || f_lltm(x, w, b, state)), arguments)
 }
 
 fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {

@@ -65,11 +65,11 @@ pub fn assert_two_streams_finish_and_repeat(
 }
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmWay::Resident, test)
+    device_with(RnnWay::Resident, test)
 }
 
 /// The device, if it has such kernels. Elsewhere another way is taken, which other tests cover.
-pub fn device_with(way: LltmWay, test: &str) -> Option<Device> {
+pub fn device_with(way: RnnWay, test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
     let is_there = way.is_on(device).expect("an answer");
     if !is_there {
@@ -125,7 +125,7 @@ pub fn assert_more_steps_are_no_more_kernels(
 }
 
 /// The device, if it has such kernels and graphs can be captured on it.
-pub fn device_with_cache(way: LltmWay, test: &str) -> Option<Device> {
+pub fn device_with_cache(way: RnnWay, test: &str) -> Option<Device> {
     caching_or_skip(test).and_then(|_| device_with(way, test))
 }
 
@@ -264,7 +264,7 @@ fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
 #[test]
 fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
-    let Some(device) = device_with_cache(LltmWay::Resident, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::Resident, test) else { return };
     for kind in KINDS {
         assert_more_steps_are_no_more_kernels(
             &persistent,
@@ -281,7 +281,7 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
 #[test]
 fn cuda_half_kinds_take_persistent_kernels() {
     let test = "cuda_half_kinds_take_persistent_kernels";
-    let Some(device) = device_with_cache(LltmWay::Resident, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::Resident, test) else { return };
     for (sizes, kind) in [([200, 16, 32, 128], Kind::Half), ([200, 64, 32, 256], Kind::BFloat16)] {
         assert_are_taken(sizes, kind, device);
     }
@@ -290,7 +290,7 @@ fn cuda_half_kinds_take_persistent_kernels() {
 #[test]
 fn cuda_float_takes_persistent_kernels() {
     let test = "cuda_float_takes_persistent_kernels";
-    let Some(device) = device_with_cache(LltmWay::Resident, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::Resident, test) else { return };
     for sizes in [[200, 16, 32, 128], [200, 16, 32, 256]] {
         assert_are_taken(sizes, Kind::Float, device);
     }

@@ -43,7 +43,7 @@ const LARGE: [[i64; 4]; 12] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmWay::Grid, test)
+    device_with(RnnWay::Grid, test)
 }
 
 fn samples(sizes: &[[i64; 4]], kind: Kind, device: Device) -> Vec<Sample> {
@@ -151,7 +151,7 @@ fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
 #[test]
 fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     let test = "cuda_float_of_more_steps_is_no_more_kernels_of_the_grid";
-    let Some(device) = device_with_cache(LltmWay::Grid, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::Grid, test) else { return };
     for sequence in [grid as fn(&[Tensor]) -> _, fused] {
         assert_more_steps_are_no_more_kernels(&sequence, &grid, [16, 32, 512], Kind::Float, device);
     }

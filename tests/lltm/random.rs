@@ -12,10 +12,10 @@ fn take(inputs: &[Option<Tensor>]) -> Arguments<'_> {
     (x, w, b.as_ref(), (h, c))
 }
 
-fn property(way: LltmWay) -> Property<'static> {
+fn property(way: RnnWay) -> Property<'static> {
     let by: support::property::Call<'static> = match way {
-        LltmWay::Step => &|inputs| run(LltmWay::Step, inputs),
-        _ => &|inputs| run(LltmWay::Automatic, inputs),
+        RnnWay::Step => &|inputs| run(RnnWay::Step, inputs),
+        _ => &|inputs| run(RnnWay::Automatic, inputs),
     };
     Property {
         name: "lltm",
@@ -26,11 +26,11 @@ fn property(way: LltmWay) -> Property<'static> {
 }
 
 /// A property with small weights, which do not amplify rounding errors over many steps.
-fn property_of_many_steps(way: LltmWay) -> Property<'static> {
+fn property_of_many_steps(way: RnnWay) -> Property<'static> {
     let by: support::property::Call<'static> = match way {
-        LltmWay::Resident => &|inputs| run(LltmWay::Resident, &with_small_weights(inputs)),
-        LltmWay::Grid => &|inputs| run(LltmWay::Grid, &with_small_weights(inputs)),
-        _ => &|inputs| run(LltmWay::Automatic, &with_small_weights(inputs)),
+        RnnWay::Resident => &|inputs| run(RnnWay::Resident, &with_small_weights(inputs)),
+        RnnWay::Grid => &|inputs| run(RnnWay::Grid, &with_small_weights(inputs)),
+        _ => &|inputs| run(RnnWay::Automatic, &with_small_weights(inputs)),
     };
     Property {
         fused: by,
@@ -55,7 +55,7 @@ fn with_small_weights(inputs: &[Option<Tensor>]) -> Vec<Option<Tensor>> {
     inputs
 }
 
-fn run(way: LltmWay, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+fn run(way: RnnWay, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
     let (x, w, b, state) = take(inputs);
     force(way, || f_lltm(x, w, b, state)).map(|(output, (h, c))| vec![output, h, c])
 }
@@ -111,9 +111,9 @@ fn cases_of_many_steps() -> impl Strategy<Value = Case> {
 #[test]
 fn random_cases_of_many_steps() {
     for device in devices() {
-        let ways: &[LltmWay] = match device.is_cuda() {
-            true => &[LltmWay::Automatic, LltmWay::Resident, LltmWay::Grid],
-            false => &[LltmWay::Automatic],
+        let ways: &[RnnWay] = match device.is_cuda() {
+            true => &[RnnWay::Automatic, RnnWay::Resident, RnnWay::Grid],
+            false => &[RnnWay::Automatic],
         };
         let count = if device.is_cuda() { 300 } else { 80 };
         for &way in ways {
@@ -125,7 +125,7 @@ fn random_cases_of_many_steps() {
 #[test]
 fn random_cases() {
     for device in devices() {
-        property(LltmWay::Automatic).holds_for(cases(), 2500, device);
+        property(RnnWay::Automatic).holds_for(cases(), 2500, device);
     }
 }
 
@@ -145,11 +145,11 @@ fn roundings_that_grow_from_step_to_step() {
         argument(&[4, 33], false),
     ]);
     for device in devices() {
-        property(LltmWay::Automatic).check(&case, device).unwrap();
+        property(RnnWay::Automatic).check(&case, device).unwrap();
     }
 }
 
 #[test]
 fn random_cases_per_step() {
-    property(LltmWay::Step).holds_for(cases(), 1500, Device::Cpu);
+    property(RnnWay::Step).holds_for(cases(), 1500, Device::Cpu);
 }

@@ -22,7 +22,7 @@ const SIZES: [[i64; 4]; 6] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmWay::TensorCores, test)
+    device_with(RnnWay::TensorCores, test)
 }
 
 fn samples(kind: Kind, device: Device) -> Vec<Sample> {
@@ -54,7 +54,7 @@ fn cuda_half_kinds_agree_by_tensor_cores() {
 #[test]
 fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
     let test = "cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores";
-    let Some(device) = device_with_cache(LltmWay::TensorCores, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::TensorCores, test) else { return };
     const STEPS: i64 = 20;
     for kind in HALF_KINDS {
         let inputs = one([STEPS, 4096, 128, 512], kind, device).inputs;

@@ -2,19 +2,19 @@
 
 use super::*;
 
-const WAYS: [LltmWay; 12] = [
-    LltmWay::Automatic,
-    LltmWay::Cells,
-    LltmWay::Step,
-    LltmWay::Fused,
-    LltmWay::TensorCores,
-    LltmWay::Cpu,
-    LltmWay::Resident,
-    LltmWay::Cluster,
-    LltmWay::Grid,
-    LltmWay::PlainGrid,
-    LltmWay::WideGrid,
-    LltmWay::CrowdedGrid,
+const WAYS: [RnnWay; 12] = [
+    RnnWay::Automatic,
+    RnnWay::Cells,
+    RnnWay::Step,
+    RnnWay::Fused,
+    RnnWay::TensorCores,
+    RnnWay::Packed,
+    RnnWay::Resident,
+    RnnWay::Cluster,
+    RnnWay::Grid,
+    RnnWay::PlainGrid,
+    RnnWay::WideGrid,
+    RnnWay::CrowdedGrid,
 ];
 
 /// None of the results is a view: each may be detached in place.

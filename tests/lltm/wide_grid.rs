@@ -25,7 +25,7 @@ const SIZES: [[i64; 4]; 8] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmWay::WideGrid, test)
+    device_with(RnnWay::WideGrid, test)
 }
 
 #[test]
@@ -181,7 +181,7 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid() {
 #[test]
 fn cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid() {
     let test = "cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid";
-    let Some(device) = device_with_cache(LltmWay::WideGrid, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::WideGrid, test) else { return };
     let _switch = Tf32::set(true);
     for kind in [Kind::Half, Kind::Float] {
         let inputs = one([40, 256, 8, 1024], kind, device).inputs;
@@ -213,7 +213,7 @@ fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat()
 #[test]
 fn cuda_half_kinds_go_back_in_one_kernel_by_each_grid() {
     let test = "cuda_half_kinds_go_back_in_one_kernel_by_each_grid";
-    let Some(device) = device_with_cache(LltmWay::WideGrid, test) else { return };
+    let Some(device) = device_with_cache(RnnWay::WideGrid, test) else { return };
     for sizes in [[100, 70, 8, 512], [100, 30, 8, 136], [6, 70, 8, 512], [6, 30, 8, 136]] {
         let table = SampleTable::empty(DIMS, without_bias).with_sizes(&[sizes]);
         let inputs = table.samples(Kind::BFloat16, device).expect("samples").remove(0).inputs;

@@ -1,10 +1,10 @@
 //! What the GRU's kernels cost, in hundredths of a microsecond, as measured on an H200.
 
-use crate::ops::recurrent::layer::Costs;
 use crate::ops::recurrent::plan::cluster::Entry;
-use crate::ops::recurrent::plan::{Direction, Line, Product, grid, wide_grid};
+use crate::ops::recurrent::plan::{Costs, Direction, Line, Product, grid, wide_grid};
 
 pub(super) const COSTS: Costs = Costs {
+    values: 4,
     #[rustfmt::skip]
     clusters: {
         use Product::{Double, Float, Half, Scaled};
@@ -69,6 +69,7 @@ pub(super) const COSTS: Costs = Costs {
             full_vectors: 0,
         },
     ],
+    plain_grids: &[],
     #[rustfmt::skip]
     wide_grids: {
         use Direction::{Backward, Forward};

@@ -1,5 +1,6 @@
 //! Whole sequences of the LLTM cell.
 
+mod costs;
 mod functions;
 mod kernels;
 mod plan;
@@ -19,10 +20,9 @@ use crate::operator::{
 use crate::{Error, Result};
 use cell::Shapes;
 use functions::{Operands, Saved};
-#[doc(hidden)]
-pub use plan::Way;
 #[cfg(test)]
 pub(super) use plan::way_on_h200;
+use plan::{Way, calls_the_cell, is_one_step_of_the_cell};
 use tch::{Device, Kind, Tensor};
 
 /// A sequence of LLTM steps. Returns h of each step, and the state after the last step.
@@ -252,7 +252,7 @@ impl Operator for Lltm {
             return Ok(None);
         };
         // The rule reports what does not fit. Under autocast a sequence casts once, and a loop each step.
-        let is_loop = way.calls_the_cell(steps, kind) && are_alike(&known, bias.is_some());
+        let is_loop = calls_the_cell(way, steps, kind) && are_alike(&known, bias.is_some());
         let is_cast = || known[0].device().is_some_and(|device| Autocast::kind(device).is_some());
         if !is_loop || is_cast() || !is_taken(of) {
             return Ok(None);
@@ -274,7 +274,7 @@ impl Operator for Lltm {
         let kinds = (known[1].kind(), known[4].kind());
         let one_step = match (known[0].sizes(), kinds, known[4].device()) {
             (Some([1, _, _]), (Some(product), Some(state)), Some(device)) => {
-                let is_the_cell_s = Way::is_one_step_of_the_cell(way, 1, (product, state), device);
+                let is_the_cell_s = is_one_step_of_the_cell(way, 1, (product, state), device);
                 let known = of_one_step(known);
                 Shapes::that_fit(&known, bias.is_some(), true).filter(|_| is_the_cell_s)
             }

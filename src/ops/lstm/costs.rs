@@ -1,10 +1,10 @@
 //! What the LSTM's kernels cost, in hundredths of a microsecond, as measured on an H200.
 
-use crate::ops::recurrent::layer::Costs;
 use crate::ops::recurrent::plan::cluster::Entry;
-use crate::ops::recurrent::plan::{Direction, Line, Product, grid, wide_grid};
+use crate::ops::recurrent::plan::{Costs, Direction, Line, Product, grid, wide_grid};
 
 pub(super) const COSTS: Costs = Costs {
+    values: 4,
     #[rustfmt::skip]
     clusters: {
         use Product::{Double, Float, Half, Scaled};
@@ -68,6 +68,7 @@ pub(super) const COSTS: Costs = Costs {
             full_vectors: 0,
         },
     ],
+    plain_grids: &[],
     // Backward, the weights of four gates do not fit.
     #[rustfmt::skip]
     wide_grids: {

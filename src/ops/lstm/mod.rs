@@ -5,7 +5,8 @@ mod kernels;
 
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
-use super::recurrent::layer::{self, Cell, Costs, State};
+use super::recurrent::layer::{self, Cell, State};
+use super::recurrent::plan::Costs;
 use super::recurrent::{RnnOptions, RnnWeights};
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs, call,

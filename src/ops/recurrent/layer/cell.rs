@@ -1,9 +1,10 @@
 //! What differs between the layers of torch.nn.
 
-use super::{Costs, RnnWeights};
+use super::RnnWeights;
 use crate::Result;
 use crate::ops::recurrent::kernels::cpu::CpuCell;
 use crate::ops::recurrent::kernels::cuda::CudaCell;
+use crate::ops::recurrent::plan::Costs;
 use tch::Tensor;
 
 /// h and, for an LSTM, c.

@@ -4,7 +4,6 @@
 
 mod autocast;
 mod cell;
-mod costs;
 mod functions;
 mod libtorch;
 mod operator;
@@ -15,7 +14,6 @@ mod products;
 mod tf32;
 
 pub(in crate::ops) use cell::{Cell, State};
-pub(in crate::ops) use costs::Costs;
 pub(in crate::ops) use functions::input_gates;
 pub(in crate::ops) use operator::{
     Layer, backward, cast, forward, operator, plan, reference_of, rule,
@@ -24,7 +22,6 @@ pub use operator::{Plan, States};
 pub(crate) use padded::check_lengths;
 pub(in crate::ops) use padded::reference;
 #[doc(hidden)]
-pub use plan::Way;
 #[cfg(test)]
 pub(in crate::ops) use plan::way_on_h200;
 pub(crate) use plan::with_half_of_the_gpu;

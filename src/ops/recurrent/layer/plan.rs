@@ -3,68 +3,16 @@
 use super::libtorch::are_flat_for_cudnn;
 use super::products::{Call, HOST, Host, Products, STEP_OF_OURS};
 use super::tf32::Tf32;
-use super::{Arguments, Cell, Costs};
+use super::{Arguments, Cell};
 use crate::Result;
 use crate::ops::recurrent::kernels::cuda::Kernel;
-use crate::ops::recurrent::kernels::device::{Clusters, Grid};
 use crate::ops::recurrent::kernels::{cudnn, onednn};
 use crate::ops::recurrent::plan::{
-    Direction, Sizes, are_too_few_to_pack, cluster, grid, is_onednn_faster, wide_grid,
+    Costs, Direction, Gpu, Pass, Sizes, Way, are_too_few_to_pack, is_onednn_faster,
 };
 use crate::ops::way::forced;
 use std::cell::Cell as Slot;
 use tch::{Device, Kind};
-
-/// The ways to compute a layer of an LSTM or GRU. Where a description begins with a name and a colon,
-/// the kernels are in that folder of `csrc/recurrent`. In place of a way of the other device the plan
-/// chooses. On CUDA, a way without a kernel for the arguments is `Step`.
-#[doc(hidden)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Way {
-    /// The plan chooses.
-    #[default]
-    Automatic,
-    /// cuDNN's layer, as libtorch calls it.
-    Cudnn,
-    /// On the CPU, `cpu`: the weights are packed, and threads work through the whole sequence.
-    Packed,
-    /// On the CPU: oneDNN's layer, as libtorch calls it. It has LSTMs in `Float`.
-    Onednn,
-    /// `step`: libtorch's product and one kernel for each step.
-    Step,
-    /// `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
-    Cluster,
-    /// `grid`: the blocks of the whole GPU share the weights.
-    Grid,
-    /// `wide_grid`: a grid whose blocks compute tiles of 64 rows at a time.
-    WideGrid,
-    /// A grid of more blocks than any GPU runs at once, as happens where other processes leave too
-    /// few multiprocessors free. Only tests force it.
-    CrowdedGrid,
-}
-
-crate::ops::way::ways!(Way);
-
-impl Way {
-    /// Whether a device has kernels for this way.
-    ///
-    /// # Errors
-    /// When CUDA fails.
-    pub fn is_on(self, device: Device) -> Result<bool> {
-        Ok(match self {
-            Way::Cluster => Clusters::of(device)?.are_there(),
-            Way::Grid | Way::WideGrid | Way::CrowdedGrid => Grid::of(device)?.is_there(),
-            Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
-            Way::Onednn => device == Device::Cpu && onednn::is_enabled(),
-            Way::Packed => device == Device::Cpu,
-            Way::Step => device.is_cuda() || device == Device::Cpu,
-            Way::Automatic => true,
-        })
-    }
-}
-
-/// V of `counts_in_32_bits`: a step has four values of a column, either gates or what is saved.
-const VALUES: i64 = 4;
 
 /// How much of a GPU a layer may fill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -188,27 +136,6 @@ fn faster([ours, cudnn]: [Call; 2], host: &Host, is_flat: bool) -> Library {
     if is_ours { Library::Ours } else { Library::Cudnn }
 }
 
-/// How many clusters and blocks a GPU runs at a time.
-#[derive(Clone, Copy, Debug)]
-struct Gpu {
-    clusters: Clusters,
-    grid: Grid,
-}
-
-impl Gpu {
-    fn of(device: Device) -> Result<Gpu> {
-        Ok(Gpu { clusters: Clusters::of(device)?, grid: Grid::of(device)? })
-    }
-
-    fn half(self) -> Gpu {
-        let Clusters { of_8, of_16 } = self.clusters;
-        Gpu {
-            clusters: Clusters { of_8: of_8 / 2, of_16: of_16 / 2 },
-            grid: Grid { blocks: self.grid.blocks / 2 },
-        }
-    }
-}
-
 /// The kernel for a direction of a layer that is ours.
 pub(super) fn kernel<C: Cell>(
     choice: Choice,
@@ -218,27 +145,18 @@ pub(super) fn kernel<C: Cell>(
     device: Device,
 ) -> Result<Kernel> {
     let Choice { way, room } = choice;
-    /// Each row group has at least one block, and no GPU has this many multiprocessors.
-    const CROWD: i32 = 1024;
     let gpu = Gpu::of(device)?;
     let products = Products::new(C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
-    let grid = || of_grid(C::COSTS, direction, sizes, products, gpu).map(|(kernel, _)| kernel);
-    let kernel = match way {
-        Way::Cluster => of_clusters(C::COSTS, direction, sizes, products, gpu).map(|of| of.0),
-        Way::Grid => grid(),
-        Way::WideGrid => of_wide_grid(C::COSTS, direction, sizes, products, gpu).map(|of| of.0),
-        Way::CrowdedGrid => grid().map(|kernel| match kernel {
-            Kernel::Grid { columns, product, .. } => {
-                Kernel::Grid { columns, row_groups: CROWD, product }
-            }
-            kernel => kernel,
-        }),
+    Ok(match way {
         Way::Automatic | Way::Packed | Way::Onednn => {
-            Some(automatic(C::COSTS, direction, sizes, products, (gpu, room)).0)
+            automatic(C::COSTS, direction, sizes, products, (gpu, room)).0
         }
-        Way::Step | Way::Cudnn => None,
-    };
-    Ok(kernel.unwrap_or(Kernel::Step))
+        way => {
+            let tf32 = products.tf32.steps(direction);
+            let pass = Pass { direction, sizes, kind, tf32, gpu };
+            C::COSTS.forced(way, &pass).unwrap_or(Kernel::Step)
+        }
+    })
 }
 
 /// Whether the cheapest of our kernels is one for each step in either direction. It depends on nothing that may
@@ -263,19 +181,15 @@ fn automatic(
     const FEW: i64 = 8;
     /// What one more launch takes the host, for scales: in few steps exact products are faster.
     const SCALING: f64 = 8.0;
+    let tf32 = products.tf32.steps(direction);
     let on = |gpu| {
-        let of_all = [
-            of_clusters(costs, direction, sizes, products, gpu),
-            of_grid(costs, direction, sizes, products, gpu),
-            of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
-        ];
-        let scaling =
-            if products.tf32.steps(direction) { SCALING / sizes.steps as f64 } else { 0.0 };
-        let in_order = of_all.into_iter().flatten();
-        let scaled = in_order.map(move |(kernel, cost)| (kernel, cost as f64 / 100.0 + scaling));
-        let exact = Products { tf32: products.tf32.with_exact_steps(), ..products };
-        let exact = of_clusters(costs, direction, sizes, exact, gpu)
-            .filter(|_| products.tf32.steps(direction));
+        let pass = Pass { direction, sizes, kind: products.kind, tf32, gpu };
+        let is_worth =
+            |kernel: &Kernel| sizes.steps >= FEW || !matches!(kernel, Kernel::WideGrid { .. });
+        let scaling = if tf32 { SCALING / sizes.steps as f64 } else { 0.0 };
+        let scaled = costs.all(&pass).filter(move |(kernel, _)| is_worth(kernel));
+        let scaled = scaled.map(move |(kernel, cost)| (kernel, cost as f64 / 100.0 + scaling));
+        let exact = costs.cluster(&Pass { tf32: false, ..pass }).filter(|_| tf32);
         scaled.chain(exact.map(|(kernel, cost)| (kernel, cost as f64 / 100.0)))
     };
     let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
@@ -291,59 +205,6 @@ fn automatic(
     (kernel, cost + products.at_once(direction))
 }
 
-/// A kernel, and what a step costs in hundredths of a microsecond.
-type Priced = (Kernel, i64);
-
-fn of_clusters(
-    costs: &Costs,
-    direction: Direction,
-    sizes: Sizes,
-    products: Products,
-    gpu: Gpu,
-) -> Option<Priced> {
-    let table = (costs.clusters, VALUES);
-    let Products { kind, tf32, .. } = products;
-    let found =
-        cluster::Kernel::new(table, direction, sizes, kind, tf32.steps(direction), gpu.clusters)?;
-    let kernel = Kernel::Cluster {
-        cluster: found.cluster as i32,
-        alone: found.has_room,
-        product: products.resident(direction),
-    };
-    Some((kernel, found.cost(sizes.batch)))
-}
-
-fn of_grid(
-    costs: &Costs,
-    direction: Direction,
-    sizes: Sizes,
-    products: Products,
-    gpu: Gpu,
-) -> Option<Priced> {
-    let table = (costs.grids, VALUES);
-    let Products { kind, tf32, .. } = products;
-    let found = grid::Share::new(table, direction, sizes, kind, tf32.steps(direction), gpu.grid)?;
-    let (columns, row_groups) = found.counts();
-    Some((Kernel::Grid { columns, row_groups, product: products.resident(direction) }, found.cost))
-}
-
-fn of_wide_grid(
-    costs: &Costs,
-    direction: Direction,
-    sizes: Sizes,
-    products: Products,
-    gpu: Gpu,
-) -> Option<Priced> {
-    let table = (costs.wide_grids, VALUES);
-    let Products { kind, tf32, .. } = products;
-    let found = wide_grid::share(table, direction, sizes, kind, tf32.steps(direction), gpu.grid)?;
-    let (columns, row_groups) = found.counts();
-    Some((
-        Kernel::WideGrid { columns, row_groups, product: products.resident(direction) },
-        found.cost,
-    ))
-}
-
 /// The way of our kernels for these sizes on an H200.
 #[cfg(test)]
 pub(in crate::ops) fn way_on_h200<C: Cell>(
@@ -353,21 +214,21 @@ pub(in crate::ops) fn way_on_h200<C: Cell>(
     allows_tf32: bool,
 ) -> &'static str {
     let tf32 = if allows_tf32 { Tf32::where_allowed(sizes) } else { Tf32::NONE };
-    let gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200 };
     let products = Products::new(C::GATES, sizes, kind, tf32);
-    automatic(C::COSTS, direction, sizes, products, (gpu, Room::Whole)).0.name()
+    automatic(C::COSTS, direction, sizes, products, (Gpu::H200, Room::Whole)).0.name()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::ops::recurrent::kernels::cuda::Product;
-    use crate::ops::recurrent::plan::Product as Multiplied;
+    use crate::ops::recurrent::plan::{Product as Multiplied, cluster, grid, wide_grid};
 
-    const H200: Gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200 };
+    const H200: Gpu = Gpu::H200;
 
     /// A cell with one kernel of each way, whose costs are those of a GRU.
     const COSTS: Costs = Costs {
+        values: 4,
         clusters: &[cluster::Entry::new(Multiplied::Half, 256, 8, [2, 2], [Some(96), Some(150)])],
         grids: &[grid::Entry {
             direction: Direction::Forward,
@@ -380,6 +241,7 @@ mod tests {
             most_iterations: 64,
             full_vectors: 0,
         }],
+        plain_grids: &[],
         wide_grids: &[wide_grid::Entry {
             direction: Direction::Forward,
             product: Multiplied::Half,

@@ -1,7 +1,6 @@
 //! What a call of ours and of cuDNN cost: products, kernels per step and the host.
 
 use super::tf32::Tf32;
-use crate::ops::recurrent::kernels::cuda::Product;
 use crate::ops::recurrent::plan::{Direction, Sizes};
 use tch::Kind;
 
@@ -93,11 +92,6 @@ impl Products {
             one: column * hidden as f64,
             of_input: column * features as f64,
         }
-    }
-
-    /// What the kernels that keep W_h on the chip multiply.
-    pub(super) fn resident(self, direction: Direction) -> Product {
-        if self.tf32.steps(direction) { Product::Scaled } else { Product::Plain }
     }
 
     /// How many times as long libtorch's products take in this kind as in half kinds.

@@ -1,9 +1,8 @@
 //! Which products of a layer of `Float` on CUDA are in tf32, where libtorch allows it.
 
-use super::plan::Way;
 use crate::Result;
 use crate::ffi::precision::rnn_allow_tf32;
-use crate::ops::recurrent::plan::{Direction, Sizes};
+use crate::ops::recurrent::plan::{Direction, Sizes, Way};
 use tch::Kind;
 
 /// cuDNN takes tf32 in some products and `Float` in others, by heuristics that are not documented. A
@@ -36,7 +35,9 @@ impl Tf32 {
             return Ok(Tf32::NONE);
         }
         Ok(match way {
-            Way::Cluster | Way::Grid | Way::WideGrid | Way::CrowdedGrid => Tf32::ALL,
+            Way::Resident | Way::Cluster | Way::Grid | Way::WideGrid | Way::CrowdedGrid => {
+                Tf32::ALL
+            }
             _ => Tf32::where_allowed(sizes),
         })
     }
@@ -47,11 +48,6 @@ impl Tf32 {
             Direction::Forward => self.forward,
             Direction::Backward => self.backward,
         }
-    }
-
-    /// The same, with strict products with h.
-    pub fn with_exact_steps(self) -> Tf32 {
-        Tf32 { forward: false, backward: false, ..self }
     }
 
     /// Where the switch allows it: as cuDNN does.

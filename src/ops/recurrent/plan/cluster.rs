@@ -1,8 +1,7 @@
 //! Sequences that `csrc/recurrent/cluster` computes in one kernel.
 
-use super::sizes::{Direction, Product, Sizes, counts_in_32_bits};
-use crate::ops::recurrent::kernels::device::Clusters;
-use tch::Kind;
+use super::resident::{Gpu, Pass};
+use super::sizes::{Direction, Product, counts_in_32_bits};
 
 /// How many rows of the batch a cluster computes.
 const ROWS: i64 = 8;
@@ -38,8 +37,6 @@ impl Entry {
 pub(in crate::ops) struct Kernel {
     /// How many blocks share rows.
     pub cluster: i64,
-    /// Whether `Float` is multiplied as scaled fp16 values, because tf32 is allowed.
-    pub tf32: bool,
     /// Whether no two blocks have to share a multiprocessor.
     pub has_room: bool,
     /// How many clusters run at a time.
@@ -54,18 +51,12 @@ impl Kernel {
     ///
     /// `kernels` are a cell's, by their products and hidden sizes, and `values` is V of
     /// [`counts_in_32_bits`].
-    pub fn new(
-        (kernels, values): (&[Entry], i64),
-        direction: Direction,
-        sizes: Sizes,
-        product: Kind,
-        tf32: bool,
-        clusters: Clusters,
-    ) -> Option<Kernel> {
+    pub fn new((kernels, values): (&[Entry], i64), pass: &Pass) -> Option<Kernel> {
+        let Pass { direction, sizes, kind, tf32, gpu: Gpu { clusters, .. } } = *pass;
         if !counts_in_32_bits(sizes, values) {
             return None;
         }
-        let product = Product::of(product, tf32)?;
+        let product = Product::of(kind, tf32)?;
         let of_product = || kernels.iter().filter(|entry| entry.product == product);
         let hidden = of_product().map(|entry| entry.hidden).find(|&most| sizes.hidden <= most)?;
         let kernels = of_product().filter(|entry| entry.hidden == hidden).filter_map(|entry| {
@@ -73,7 +64,6 @@ impl Kernel {
             let clusters = if entry.cluster == 8 { clusters.of_8 } else { clusters.of_16 };
             Some(Kernel {
                 cluster: entry.cluster,
-                tf32: product == Product::Scaled,
                 has_room: sizes.batch <= ROWS * clusters,
                 at_a_time: entry.share[direction] * clusters,
                 step: entry.step[direction]?,

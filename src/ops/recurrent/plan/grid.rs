@@ -1,7 +1,7 @@
 //! Sequences that `csrc/recurrent/grid` computes in one kernel, in half kinds or scaled fp16 values.
 
-use super::sizes::{Direction, Line, Sizes, counts_in_32_bits};
-use crate::ops::recurrent::kernels::device::Grid;
+use super::resident::Pass;
+use super::sizes::{Direction, Line, Sizes, counts_in_32_bits, is_half};
 use tch::Kind;
 
 /// Rows that a block computes at a time.
@@ -57,24 +57,17 @@ impl Share {
 
     /// `kernels` are a cell's, and `values` is V of [`counts_in_32_bits`]. This is
     /// the fastest share for these sizes, if the weights fit into registers and the kernel can
-    /// count the values. `tf32` says whether products of `Float` may use tf32: they are then
-    /// computed from scaled fp16 values, which are as exact.
-    pub fn new(
-        (kernels, values): (&[Entry], i64),
-        direction: Direction,
-        sizes: Sizes,
-        product: Kind,
-        tf32: bool,
-        grid: Grid,
-    ) -> Option<Share> {
+    /// count the values.
+    pub fn new((kernels, values): (&[Entry], i64), pass: &Pass) -> Option<Share> {
+        let Pass { direction, sizes, kind, tf32, gpu } = *pass;
         let Sizes { batch, hidden, .. } = sizes;
         /// How many terms of a row a block's warps take with one vector each.
         const TERMS: i64 = 256;
         /// With scales, the messages of this many columns of h are adjacent in memory, and the
         /// blocks of a group cover a whole multiple of it.
         const IN_PAIRS: i64 = 32;
-        let is_scaled = product == Kind::Float && tf32;
-        let fits = is_scaled || matches!(product, Kind::Half | Kind::BFloat16);
+        let is_scaled = kind == Kind::Float && tf32;
+        let fits = is_scaled || is_half(kind);
         if !fits || !are_for_a_grid(sizes, values) {
             return None;
         }
@@ -85,7 +78,7 @@ impl Share {
         let of = |kernel: &Entry| {
             let columns = kernel.columns;
             let together = if is_scaled { IN_PAIRS } else { columns };
-            let most = grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
+            let most = gpu.grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
             Share::of_kernel(kernel, is_scaled, vectors, tiles, most)
         };
         kernels

@@ -2,9 +2,8 @@
 //! computes tiles of 64 rows at a time.
 
 use super::grid::{Share, are_for_a_grid};
+use super::resident::Pass;
 use super::sizes::{Direction, Product, Sizes};
-use crate::ops::recurrent::kernels::device::Grid;
-use tch::Kind;
 
 /// A kernel, and what a step costs in hundredths of a microsecond, as measured on an H200.
 #[derive(Clone, Copy)]
@@ -21,25 +20,17 @@ pub(in crate::ops) struct Entry {
 
 /// How the blocks of a wide grid share a sequence, if the weights fit into shared memory and the
 /// kernel can count the values. `kernels` are a cell's, and `values` is V of `counts_in_32_bits`.
-/// `tf32` says whether products of `Float` may use tf32: they are then computed from scaled fp16
-/// values.
-pub(in crate::ops) fn share(
-    (kernels, values): (&[Entry], i64),
-    direction: Direction,
-    sizes: Sizes,
-    product: Kind,
-    tf32: bool,
-    grid: Grid,
-) -> Option<Share> {
+pub(in crate::ops) fn share((kernels, values): (&[Entry], i64), pass: &Pass) -> Option<Share> {
     const WIDEST: i64 = 1024;
+    let Pass { direction, sizes, kind, tf32, gpu } = *pass;
     let Sizes { batch, hidden, .. } = sizes;
-    let product = Product::of(product, tf32)?;
+    let product = Product::of(kind, tf32)?;
     let is_for_it = |of: &&Entry| of.direction == direction && of.product == product;
     let kernel = kernels.iter().find(is_for_it)?;
     if hidden > WIDEST || !are_for_a_grid(sizes, values) {
         return None;
     }
-    let most = grid.blocks() / ((hidden - 1) / kernel.columns + 1);
+    let most = gpu.grid.blocks() / ((hidden - 1) / kernel.columns + 1);
     if most == 0 {
         return None;
     }

@@ -1,0 +1,68 @@
+//! The ways to compute a sequence.
+
+use crate::Result;
+use crate::ops::recurrent::kernels::device::{Clusters, Grid};
+use crate::ops::recurrent::kernels::{cudnn, onednn};
+use tch::Device;
+
+/// The ways to compute a sequence of LSTM, GRU or LLTM. Where a description begins with a name and a
+/// colon, the kernels are in that folder of `csrc/recurrent`. In place of a way of the other device, or of
+/// another cell, the plan chooses. On CUDA, a way without a kernel for the arguments is `Step`, and for an
+/// LLTM also `Fused`.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Way {
+    /// The plan chooses.
+    #[default]
+    Automatic,
+    /// LSTM, GRU: cuDNN's layer, as libtorch calls it.
+    Cudnn,
+    /// On the CPU, `cpu`: the weights are packed, and threads stay together for all steps.
+    Packed,
+    /// LSTM on the CPU: oneDNN's layer, as libtorch calls it. It is for `Float`.
+    Onednn,
+    /// LLTM: a loop of `lltm_cell`.
+    Cells,
+    /// `step`: libtorch's product and one kernel for each step.
+    Step,
+    /// LLTM on CUDA: one kernel of `csrc/lltm_cell` for each step.
+    Fused,
+    /// LLTM, forward on CUDA: one tensor-core kernel of `csrc/lltm_cell` for each step.
+    TensorCores,
+    /// A cluster if there is one for the sizes, and otherwise a grid. Only tests and benchmarks force it.
+    Resident,
+    /// `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
+    Cluster,
+    /// `grid`: the blocks of the whole GPU share the weights; half kinds, or scaled fp16 values.
+    Grid,
+    /// LLTM, `grid`: for Float and Double, without rounding them to a narrower kind.
+    PlainGrid,
+    /// `wide_grid`: a grid whose blocks compute tiles of 64 rows at a time.
+    WideGrid,
+    /// A grid of more blocks than any GPU runs at once, as happens where other processes leave too
+    /// few multiprocessors free. Only tests force it.
+    CrowdedGrid,
+}
+
+crate::ops::way::ways!(Way);
+
+impl Way {
+    /// Whether a device has kernels for this way.
+    ///
+    /// # Errors
+    /// When CUDA fails.
+    pub fn is_on(self, device: Device) -> Result<bool> {
+        Ok(match self {
+            Way::Resident | Way::Cluster => Clusters::of(device)?.are_there(),
+            Way::TensorCores | Way::Grid | Way::PlainGrid | Way::WideGrid | Way::CrowdedGrid => {
+                Grid::of(device)?.is_there()
+            }
+            Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
+            Way::Onednn => device == Device::Cpu && onednn::is_enabled(),
+            Way::Packed => device == Device::Cpu,
+            Way::Fused => device.is_cuda(),
+            Way::Step => device.is_cuda() || device == Device::Cpu,
+            Way::Automatic | Way::Cells => true,
+        })
+    }
+}
