@@ -15,6 +15,7 @@ struct Operator {
 
 macro_rules! entries {
     ($($name:ident of $family:literal {
+        operator: [$operator:ident, $tensors:ident],
         functions: [$($function:ident),*],
         way: [$($way:ident)?],
         files: [$($file:literal),* $(,)?],

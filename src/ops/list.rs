@@ -10,6 +10,7 @@
 ///   `benches` have, too; it has no folder in `csrc` if all its kernels are those of its family;
 /// - its family, the folder of `csrc` whose code it shares with other operators, and the feature of
 ///   this crate without which neither is compiled;
+/// - its definition, an `Operator` that the package for Python registers, and the list of its tensors;
 /// - the public functions of its module, and its public name for the module's `Way`, unless its
 ///   ways are those of the family;
 /// - the files or folders of `csrc` that compute its ways, in addition to the operator's `cpu.cpp`
@@ -18,21 +19,25 @@ macro_rules! operators {
     ($callback:ident) => {
         $callback! {
             add_layer_norm of "norm" {
+                operator: [AddLayerNorm, AddLayerNormIn],
                 functions: [add_layer_norm, f_add_layer_norm, add_layer_norm_reference],
                 way: [],
                 files: ["add_layer_norm/add_forward.cu", "add_layer_norm/add_backward.cu"],
             }
             add_rms_norm of "norm" {
+                operator: [AddRmsNorm, AddRmsNormIn],
                 functions: [add_rms_norm, f_add_rms_norm, add_rms_norm_reference],
                 way: [],
                 files: ["add_rms_norm/add_forward.cu", "add_rms_norm/add_backward.cu"],
             }
             cross_entropy of "loss" {
+                operator: [CrossEntropy, CrossEntropyIn],
                 functions: [cross_entropy, f_cross_entropy, cross_entropy_reference],
                 way: [],
                 files: ["loss/cpu.cpp", "loss/cuda.cu", "loss/rows_hopper.cu"],
             }
             linear_cross_entropy of "loss" {
+                operator: [LinearCrossEntropy, LinearCrossEntropyIn],
                 functions: [
                     linear_cross_entropy, f_linear_cross_entropy, linear_cross_entropy_reference
                 ],
@@ -40,11 +45,13 @@ macro_rules! operators {
                 files: ["loss/cpu.cpp", "loss/cuda.cu", "loss/rows_hopper.cu"],
             }
             gelu_mlp of "mlp" {
+                operator: [GeluMlp, GeluMlpIn],
                 functions: [gelu_mlp, f_gelu_mlp, gelu_mlp_reference],
                 way: [],
                 files: ["mlp/cpu.cpp", "mlp/cuda.cu"],
             }
             layer_norm of "norm" {
+                operator: [LayerNorm, LayerNormIn],
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],
                 way: [],
                 files: [
@@ -60,6 +67,7 @@ macro_rules! operators {
                 ],
             }
             linear of "gemm" {
+                operator: [Linear, LinearIn],
                 functions: [linear, f_linear, linear_reference],
                 way: [],
                 files: [
@@ -71,6 +79,7 @@ macro_rules! operators {
                 ],
             }
             gru of "recurrent" {
+                operator: [Gru, GruIn],
                 functions: [
                     gru, f_gru, gru_reference
                 ],
@@ -91,6 +100,7 @@ macro_rules! operators {
                 ],
             }
             lltm of "recurrent" {
+                operator: [Lltm, LltmIn],
                 functions: [lltm, f_lltm, lltm_reference],
                 way: [],
                 files: [
@@ -113,6 +123,7 @@ macro_rules! operators {
                 ],
             }
             lltm_cell of "recurrent" {
+                operator: [LltmCell, LltmCellIn],
                 functions: [lltm_cell, f_lltm_cell, lltm_cell_reference],
                 way: [LltmCellWay],
                 files: [
@@ -123,6 +134,7 @@ macro_rules! operators {
                 ],
             }
             lstm of "recurrent" {
+                operator: [Lstm, LstmIn],
                 functions: [
                     lstm, f_lstm, lstm_reference
                 ],
@@ -143,6 +155,7 @@ macro_rules! operators {
                 ],
             }
             matmul_add_relu of "gemm" {
+                operator: [MatmulAddRelu, MatmulAddReluIn],
                 functions: [matmul_add_relu, f_matmul_add_relu, matmul_add_relu_reference],
                 way: [],
                 files: [
@@ -155,6 +168,7 @@ macro_rules! operators {
                 ],
             }
             rms_norm of "norm" {
+                operator: [RmsNorm, RmsNormIn],
                 functions: [rms_norm, f_rms_norm, rms_norm_reference],
                 way: [],
                 files: [
@@ -170,11 +184,13 @@ macro_rules! operators {
                 ],
             }
             rope of "rope" {
+                operator: [Rope, RopeIn],
                 functions: [rope, f_rope, rope_reference, rope_tables, f_rope_tables],
                 way: [],
                 files: [],
             }
             swiglu_mlp of "mlp" {
+                operator: [SwigluMlp, SwigluMlpIn],
                 functions: [swiglu_mlp, f_swiglu_mlp, swiglu_mlp_reference],
                 way: [],
                 files: ["mlp/cpu.cpp", "mlp/cuda.cu"],

@@ -105,47 +105,27 @@ pub use swiglu_mlp::SwigluMlpOptions;
 #[doc(hidden)]
 pub use way::force;
 
+/// Exports the definition of each operator.
+macro_rules! definitions {
+    ($($name:ident of $family:literal { operator: [$operator:ident, $tensors:ident], $($rest:tt)* })*) => {
+        $(
+            #[cfg(feature = $family)]
+            pub use super::$name::{$operator, $tensors};
+        )*
+    };
+}
+
 /// Operators of which each is one definition: an [`Operator`](crate::operator::Operator). The package
 /// tch-extension-python registers them.
 #[doc(hidden)]
 pub mod definitions {
-    #[cfg(feature = "norm")]
-    pub use super::add_layer_norm::{AddLayerNorm, AddLayerNormIn, AddLayerNormOut};
-    #[cfg(feature = "norm")]
-    pub use super::add_rms_norm::{AddRmsNorm, AddRmsNormIn, AddRmsNormOut};
-    #[cfg(feature = "loss")]
-    pub use super::cross_entropy::{CrossEntropy, CrossEntropyIn, CrossEntropyOut};
-    #[cfg(feature = "mlp")]
-    pub use super::gelu_mlp::{GeluMlp, GeluMlpIn, GeluMlpOut};
-    #[cfg(feature = "recurrent")]
-    pub use super::gru::{Gru, GruIn, GruOut};
-    #[cfg(feature = "norm")]
-    pub use super::layer_norm::{LayerNorm, LayerNormIn, LayerNormOut};
-    #[cfg(feature = "gemm")]
-    pub use super::linear::{Linear, LinearIn, LinearOut};
-    #[cfg(feature = "loss")]
-    pub use super::linear_cross_entropy::{
-        LinearCrossEntropy, LinearCrossEntropyIn, LinearCrossEntropyOut,
-    };
-    #[cfg(feature = "recurrent")]
-    pub use super::lltm::{Lltm, LltmIn, LltmOut};
-    #[cfg(feature = "recurrent")]
-    pub use super::lltm_cell::{LltmCell, LltmCellIn, LltmCellOut};
-    #[cfg(feature = "recurrent")]
-    pub use super::lstm::{Lstm, LstmIn, LstmOut};
-    #[cfg(feature = "gemm")]
-    pub use super::matmul_add_relu::{MatmulAddRelu, MatmulAddReluIn, MatmulAddReluOut};
-    #[cfg(feature = "norm")]
-    pub use super::rms_norm::{RmsNorm, RmsNormIn, RmsNormOut};
-    #[cfg(feature = "rope")]
-    pub use super::rope::{Rope, RopeIn, RopeOut};
-    #[cfg(feature = "mlp")]
-    pub use super::swiglu_mlp::{SwigluMlp, SwigluMlpIn, SwigluMlpOut};
+    operators!(definitions);
 }
 
 /// Exports the functions and the ways of each operator.
 macro_rules! export {
     ($($name:ident of $family:literal {
+        operator: [$operator:ident, $tensors:ident],
         functions: [$($function:ident),*],
         way: [$($way:ident)?],
         files: [$($file:literal),* $(,)?],

@@ -12,18 +12,20 @@
 // Operators have the arguments of torch's counterparts.
 #![allow(clippy::too_many_arguments)]
 
-#[allow(unused_imports)]
-use tch_extension::ops::definitions::*;
+#[macro_use]
+#[path = "../../src/ops/list.rs"]
+mod list;
 
-#[cfg(feature = "gemm")]
-tch_extension::register! { namespace tch_extension; Linear, MatmulAddRelu }
-#[cfg(feature = "norm")]
-tch_extension::register! { namespace tch_extension; LayerNorm, RmsNorm, AddLayerNorm, AddRmsNorm }
-#[cfg(feature = "mlp")]
-tch_extension::register! { namespace tch_extension; GeluMlp, SwigluMlp }
-#[cfg(feature = "loss")]
-tch_extension::register! { namespace tch_extension; CrossEntropy, LinearCrossEntropy }
-#[cfg(feature = "recurrent")]
-tch_extension::register! { namespace tch_extension; Lstm, Gru, Lltm, LltmCell }
-#[cfg(feature = "rope")]
-tch_extension::register! { namespace tch_extension; Rope }
+/// Registers each operator of the families that are compiled.
+macro_rules! register {
+    ($($name:ident of $family:literal { operator: [$operator:ident, $tensors:ident], $($rest:tt)* })*) => {
+        $(
+            #[cfg(feature = $family)]
+            tch_extension::register! {
+                namespace tch_extension;
+                tch_extension::ops::definitions::$operator
+            }
+        )*
+    };
+}
+operators!(register);

@@ -9,6 +9,7 @@ mod list;
 
 macro_rules! names {
     ($($name:ident of $family:literal {
+        operator: [$operator:ident, $tensors:ident],
         functions: [$($function:ident),*],
         way: [$($way:ident)?],
         files: [$($file:literal),* $(,)?],
