@@ -4,6 +4,7 @@
 #[path = "../src/ops/list.rs"]
 mod list;
 
+use std::collections::BTreeSet;
 use support::root;
 
 /// An entry of the list of operators, as far as files are concerned.
@@ -225,9 +226,32 @@ fn module(path: &str) -> Vec<String> {
     path.split('/').map(str::to_string).collect()
 }
 
+/// The items of a list in braces, which may have lists in them; `list` begins after the brace.
+fn items(list: &str) -> Vec<String> {
+    let (mut depth, mut found) = (0, vec![String::new()]);
+    for letter in list.chars() {
+        match letter {
+            '{' => depth += 1,
+            '}' if depth == 0 => break,
+            '}' => depth -= 1,
+            ',' if depth == 0 => found.push(String::new()),
+            _ => {}
+        }
+        if let Some(item) = found.last_mut() {
+            item.push(letter);
+        }
+    }
+    found.iter().map(|item| item.trim_start_matches(',').trim().to_string()).collect()
+}
+
+#[test]
+fn lists_in_lists_are_items() {
+    assert_eq!(items("a::{B, C}, d, e::{f::{G}, H}}; use x"), ["a::{B, C}", "d", "e::{f::{G}, H}"]);
+}
+
 /// The modules that a file names by `crate::…` and `super::…`, outside of its tests and comments.
 fn imports(path: &str, text: &str) -> Vec<Vec<String>> {
-    let text = text.split("#[cfg(test)]\nmod tests").next().unwrap_or_default();
+    let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap_or_default();
     let code: Vec<&str> =
         text.lines().map(|line| line.split("//").next().unwrap_or_default()).collect();
     let code = code.join("\n");
@@ -251,7 +275,7 @@ fn imports(path: &str, text: &str) -> Vec<Vec<String>> {
             }
             rest = rest.strip_prefix("crate::").unwrap_or(rest);
             if let Some(list) = rest.strip_prefix('{') {
-                for item in list.split('}').next().unwrap_or_default().split(',') {
+                for item in items(list) {
                     let item = item.trim().split("::").next().unwrap_or_default();
                     found.push(base.iter().cloned().chain([item.to_string()]).collect());
                 }
@@ -291,6 +315,7 @@ fn imports_run_downward() {
     let families: Vec<&str> = OPERATORS.iter().map(|operator| operator.family).collect();
     let is_member = |name: &str| OPERATORS.iter().any(|operator| operator.name == name);
     let mut seen = [0; 2];
+    let mut among_ops = BTreeSet::new();
     for (path, text) in sources() {
         let from = module(&path);
         let here = rank(&from[0]).unwrap_or_else(|| panic!("{path} is in no layer"));
@@ -300,6 +325,7 @@ fn imports_run_downward() {
             assert!(there <= here, "{path} imports {}, which is above it", import.join("::"));
             let [ops, room, ..] = &from[..] else { continue };
             let target = import.get(1).filter(|_| ops == "ops" && import[0] == "ops");
+            among_ops.extend(target.map(|target| (room.clone(), target.clone())));
             if let Some(target) = target.filter(|_| families.contains(&room.as_str())) {
                 seen[1] += 1;
                 let is_own = target == room;
@@ -308,4 +334,15 @@ fn imports_run_downward() {
         }
     }
     assert!(seen[0] > 100 && seen[1] > 10, "the search finds next to nothing: {seen:?}");
+    // What imports nothing that is left goes, again and again; what remains is in a circle.
+    among_ops.retain(|(from, to)| from != to);
+    loop {
+        let importers: BTreeSet<String> = among_ops.iter().map(|(from, _)| from.clone()).collect();
+        let count = among_ops.len();
+        among_ops.retain(|(_, to)| importers.contains(to));
+        if among_ops.len() == count {
+            break;
+        }
+    }
+    assert!(among_ops.is_empty(), "operators import one another in a circle: {among_ops:?}");
 }
