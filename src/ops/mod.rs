@@ -26,6 +26,8 @@ mod cross_entropy;
 mod gelu_mlp;
 #[cfg(feature = "gemm")]
 mod gemm;
+#[cfg(all(test, feature = "recurrent", feature = "norm"))]
+mod generated;
 #[cfg(feature = "recurrent")]
 mod gru;
 #[cfg(feature = "norm")]

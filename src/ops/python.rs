@@ -2,14 +2,12 @@
 //! xtask python` writes the file, and the test here compares it.
 
 use super::definitions::*;
+use super::generated::compare;
 use crate::library::expansion::Argument;
 use crate::operator::{Operator, Slots};
 use std::fmt::Write;
 
-const FILE: &str =
-    concat!(env!("CARGO_MANIFEST_DIR"), "/tch-extension-python/python/tch_extension/_functions.py");
-/// If it is set, the file is written instead of compared.
-const WRITE: &str = "TCH_EXTENSION_WRITE_PYTHON";
+const FILE: &str = "tch-extension-python/python/tch_extension/_functions.py";
 
 /// What Python calls a type of a schema.
 fn type_of(schema: &str) -> String {
@@ -82,15 +80,5 @@ fn file() -> Result<String, std::fmt::Error> {
 
 #[test]
 fn the_functions_are_what_the_definitions_say() {
-    let made = file().expect("a text");
-    if std::env::var_os(WRITE).is_some() {
-        std::fs::write(FILE, made).expect("_functions.py is written");
-        return;
-    }
-    let found = std::fs::read_to_string(FILE).unwrap_or_default();
-    let difference = found.lines().zip(made.lines()).find(|(found, made)| found != made);
-    assert!(
-        found == made,
-        "_functions.py is not what the definitions say: run `cargo xtask python`: {difference:?}"
-    );
+    compare(FILE, &file().expect("a text"), "python");
 }

@@ -1,14 +1,11 @@
 //! `docs/ways.md`: which way computes which size, as the plans decide it on an H200. `cargo xtask ways` writes
 //! the page, and the test here compares it.
 
+use super::generated::compare;
 use super::lltm_cell::plan as cell;
 use super::recurrent::plan::{Direction, Sizes};
 use std::fmt::Write;
 use tch::{Device, Kind};
-
-const PAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/docs/ways.md");
-/// If it is set, the page is written instead of compared.
-const WRITE: &str = "TCH_EXTENSION_WRITE_WAYS";
 
 /// The kinds of a table, and whether libtorch allows tf32.
 const KINDS: [(&str, Kind, bool); 4] = [
@@ -138,17 +135,5 @@ fn page() -> Result<String, std::fmt::Error> {
 
 #[test]
 fn the_page_is_what_the_plans_decide() {
-    let page = page().expect("a text");
-    if std::env::var_os(WRITE).is_some() {
-        std::fs::write(PAGE, page).expect("docs/ways.md is written");
-        return;
-    }
-    let found = std::fs::read_to_string(PAGE).unwrap_or_default();
-    let differ = || {
-        let lines = found.lines().zip(page.lines()).find(|(found, made)| found != made);
-        panic!("docs/ways.md is not what the plans decide: run `cargo xtask ways`: {lines:?}")
-    };
-    if found != page {
-        differ();
-    }
+    compare("docs/ways.md", &page().expect("a text"), "ways");
 }

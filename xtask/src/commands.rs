@@ -79,8 +79,8 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         Some("headers") => no_args("headers", args).and_then(|()| {
             headers::write(&Repo::find()?, &Changes::new()).map(|()| ExitCode::SUCCESS)
         }),
-        Some("python") => no_args("python", args).and_then(|()| write("PYTHON", "python")),
-        Some("ways") => no_args("ways", args).and_then(|()| write("WAYS", "ways")),
+        Some("python") => no_args("python", args).and_then(|()| write("python")),
+        Some("ways") => no_args("ways", args).and_then(|()| write("ways")),
         Some("cache") => cache::run(args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
@@ -150,11 +150,13 @@ fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
 }
 
 /// Runs the test that compares a file with what it is generated from, and lets it write the file.
-fn write(file: &str, module: &str) -> Result<ExitCode> {
+fn write(command: &str) -> Result<ExitCode> {
     let repo = Repo::find()?;
     let mut ready = setup::run(&repo)?;
-    ready.changes.push((format!("TCH_EXTENSION_WRITE_{file}"), Some("1".into())));
-    let module = format!("ops::{module}");
+    ready
+        .changes
+        .push((format!("TCH_EXTENSION_WRITE_{}", command.to_uppercase()), Some("1".into())));
+    let module = format!("ops::{command}");
     let test = ["test", "--quiet", "--package", "tch-extension", "--lib", &module];
     Err(cargo::become_command(cargo::command(&repo, &ready.changes, &test)))
 }

@@ -25,8 +25,9 @@ def cross_entropy(  # type: ignore[no-redef]
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    has_kernel = not isinstance(target, Tensor) or (input.dim() == 2 and not target.is_floating_point())
-    function = _functions.cross_entropy if has_kernel else torch.nn.functional.cross_entropy
+    is_torchs = isinstance(input, Tensor) and isinstance(target, Tensor)
+    is_torchs = is_torchs and (input.dim() != 2 or target.is_floating_point())
+    function = torch.nn.functional.cross_entropy if is_torchs else _functions.cross_entropy
     return function(
         input,
         target,
