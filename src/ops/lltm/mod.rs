@@ -247,14 +247,17 @@ impl Operator for Lltm {
             return Ok(None);
         }
         let LltmIn { input, weight, bias, h, c } = *of;
-        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
-        let (Some(&[steps, _, _]), Some(kind)) = (known[0].all_sizes(), known[0].kind()) else {
+        let [first] = facts([Some(input)])?;
+        let (Some(&[steps, _, _]), Some(kind)) = (first.all_sizes(), first.kind()) else {
             return Ok(None);
         };
+        if !calls_the_cell(way, steps, kind) {
+            return Ok(None);
+        }
+        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
         // The rule reports what does not fit. Under autocast a sequence casts once, and a loop each step.
-        let is_loop = calls_the_cell(way, steps, kind) && are_alike(&known, bias.is_some());
-        let is_cast = || known[0].device().is_some_and(|device| Autocast::kind(device).is_some());
-        if !is_loop || is_cast() || !is_taken(of) {
+        let is_cast = || first.device().is_some_and(|device| Autocast::kind(device).is_some());
+        if !are_alike(&known, bias.is_some()) || is_cast() || !is_taken(of) {
             return Ok(None);
         }
         let (output, (h, c)) = step_by_step(f_lltm_cell, input, weight, bias, (h, c))?;

@@ -166,7 +166,7 @@ crate::signature! {
     /// One layer of torch.nn.LSTM in one direction; returns (h of all steps `[T, B, H]`, h, c).
     ///
     /// input `[T, B, F]`, h and c `[B, H]`, w_ih `[4H, F]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`. With lengths,
-    /// sequence b has lengths[b] steps, from 1 to T, and padding after them: its h and c are those of its last
+    /// sequence b has `lengths[b]` steps, from 1 to T, and padding after them: its h and c are those of its last
     /// step, and outputs after it are zero. `tch_extension.nn.LSTM` has layers and directions.
     pub Lstm: LstmIn -> LstmOut = "lstm"(
         input, h, c, w_ih, w_hh, b_ih?, b_hh?, lengths: Option<Vec<i64>> = None

@@ -259,7 +259,7 @@ crate::signature! {
     /// `[B, T, H, D]`, and its heads would be taken for positions.
     ///
     /// Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for
-    /// one offset: in a loop of single tokens pass cos[offset:] and sin[offset:] in its place.
+    /// one offset: in a loop of single tokens pass `cos[offset:]` and `sin[offset:]` in its place.
     pub Rope: RopeIn -> RopeOut =
         "rope"(q, k, cos!, sin!, interleaved: bool = false, offset: i64 = 0) -> (q, k) {
         /// Whether the angles are negative: the gradient is this rotation.

@@ -207,7 +207,7 @@ def lstm(
     """One layer of torch.nn.LSTM in one direction; returns (h of all steps `[T, B, H]`, h, c).
 
     input `[T, B, F]`, h and c `[B, H]`, w_ih `[4H, F]`, w_hh `[4H, H]`, b_ih and b_hh `[4H]`. With lengths,
-    sequence b has lengths[b] steps, from 1 to T, and padding after them: its h and c are those of its last
+    sequence b has `lengths[b]` steps, from 1 to T, and padding after them: its h and c are those of its last
     step, and outputs after it are zero. `tch_extension.nn.LSTM` has layers and directions.
     """
     return _ops.lstm(input, h, c, w_ih, w_hh, b_ih, b_hh, lengths)
@@ -254,7 +254,7 @@ def rope(
     `[B, T, H, D]`, and its heads would be taken for positions.
 
     Pairs are values i and i + R / 2, or 2 i and 2 i + 1 if interleaved. A graph of torch.compile holds for
-    one offset: in a loop of single tokens pass cos[offset:] and sin[offset:] in its place.
+    one offset: in a loop of single tokens pass `cos[offset:]` and `sin[offset:]` in its place.
     """
     return _ops.rope(q, k, cos, sin, interleaved, offset)
 
