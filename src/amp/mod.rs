@@ -35,8 +35,8 @@
 
 mod autocast;
 mod cast;
-pub(crate) mod grad_scaler;
+mod grad_scaler;
 
 pub use autocast::Autocast;
 pub use cast::{CastPolicy, autocast_inputs};
-pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, ScaledGradients};
+pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, Optimizer, ScaledGradients};

@@ -242,8 +242,9 @@ pub enum Second {
     /// ([`Again::is_recorded`]) of arguments and outputs. What is kept are constants there, such as a
     /// mask of random numbers. Only the arguments that it reads are saved.
     Itself,
-    /// As [`Itself`](Second::Itself), for an operator that is linear in the arguments that its backward
-    /// pass does not read: no derivative of any order needs their values, also while a program is traced.
+    /// As [`Itself`](Second::Itself), for an operator that is linear in all arguments that have a gradient
+    /// taken together, and reads only others in its backward pass. While a program is traced, the derivative
+    /// of the backward pass is the operator itself, and no argument is kept alive that is not read.
     Linear,
 }
 

@@ -17,7 +17,7 @@ use crate::amp::Autocast;
 use crate::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
 use crate::library::{below_autograd, empty, is_traced};
 use crate::{Error, Result};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// Which inputs need a gradient: one bit for each, the first one lowest.
 pub type Needs = i64;
@@ -174,7 +174,10 @@ impl<O: Operator> Function for Gradients<O> {
         let wanted: Vec<bool> =
             (0..saved.len()).map(|slot| ctx.needs_input_grad(place_of(slot))).collect();
         let create_graph = ctx.create_graph();
-        let found = with_grad(|| self.differentiate(&saved, &wanted, vectors, create_graph))?;
+        let found = match O::SECOND {
+            Second::Linear => with_grad(|| self.transposed(&saved, vectors))?,
+            _ => with_grad(|| self.differentiate(&saved, &wanted, vectors, create_graph))?,
+        };
         let mut all: Vec<Option<Tensor>> =
             (0..Dispatched::<O>::OUTPUTS + kept::<O>().count() + Dispatched::<O>::INPUTS)
                 .map(|_| None)
@@ -187,6 +190,34 @@ impl<O: Operator> Function for Gradients<O> {
 }
 
 impl<O: Operator> Gradients<O> {
+    /// The gradients of the incoming gradients, for a linear operator: the operator itself, of the vectors in
+    /// the places of the arguments with a gradient.
+    fn transposed(
+        &self,
+        saved: &[Option<Tensor>],
+        vectors: &Tensors,
+    ) -> Result<Vec<Option<Tensor>>> {
+        let (grads, inputs) = saved.split_at(Dispatched::<O>::OUTPUTS);
+        let mut zeros = Vec::with_capacity(inputs.len());
+        for (place, input) in inputs.iter().enumerate() {
+            let is_constant = O::In::CONSTANT >> place & 1 == 1;
+            let is_zero = !is_constant && vectors.optional(place).is_none();
+            zeros.push(match input.as_ref().filter(|_| is_zero) {
+                Some(input) => Some(input.f_zeros_like()?),
+                None => None,
+            });
+        }
+        let of_place = |place: usize| match O::In::CONSTANT >> place & 1 {
+            1 => inputs[place].as_ref(),
+            _ => vectors.optional(place).or(zeros[place].as_ref()),
+        };
+        let of: Vec<Option<&Tensor>> = (0..inputs.len()).map(of_place).collect();
+        let outputs = Dispatched(&self.operator).call(Inputs::new(&of))?;
+        let outputs =
+            outputs.into_iter().zip(grads).map(|(output, grad)| grad.as_ref().map(|_| output));
+        Ok(outputs.chain(inputs.iter().map(|_| None)).collect())
+    }
+
     /// The gradients of the incoming gradients and of the inputs, those that are wanted, by
     /// differentiating the operator's reference twice.
     fn differentiate(
@@ -381,13 +412,19 @@ pub(super) fn laid_out_like(tensor: Tensor, like: Option<&Tensor>) -> Result<Ten
     let Some(like) = like.filter(|like| !(tensor.is_contiguous() && like.is_contiguous())) else {
         return Ok(if tensor.is_contiguous() { tensor } else { tensor.f_contiguous()? });
     };
-    let mut wanted = like.f_empty_like()?;
+    let mut wanted = empty_like(like, tensor.f_kind()?)?;
     let strides = wanted.stride().into_iter().zip(tensor.stride());
     if wanted.size().into_iter().zip(strides).all(|(size, (a, b))| size <= 1 || a == b) {
         return Ok(tensor);
     }
     wanted.f_copy_(&tensor)?;
     Ok(wanted)
+}
+
+/// A tensor of this kind in the strides of a result of an elementwise operation on `like`.
+pub(super) fn empty_like(like: &Tensor, kind: Kind) -> Result<Tensor> {
+    let empty = like.f_empty_like()?;
+    if empty.f_kind()? == kind { Ok(empty) } else { Ok(empty.f_to_kind(kind)?) }
 }
 
 /// In the place of a tensor that is absent.

@@ -8,7 +8,11 @@ pub(super) fn compare(file: &str, made: &str, command: &str) {
         std::fs::write(path, made).expect("the file is written");
         return;
     }
-    let found = std::fs::read_to_string(path).unwrap_or_default();
+    let folder = std::path::Path::new(&path).parent();
+    if folder.is_some_and(|folder| !folder.exists()) {
+        return; // this is the published crate, which has no package for Python
+    }
+    let found = std::fs::read_to_string(&path).unwrap_or_default();
     let difference = found.lines().zip(made.lines()).find(|(found, made)| found != made);
     assert!(
         found == made,

@@ -1,6 +1,6 @@
 //! Optimizers that update all parameters at once: [`AdamW`] and [`Sgd`].
 //!
-//! They have the names and functions of tch's. What fails returns a `Result`, so a step costs a `?`:
+//! They have the names of tch's and its functions. What can fail returns a `Result`, so a step costs a `?`:
 //!
 //! ```
 //! # let vs = tch::nn::VarStore::new(tch::Device::Cpu);
@@ -40,6 +40,6 @@ mod state;
 mod state_dict;
 mod step;
 
-pub use crate::amp::grad_scaler::Optimizer;
+pub use crate::amp::Optimizer;
 pub use config::{AdamW, OptimizerConfig, Sgd, adamw, sgd};
 pub use optimizer::{FusedOptimizer, NamedTensor};

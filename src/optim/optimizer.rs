@@ -28,8 +28,7 @@ pub struct NamedTensor {
 
 /// An optimizer that updates all its parameters in two kernels (up to 368 on one device; more take
 /// further launches). [`AdamW`](super::AdamW) and [`Sgd`](super::Sgd) build it. It has the functions
-/// of tch's [`FusedOptimizer`](tch::nn::Optimizer); those that begin with `f_` return an error where the
-/// others panic.
+/// of tch's [`Optimizer`](tch::nn::Optimizer), with a `Result` where they can fail.
 ///
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
 /// CUDA, also on several devices. Their values fill their memory without gaps, in any order of
@@ -199,7 +198,7 @@ impl FusedOptimizer {
         let existing = self.parameters.iter().map(|known| (known.name.as_str(), &known.tensor));
         let new = tensors.iter().map(|new| (new.name.as_str(), &new.tensor));
         let all: Vec<_> = existing.chain(new).collect();
-        gradients::check_parameters("FusedOptimizer::build", &all)?;
+        gradients::check_parameters("OptimizerConfig::build", &all)?;
         for NamedTensor { name, tensor, group } in tensors {
             let group = self.group_index(group, false);
             self.parameters.push(Parameter {

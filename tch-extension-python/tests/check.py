@@ -677,6 +677,32 @@ def check_cuda_graphs():
         close(found[1], expected[1], f"gradient {step}", atol=1e-4, rtol=1e-4)
 
 
+def check_rope_at_levels():
+    """Derivatives of a linear operator are the operator itself, at any level; those of its tables across levels are refused."""
+    q, k = randn(2, 5, 3, 8).double(), randn(2, 5, 1, 8).double()
+    cos, sin = (table.double() for table in rope_tables(16, 4))
+
+    def loss_by(rotate):
+        return lambda q: rotate(q, k[:1].expand(*q.shape[:1], -1, -1, -1), cos, sin)[0].pow(3).sum()
+
+    ours, theirs = (loss_by(rotate) for rotate in (ops.rope, torch_rope))
+    grad, jacrev, vmap = torch.func.grad, torch.func.jacrev, torch.vmap
+    rows = q.unsqueeze(1)
+    for transform in (
+        lambda f: vmap(jacrev(jacrev(f)))(rows),
+        lambda f: vmap(jacrev(grad(f)))(rows),
+        lambda f: grad(lambda q: grad(lambda q: grad(f)(q).pow(2).sum())(q).pow(2).sum())(q),
+    ):
+        close([transform(ours)], [transform(theirs)], "levels")
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q: grad(lambda q: grad(ours)(q).pow(2).sum())(q), dynamic=True, backend="aot_eager")
+    for count in (2, 3):
+        many = torch.cat([q] * count)
+        close([compiled(many)], [grad(lambda q: grad(theirs)(q).pow(2).sum())(many)], "compiled")
+    outer = lambda cos: grad(lambda q: ops.rope(q, k, cos, sin)[0].pow(3).sum())(q).sum()
+    assert "rope: cos: expected a table without gradient" in str(raised(lambda: grad(outer)(cos)))
+
+
 def check_long_sequences():
     """Sequences that are long enough for kernels of all steps have the same gradients in a trace."""
     for name, gates, states in (("lstm", 4, 2), ("gru", 3, 1)):
@@ -865,7 +891,7 @@ def check_errors():
         (lambda: torch.func.jvp(lambda x: ops.linear(x, w), (x,), (x,)), "linear: forward-mode", RuntimeError),
         (lambda: ops.lltm(randn(3, 4, 3).to(torch.uint16), randn(15, 8), None, *h6()), "lltm: input: expected", RuntimeError),
         (lambda: ops.lltm_forward(randn(3, 4, 3), randn(15, 8), None, randn(4, 5), randn(4, 5).half(), 31),
-         "lltm_forward: expected arguments of the kinds to which lltm casts them", RuntimeError),
+         "lltm_forward: expected the dtypes to which lltm casts its arguments", RuntimeError),
         (lambda: ops.lltm_cell_backward(randn(4, 5), None, randn(4, 5), torch.empty([0] * 16), randn(4, 3), randn(15, 8), None,
                                         *h6(), 31), "lltm_cell: what the forward pass keeps is absent", RuntimeError),
     ] + [
@@ -911,6 +937,7 @@ def main():
             check_inductor,
             check_cuda_graphs,
             check_long_sequences,
+            check_rope_at_levels,
             check_backward_operators_are_no_constants,
             check_third_derivatives,
             check_class_weights,

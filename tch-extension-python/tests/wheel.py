@@ -389,6 +389,12 @@ def lengths_may_be_a_tensor():
         arguments = (x, *states, torch.randn(gates, 4), torch.randn(gates, 6))
         lengths = [2, 5, 1]
         compare(name, function(*arguments, lengths=torch.tensor(lengths)), function(*arguments, lengths=lengths))
+        compiled = torch.compile(lambda of, function=function, x=arguments: function(*x, lengths=of), backend="aot_eager")
+        for lengths in ([2, 5, 1], [3, 3, 5], [1, 4, 4]):
+            found = compiled(torch.tensor(lengths))
+            compare(f"{name}, compiled", found, function(*arguments, lengths=lengths))
+        text = message_of(TypeError, lambda: function(*arguments, lengths=torch.tensor([1.0, 2.0, 3.0])))
+        assert f"{name}: lengths: expected integers" in text, text
 
 
 @check
@@ -412,6 +418,7 @@ def the_cross_entropy_is_torchs_for_all_shapes():
         (logits, torch.rand(6, 5)),
         (logits[0], torch.tensor(3)),
         (logits[0], torch.rand(5)),
+        (logits, torch.tensor([0, 4, 2, 1, 1, 3], dtype=torch.uint8)),
         (torch.randn(2, 5, 3), torch.randint(0, 5, (2, 3))),
         (torch.randn(2, 5, 3, 4), torch.randint(0, 5, (2, 3, 4))),
     ):

@@ -110,10 +110,10 @@ fn tensors_that_cannot_be_updated_are_refused() {
                 "kind Float, Double, Half or BFloat16, got another kind",
             ),
         ] {
-            let expected = format!("FusedOptimizer::build: w1: expected {expected}");
+            let expected = format!("OptimizerConfig::build: w1: expected {expected}");
             assert_eq!(refused(&[base.copy(), tensor]), expected);
         }
-        let shared = "FusedOptimizer::build: w1: expected memory of its own, got memory that it shares with w0; give each \
+        let shared = "OptimizerConfig::build: w1: expected memory of its own, got memory that it shares with w0; give each \
                       tensor to an optimizer once";
         assert_eq!(refused(&[base.shallow_clone(), base.narrow(0, 5, 1)]), shared);
         assert_eq!(refused(&[base.shallow_clone(), base.shallow_clone()]), shared);
@@ -121,7 +121,7 @@ fn tensors_that_cannot_be_updated_are_refused() {
         let twice = || NamedTensor { name: "w".to_string(), tensor: base.copy(), group: 0 };
         assert_eq!(
             text(AdamW::default().build_of(vec![twice(), twice()], 0.1)),
-            "FusedOptimizer::build: name: expected a name for each tensor, got w twice"
+            "OptimizerConfig::build: name: expected a name for each tensor, got w twice"
         );
     }
 }
@@ -136,10 +136,10 @@ fn a_tensor_with_two_names_is_refused_with_both() {
     let w = vs.root().ones("embedding", &[3]);
     let mut optimizer = AdamW::default().build(&vs, 0.1).expect("an optimizer");
     let _ = vs.root().add("head", w.shallow_clone(), true);
-    assert_eq!(text(AdamW::default().build(&vs, 0.1)), format!("FusedOptimizer::build: {shared}"));
+    assert_eq!(text(AdamW::default().build(&vs, 0.1)), format!("OptimizerConfig::build: {shared}"));
     w.sum(Kind::Float).backward();
     let before = bits(&[w.shallow_clone()]);
-    assert_eq!(text(optimizer.step()), format!("FusedOptimizer::build: {shared}"));
+    assert_eq!(text(optimizer.step()), format!("OptimizerConfig::build: {shared}"));
     assert_eq!(bits(&[w]), before);
 }
 

@@ -11,8 +11,7 @@ use tch::{Device, Tensor};
 ///
 /// ```
 /// use tch::{Kind, Tensor};
-/// use tch_extension::amp::GradScaler;
-/// use tch_extension::optim::Optimizer;
+/// use tch_extension::amp::{GradScaler, Optimizer};
 ///
 /// /// w ← w − η sign(∇w)
 /// struct SignSgd {

@@ -7,7 +7,7 @@ use crate::ffi::define::{Borrowed, Call as Frame};
 use crate::ffi::tensor::{has_shape, plain};
 use crate::library::{SymInt, empty};
 use crate::operator::node::known;
-use crate::operator::traced::{self, Needs, is_needed, kernel, returned};
+use crate::operator::traced::{self, Needs, empty_like, is_needed, kernel, returned};
 use crate::operator::{
     Again, Meta, Metas, Operator, Slots, constants, known_metas, with_constants,
 };
@@ -186,7 +186,7 @@ pub(super) fn fake_backward<O: Operator>(frame: &mut Frame<'_>) -> Result<()> {
             .zip(grads_like::<O>(&grads))
             .map(|(place, grad)| match tensors[place].filter(|_| is_needed(needs, place)) {
                 Some(tensor) => match grad {
-                    Some(grad) => Ok(grad.f_empty_like()?),
+                    Some(grad) => empty_like(grad, tensor.f_kind()?),
                     None => empty(&crate::library::sizes(tensor), tensor.f_kind()?, tensor),
                 },
                 None => empty(&[SymInt::from(0)], like.f_kind()?, like),

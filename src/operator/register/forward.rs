@@ -3,10 +3,12 @@
 use super::{VMAP_MODE, dispatched::Dispatched, give, read, refer_own};
 use crate::autograd::Inputs;
 use crate::ffi::define::Call as Frame;
+use crate::ffi::tensor::kind;
 use crate::library::{SymInt, empty, without_key};
 use crate::operator::node::known;
 use crate::operator::traced::{
-    self, Needs, below, is_eager, is_needed, kernel, laid_out_like, returned, with_casts,
+    self, Needs, below, empty_like, is_eager, is_needed, kernel, laid_out_like, returned,
+    with_casts,
 };
 use crate::operator::{Args, Call, Meta, Metas, Operator, Slots, call, constants, with_constants};
 use crate::{Error, Result};
@@ -122,7 +124,7 @@ fn made<O: Operator>(
     all.enumerate()
         .map(|(place, meta): (usize, Option<Meta<SymInt>>)| {
             match (meta, argument_like::<O>(place, tensors)) {
-                (Some(_), Some(argument)) => Ok(argument.f_empty_like()?),
+                (Some(meta), Some(argument)) => empty_like(argument, meta.kind()),
                 (Some(meta), None) => meta.fake(like),
                 (None, _) => empty(&[const { 0 }; ABSENT].map(SymInt::from), like.f_kind()?, like),
             }
@@ -148,10 +150,15 @@ pub(super) fn first<'a>(tensors: &[Option<&'a Tensor>]) -> Result<&'a Tensor> {
 
 /// Refuses arguments that the operator would cast first: `x` casts, and the others follow its rule.
 pub(super) fn check_kinds<O: Operator>(name: &str, operator: &O, of: &Args<'_, O>) -> Result<()> {
-    match operator.cast(of)? {
-        None => Ok(()),
-        Some(_) => Err(Error::msg(format!(
-            "{name}: expected arguments of the kinds to which {} casts them; call {}",
+    let cast = operator.cast(of)?.unwrap_or_default();
+    let tensors = O::In::tensors(of);
+    let is_changed = |(cast, tensor): (&Option<Tensor>, &Option<&Tensor>)| {
+        cast.as_ref().zip(*tensor).is_some_and(|(cast, tensor)| kind(cast) != kind(tensor))
+    };
+    match cast.iter().zip(tensors.as_ref()).any(is_changed) {
+        false => Ok(()),
+        true => Err(Error::msg(format!(
+            "{name}: expected the dtypes to which {} casts its arguments; call {}",
             O::NAME,
             O::NAME
         ))),

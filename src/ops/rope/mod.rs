@@ -272,6 +272,8 @@ impl Operator for Rope {
     type Plan = ();
 
     const SECOND: Second = Second::Linear;
+    const MUST_BE_CONSTANT: Option<&'static str> =
+        Some("a table without gradient where an inner level differentiates q or k");
     const LAID_OUT_LIKE: &'static [(usize, usize)] = &[(0, 0), (1, 1)];
 
     /// [`rope_reference`] where a table has a gradient.

@@ -25,9 +25,9 @@ def cross_entropy(  # type: ignore[no-redef]
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    is_torchs = isinstance(input, Tensor) and isinstance(target, Tensor)
-    is_torchs = is_torchs and (input.dim() != 2 or target.is_floating_point())
-    function = torch.nn.functional.cross_entropy if is_torchs else _functions.cross_entropy
+    are_tensors = isinstance(input, Tensor) and isinstance(target, Tensor)
+    is_ours = not are_tensors or (input.dim() == 2 and target.dim() == 1 and target.dtype == torch.int64)
+    function = _functions.cross_entropy if is_ours else torch.nn.functional.cross_entropy
     return function(
         input,
         target,
@@ -38,8 +38,18 @@ def cross_entropy(  # type: ignore[no-redef]
     )
 
 
-def _list_of(lengths: Union[Sequence[int], Tensor, None]) -> Optional[Sequence[int]]:
-    return lengths.tolist() if isinstance(lengths, Tensor) else lengths
+def _call(name: str, *arguments: Optional[Tensor], lengths: Union[Sequence[int], Tensor, None]):
+    function = getattr(_functions, name)
+    if not isinstance(lengths, Tensor):
+        return function(*arguments, lengths)
+    if lengths.is_floating_point() or lengths.dtype == torch.bool:
+        raise TypeError(f"{name}: lengths: expected integers, got dtype {lengths.dtype}")
+
+    def run():
+        return function(*arguments, lengths.tolist())
+
+    # A trace would be made again for each set of lengths.
+    return torch.compiler.disable(run)() if torch.compiler.is_compiling() else run()
 
 
 def lstm(  # type: ignore[no-redef]
@@ -52,7 +62,7 @@ def lstm(  # type: ignore[no-redef]
     b_hh: Optional[Tensor] = None,
     lengths: Union[Sequence[int], Tensor, None] = None,
 ) -> Tuple[Tensor, Tensor, Tensor]:
-    return _functions.lstm(input, h, c, w_ih, w_hh, b_ih, b_hh, _list_of(lengths))
+    return _call("lstm", input, h, c, w_ih, w_hh, b_ih, b_hh, lengths=lengths)
 
 
 def gru(  # type: ignore[no-redef]
@@ -64,7 +74,7 @@ def gru(  # type: ignore[no-redef]
     b_hh: Optional[Tensor] = None,
     lengths: Union[Sequence[int], Tensor, None] = None,
 ) -> Tuple[Tensor, Tensor]:
-    return _functions.gru(input, h, w_ih, w_hh, b_ih, b_hh, _list_of(lengths))
+    return _call("gru", input, h, w_ih, w_hh, b_ih, b_hh, lengths=lengths)
 
 
 cross_entropy.__doc__ = f"""{_functions.cross_entropy.__doc__}

@@ -6,6 +6,7 @@
 torch.compile takes them into its graph, LSTM and GRU too, before which it breaks the graph for torch.nn's.
 """
 
+import sys
 from typing import List, Optional, Tuple, Union, overload
 
 import torch
@@ -120,7 +121,7 @@ class _Recurrent(torch.nn.RNNBase):
         return f"tch_extension.nn.{type(self).__name__}"
 
     def _check_target(self) -> None:
-        if torch.onnx.is_in_onnx_export():
+        if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
             name = type(self).__name__
             raise RuntimeError(
                 f"{self._name()}: ONNX has none of this package's operators: load the state_dict into a torch.nn.{name}, "
@@ -303,9 +304,9 @@ class LSTM(_Recurrent):
     ) -> Tuple[PackedSequence, Tuple[Tensor, Tensor]]: ...
 
     def forward(self, input, hx=None):
-        self._check_target()
         if self.proj_size:
             return torch.nn.LSTM.forward(self, input, hx)  # type: ignore[arg-type]
+        self._check_target()
         if hx is not None and len(hx) != 2:
             raise RuntimeError(f"{self._name()}: hx must be (h, c), got {len(hx)} states")
         output, (h, c) = self._run(input, None if hx is None else list(hx), 2)

@@ -6,9 +6,10 @@ use crate::ops::recurrent::kernels::{cudnn, onednn};
 use tch::Device;
 
 /// The ways to compute a sequence of LSTM, GRU or LLTM. Where a description begins with a name and a
-/// colon, the kernels are in that folder of `csrc/recurrent`. In place of a way of the other device, or of
-/// another cell, the plan chooses. On CUDA, a way without a kernel for the arguments is `Step`, and for an
-/// LLTM also `Fused`.
+/// colon, the kernels are in that folder of `csrc/recurrent`. A way of the other device is another one: on the
+/// CPU `Packed` or what the plan chooses, and on CUDA `Step`, what the plan chooses or, for an LLTM, `Fused`. So
+/// are ways of other cells, and those without a kernel for the arguments; a grid may be a plain one, and an
+/// LLTM's wide grid a grid.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
