@@ -557,8 +557,8 @@ pub(in crate::ops) fn ways_on_h200(page: &mut String) -> std::fmt::Result {
     writeln!(
         page,
         "\n## layer_norm, rms_norm\n\n\
-         The ways of `NormWay` for M rows of N columns that begin at multiples of 16 bytes, forward and backward. Backward, dw and db are sums of what\n\
-         the kernel wrote, or columns by themselves. The kernels are in `csrc/norm`, in files named for the way.\n"
+         The ways of `NormWay` for M rows of N columns that begin at multiples of 16 bytes, forward and backward. In the backward pass,\n\
+         `csrc/norm/finish.cu` adds up dw and db of parts that the kernel wrote. The kernels are in `csrc/norm`, in files named for the way.\n"
     )?;
     write!(page, "| N, kind |")?;
     ROWS.iter().try_for_each(|rows| write!(page, " M = {rows} |"))?;
