@@ -104,7 +104,8 @@ impl Operator for Lookup {
     type Kept = ();
     type Plan = ();
 
-    const SECOND: Second = Second::Linear;
+    // Not `Linear`: the gradient leaves out the padding row, and may be scaled.
+    const SECOND: Second = Second::Itself;
 
     fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
         let weight = of.weight.kind_in(&KINDS)?.dim(2, "[num_embeddings, embedding_dim]")?;

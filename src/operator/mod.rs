@@ -58,7 +58,7 @@ mod register;
 mod signature;
 mod slots;
 #[doc(hidden)]
-pub mod traced;
+mod traced;
 
 pub use meta::{Dim, Meta};
 pub use register::dispatched;

@@ -7,8 +7,8 @@
 //!
 //! Each level of torch.func has a graph of its own. What an operator calls below autograd at one level
 //! is an operator of the next level outside. So `x_forward` and `x_backward` are differentiable, too:
-//! the former with the same node (`forwarded`), the latter by the operator's reference
-//! (`gradients`).
+//! the former with the same node (`forwarded`), the latter (`gradients`) by the operator's reference or,
+//! if it is linear, by the operator itself.
 
 use super::node::reference;
 use super::register::Dispatched;

@@ -9,9 +9,6 @@
 //! exact second derivatives. Where a program is traced (torch.compile, torch.export, torch.func, vmap), it
 //! is `NAME_forward` and `NAME_backward`, which have fake kernels, too. Autocast casts as in Rust.
 
-// Operators have the arguments of torch's counterparts.
-#![allow(clippy::too_many_arguments)]
-
 #[macro_use]
 #[path = "../../src/ops/list.rs"]
 mod list;

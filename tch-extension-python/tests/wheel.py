@@ -21,6 +21,7 @@ import warnings
 from pathlib import Path
 
 import torch
+import torch._dynamo.testing
 from torch.nn.utils.rnn import pack_sequence, pad_packed_sequence
 
 import tch_extension
@@ -389,10 +390,14 @@ def lengths_may_be_a_tensor():
         arguments = (x, *states, torch.randn(gates, 4), torch.randn(gates, 6))
         lengths = [2, 5, 1]
         compare(name, function(*arguments, lengths=torch.tensor(lengths)), function(*arguments, lengths=lengths))
-        compiled = torch.compile(lambda of, function=function, x=arguments: function(*x, lengths=of), backend="aot_eager")
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(lambda of, function=function, x=arguments: function(*x, lengths=of), backend=counter)
+        frames = set()
         for lengths in ([2, 5, 1], [3, 3, 5], [1, 4, 4]):
             found = compiled(torch.tensor(lengths))
             compare(f"{name}, compiled", found, function(*arguments, lengths=lengths))
+            frames.add(counter.frame_count)
+        assert len(frames) == 1, f"{name}: compiled again for other lengths: {frames}"
         text = message_of(TypeError, lambda: function(*arguments, lengths=torch.tensor([1.0, 2.0, 3.0])))
         assert f"{name}: lengths: expected integers" in text, text
 

@@ -6,6 +6,7 @@ mod cuda;
 mod ddp;
 mod ddp_cuda;
 mod ddp_faults;
+mod ddp_guard;
 mod ddp_hooks;
 mod ddp_python;
 mod ddp_support;

@@ -2,9 +2,8 @@
 //! and when those of all steps beat those of each step.
 
 use crate::ops::recurrent::kernels::cuda::{Kernel, Product as Multiplied};
-use crate::ops::recurrent::plan::cluster::Entry;
 use crate::ops::recurrent::plan::{
-    Costs, Direction, Line, Pass, Priced, Product, Sizes, grid, plain_grid, wide_grid,
+    Costs, Direction, Line, Pass, Priced, Product, Sizes, cluster, grid, plain_grid, wide_grid,
 };
 use tch::Kind;
 
@@ -18,6 +17,7 @@ pub(super) const COSTS: Costs = Costs {
     #[rustfmt::skip]
     clusters: {
         use Product::{Double, Float, Half, Scaled};
+        use cluster::Entry;
         &[
             Entry::new(Half,   128, 8,  [2, 2], [Some(48),  Some(68)]),
             Entry::new(Half,   256, 8,  [2, 2], [Some(112), Some(95)]),
@@ -35,86 +35,33 @@ pub(super) const COSTS: Costs = Costs {
             Entry::new(Double, 256, 16, [1, 1], [Some(181), None]),
         ]
     },
-    grids: &[
-        grid::Entry {
-            direction: Direction::Forward,
-            columns: 32,
-            iteration: Line { fixed: 75, each: 8 },
-            scaled_iteration: None,
-            least: Line { fixed: 0, each: 0 },
-            fewest_vectors: 2,
-            fewest_iterations: 2,
-            most_iterations: 64,
-            full_vectors: 0,
-        },
-        grid::Entry {
-            direction: Direction::Forward,
-            columns: 16,
-            iteration: Line { fixed: 58, each: 8 },
-            scaled_iteration: None,
-            least: Line { fixed: 0, each: 0 },
-            fewest_vectors: 3,
-            fewest_iterations: 2,
-            most_iterations: 64,
-            full_vectors: 0,
-        },
-        grid::Entry {
-            direction: Direction::Backward,
-            columns: 32,
-            iteration: Line { fixed: 0, each: 43 },
-            scaled_iteration: None,
-            least: Line { fixed: 200, each: 25 },
-            fewest_vectors: 2,
-            fewest_iterations: 1,
-            most_iterations: 64,
-            full_vectors: 0,
-        },
-        grid::Entry {
-            direction: Direction::Backward,
-            columns: 16,
-            iteration: Line { fixed: 94, each: 15 },
-            scaled_iteration: None,
-            least: Line { fixed: 200, each: 25 },
-            fewest_vectors: 2,
-            fewest_iterations: 1,
-            most_iterations: 64,
-            full_vectors: 0,
-        },
-    ],
-    plain_grids: &[
-        plain_grid::Entry {
-            direction: Direction::Forward,
-            columns: 16,
-            vectors: [1, MOST_VECTORS],
-            only: Line { fixed: 80, each: 40 },
-            each: Line { fixed: 70, each: 22 },
-            fewest_iterations: 1,
-        },
-        plain_grid::Entry {
-            direction: Direction::Forward,
-            columns: 4,
-            vectors: [2, 4],
-            only: Line { fixed: 80, each: 68 },
-            each: Line { fixed: 28, each: 18 },
-            fewest_iterations: 2,
-        },
-        plain_grid::Entry {
-            direction: Direction::Forward,
-            columns: 6,
-            vectors: [5, 6],
-            only: Line { fixed: 80, each: 48 },
-            each: Line { fixed: 42, each: 15 },
-            fewest_iterations: 2,
-        },
-        plain_grid::Entry {
-            direction: Direction::Backward,
-            columns: 16,
-            vectors: [1, MOST_VECTORS],
-            only: Line { fixed: 110, each: 50 },
-            each: Line { fixed: 60, each: 31 },
-            fewest_iterations: 1,
-        },
-    ],
+    #[rustfmt::skip]
+    grids: {
+        use Direction::{Backward, Forward};
+        &[
+            grid::Entry::new(Forward, 32, Line { fixed: 75, each: 8 }, [2, 2]),
+            grid::Entry::new(Forward, 16, Line { fixed: 58, each: 8 }, [3, 2]),
+            grid::Entry {
+                least: Line { fixed: 200, each: 25 },
+                ..grid::Entry::new(Backward, 32, Line { fixed: 0, each: 43 }, [2, 1])
+            },
+            grid::Entry {
+                least: Line { fixed: 200, each: 25 },
+                ..grid::Entry::new(Backward, 16, Line { fixed: 94, each: 15 }, [2, 1])
+            },
+        ]
+    },
+    #[rustfmt::skip]
+    plain_grids: {
+        use Direction::{Backward, Forward};
+        use plain_grid::Entry;
+        &[
+            Entry::new(Forward,  16, [1, MOST_VECTORS], Line { fixed: 80,  each: 40 }, Line { fixed: 70, each: 22 }, 1),
+            Entry::new(Forward,  4,  [2, 4],            Line { fixed: 80,  each: 68 }, Line { fixed: 28, each: 18 }, 2),
+            Entry::new(Forward,  6,  [5, 6],            Line { fixed: 80,  each: 48 }, Line { fixed: 42, each: 15 }, 2),
+            Entry::new(Backward, 16, [1, MOST_VECTORS], Line { fixed: 110, each: 50 }, Line { fixed: 60, each: 31 }, 1),
+        ]
+    },
     #[rustfmt::skip]
     wide_grids: {
         use Direction::{Backward, Forward};

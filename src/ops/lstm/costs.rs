@@ -21,53 +21,30 @@ pub(super) const COSTS: Costs = Costs {
             Entry::new(Double, 128, 8, [2, 1], [Some(219), Some(359)]),
         ]
     },
-    grids: &[
-        grid::Entry {
-            direction: Direction::Forward,
-            columns: 32,
-            iteration: Line { fixed: 38, each: 27 },
-            scaled_iteration: None,
-            least: Line { fixed: 0, each: 0 },
-            fewest_vectors: 2,
-            fewest_iterations: 2,
-            most_iterations: 14,
-            full_vectors: 4,
-        },
-        grid::Entry {
-            direction: Direction::Forward,
-            columns: 16,
-            iteration: Line { fixed: 50, each: 10 },
-            scaled_iteration: None,
-            least: Line { fixed: 0, each: 0 },
-            fewest_vectors: 3,
-            fewest_iterations: 2,
-            most_iterations: 64,
-            full_vectors: 0,
-        },
-        grid::Entry {
-            direction: Direction::Backward,
-            columns: 32,
-            iteration: Line { fixed: 0, each: 43 },
-            scaled_iteration: Some(Line { fixed: 100, each: 55 }),
-            least: Line { fixed: 200, each: 30 },
-            fewest_vectors: 2,
-            fewest_iterations: 1,
-            // Those of scaled fp16 values.
-            most_iterations: 46,
-            full_vectors: 4,
-        },
-        grid::Entry {
-            direction: Direction::Backward,
-            columns: 16,
-            iteration: Line { fixed: 60, each: 15 },
-            scaled_iteration: Some(Line { fixed: 60, each: 30 }),
-            least: Line { fixed: 200, each: 30 },
-            fewest_vectors: 2,
-            fewest_iterations: 1,
-            most_iterations: 64,
-            full_vectors: 0,
-        },
-    ],
+    #[rustfmt::skip]
+    grids: {
+        use Direction::{Backward, Forward};
+        &[
+            grid::Entry {
+                most_iterations: 14,
+                full_vectors: 4,
+                ..grid::Entry::new(Forward, 32, Line { fixed: 38, each: 27 }, [2, 2])
+            },
+            grid::Entry::new(Forward, 16, Line { fixed: 50, each: 10 }, [3, 2]),
+            grid::Entry {
+                scaled_iteration: Some(Line { fixed: 100, each: 55 }),
+                least: Line { fixed: 200, each: 30 },
+                most_iterations: 46, // those of scaled fp16 values
+                full_vectors: 4,
+                ..grid::Entry::new(Backward, 32, Line { fixed: 0, each: 43 }, [2, 1])
+            },
+            grid::Entry {
+                scaled_iteration: Some(Line { fixed: 60, each: 30 }),
+                least: Line { fixed: 200, each: 30 },
+                ..grid::Entry::new(Backward, 16, Line { fixed: 60, each: 15 }, [2, 1])
+            },
+        ]
+    },
     plain_grids: &[],
     // Backward, the weights of four gates do not fit.
     #[rustfmt::skip]

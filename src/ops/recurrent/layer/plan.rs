@@ -222,7 +222,7 @@ pub(in crate::ops) fn way_on_h200<C: Cell>(
 mod tests {
     use super::*;
     use crate::ops::recurrent::kernels::cuda::Product;
-    use crate::ops::recurrent::plan::{Product as Multiplied, cluster, grid, wide_grid};
+    use crate::ops::recurrent::plan::{Line, Product as Multiplied, cluster, grid, wide_grid};
 
     const H200: Gpu = Gpu::H200;
 
@@ -230,17 +230,7 @@ mod tests {
     const COSTS: Costs = Costs {
         values: 4,
         clusters: &[cluster::Entry::new(Multiplied::Half, 256, 8, [2, 2], [Some(96), Some(150)])],
-        grids: &[grid::Entry {
-            direction: Direction::Forward,
-            columns: 32,
-            iteration: crate::ops::recurrent::plan::Line { fixed: 50, each: 12 },
-            scaled_iteration: None,
-            least: crate::ops::recurrent::plan::Line { fixed: 0, each: 0 },
-            fewest_vectors: 2,
-            fewest_iterations: 2,
-            most_iterations: 64,
-            full_vectors: 0,
-        }],
+        grids: &[grid::Entry::new(Direction::Forward, 32, Line { fixed: 50, each: 12 }, [2, 2])],
         plain_grids: &[],
         wide_grids: &[wide_grid::Entry {
             direction: Direction::Forward,

@@ -6,6 +6,8 @@ use tch::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
+/// How many iterations of a step a block has room for, unless its table says less.
+const MOST_ITERATIONS: i64 = 64;
 
 /// What a step of a kernel costs by its number of vectors, in hundredths of a microsecond, as
 /// measured on an H200.
@@ -29,6 +31,29 @@ pub(in crate::ops) struct Entry {
     /// to everything else. Blocks with fewer vectors than `full_vectors` have room for 64.
     pub most_iterations: i64,
     pub full_vectors: i64,
+}
+
+impl Entry {
+    /// A kernel with room for 64 iterations, of which a step has at least `fewest[1]` by a kernel of at least
+    /// `fewest[0]` vectors.
+    pub const fn new(
+        direction: Direction,
+        columns: i64,
+        iteration: Line,
+        fewest: [i64; 2],
+    ) -> Entry {
+        Entry {
+            direction,
+            columns,
+            iteration,
+            scaled_iteration: None,
+            least: Line { fixed: 0, each: 0 },
+            fewest_vectors: fewest[0],
+            fewest_iterations: fewest[1],
+            most_iterations: MOST_ITERATIONS,
+            full_vectors: 0,
+        }
+    }
 }
 
 /// Whether the kernels of a grid accept these sizes: rows of h are whole vectors, and 32 bits can
@@ -97,7 +122,6 @@ impl Share {
         tiles: i64,
         most: i64,
     ) -> Option<Share> {
-        const MOST_ITERATIONS: i64 = 64;
         if most == 0 {
             return None;
         }

@@ -27,6 +27,19 @@ pub(in crate::ops) struct Entry {
     pub fewest_iterations: i64,
 }
 
+impl Entry {
+    pub const fn new(
+        direction: Direction,
+        columns: i64,
+        vectors: [i64; 2],
+        only: Line,
+        each: Line,
+        fewest_iterations: i64,
+    ) -> Entry {
+        Entry { direction, columns, vectors, only, each, fewest_iterations }
+    }
+}
+
 /// The fastest share for these sizes, if the weights fit on the chip and the kernel can count
 /// the values. `kernels` are a cell's, and `values` is V of `counts_in_32_bits`.
 pub(in crate::ops) fn share((kernels, values): (&[Entry], i64), pass: &Pass) -> Option<Share> {
