@@ -57,14 +57,16 @@ struct GemmProduct {
   int32_t relu;
 };
 
-// Counters of this thread's cache of plans.
-struct GemmCounters {
-  int64_t hits;
-  int64_t misses;
-  // How many plans the cache holds now.
-  int64_t plans;
-  // How many products had a GELU in their epilogue.
-  int64_t gelus;
+// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4.
+struct GemmSkinny {
+  // The rows of the long factor.
+  int64_t rows;
+  // The rows of the short factor.
+  int64_t shorts;
+  // Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
+  int32_t by_rows;
+  // Whether 16-byte loads can read the long factor along its rows.
+  int32_t whole;
 };
 
 // How many elements `Padded` would read, write and copy.
@@ -78,16 +80,35 @@ struct GemmPadding {
   int64_t launches;
 };
 
-// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4.
-struct GemmSkinny {
-  // The rows of the long factor.
-  int64_t rows;
-  // The rows of the short factor.
-  int64_t shorts;
-  // Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
-  int32_t by_rows;
-  // Whether 16-byte loads can read the long factor along its rows.
-  int32_t whole;
+// A product, and what each way can do with it.
+struct GemmDescription {
+  // Without an output, which `tch_extension_gemm_run` allocates.
+  GemmProduct product;
+  // `rows` is 0 if `Skinny` cannot compute the product.
+  GemmSkinny skinny;
+  // `launches` is 0 if `Padded` cannot compute the product, or there is nothing to pad.
+  GemmPadding padding;
+  // The output's size, of `dims` dimensions.
+  int64_t size[8];
+  int32_t dims;
+  // The index of the tensors' device.
+  int32_t device;
+  // Whether libtorch allows tf32 in products of `Float`.
+  bool tf32;
+  // Whether `Small` can compute the product.
+  bool small;
+  // Whether `Hopper` can compute the product on its device.
+  bool hopper;
+};
+
+// Counters of this thread's cache of plans.
+struct GemmCounters {
+  int64_t hits;
+  int64_t misses;
+  // How many plans the cache holds now.
+  int64_t plans;
+  // How many products had a GELU in their epilogue.
+  int64_t gelus;
 };
 
 // The contiguous lines (rows or columns) of a batch of matrices, and their padded copy. The copy
@@ -136,32 +157,21 @@ namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
 #pragma GCC visibility push(default)
 extern "C" {
-char* tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
-                                         const at::Tensor* rhs,
-                                         const at::Tensor* bias,
-                                         GemmWay way,
-                                         GemmWay (*choose)(const GemmProduct*),
-                                         at::Tensor** result);
-char* tch_extension_gemm_linear(const at::Tensor* input,
-                                const at::Tensor* weight,
-                                const at::Tensor* bias,
-                                GemmWay way,
-                                GemmWay (*choose)(const GemmProduct*),
-                                at::Tensor** result);
-char* tch_extension_gemm_product(const at::Tensor* lhs,
-                                 const at::Tensor* rhs,
-                                 GemmWay way,
-                                 GemmWay (*choose)(const GemmProduct*),
-                                 at::Tensor** result);
-char* tch_extension_gemm_linear_gelu(const at::Tensor* input,
-                                     const at::Tensor* weight,
-                                     const at::Tensor* bias,
-                                     bool wants_z,
-                                     at::Tensor** result,
-                                     at::Tensor** z);
+char* tch_extension_gemm_describe(const at::Tensor* lhs,
+                                  const at::Tensor* rhs,
+                                  const at::Tensor* bias,
+                                  bool is_linear,
+                                  bool relu,
+                                  bool* is_supported,
+                                  GemmDescription* result);
+char* tch_extension_gemm_run(const GemmDescription* described,
+                             GemmWay way,
+                             at::Tensor** result);
+char* tch_extension_gemm_run_gelu(const GemmDescription* described,
+                                  bool wants_z,
+                                  at::Tensor** result,
+                                  at::Tensor** z);
 void tch_extension_gemm_counters(GemmCounters* result);
-bool tch_extension_gemm_allows_tf32();
-bool tch_extension_gemm_padding(const GemmProduct* product, GemmPadding* result);
 // Whether M or N is small, and the other side's operand is contiguous in one dimension; and
 // how the kernels would then read the product.
 bool tch_extension_gemm_skinny_facts_cuda(const GemmProduct* product, GemmSkinny* result);

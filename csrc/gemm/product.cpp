@@ -1,5 +1,5 @@
-// From tensors to a product: which tensors are supported, how they broadcast, and what the plan
-// asks about the product.
+// From tensors to a product: which tensors are supported, how they broadcast, what each way can do
+// with the product, and the way that src/ops/gemm chose.
 #ifdef TCH_EXTENSION_CUDA
 
 #include "product.h"
@@ -10,10 +10,12 @@
 #include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <c10/util/SmallVector.h>
+#include <c10/util/ArrayRef.h>
 
 #include <algorithm>
 #include <array>
+#include <iterator>
+#include <optional>
 
 #include "padded_product.h"
 #include "params.h"
@@ -143,23 +145,6 @@ bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
          started(tch_extension_gemm_finish_product_cuda(&finish, stream.stream()));
 }
 
-// Whether a way that was forced exists for this product. The plan asks for itself.
-bool can(const Product& product, Way way) {
-  GemmSkinny skinny;
-  switch (way) {
-    case Way::Small:
-      return tch_extension_gemm_small_can_cuda(&product);
-    case Way::Hopper:
-      return tch_extension_gemm_hopper_can_cuda(&product);
-    case Way::Skinny:
-      return tch_extension_gemm_skinny_facts_cuda(&product, &skinny);
-    case Way::Padded:
-      return padding_facts(product).has_value();
-    default:
-      return true;
-  }
-}
-
 // False if cuBLASLt or the driver refuses the product, or it is left to libtorch.
 bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
   switch (way) {
@@ -182,73 +167,91 @@ bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
   return false;
 }
 
-// The shape of the output: the broadcast leading dimensions, then M and N.
-c10::SmallVector<int64_t, 6> output_size(const View& lhs, const View& rhs) {
-  c10::SmallVector<int64_t, 6> size;
-  for (int64_t at = std::max(lhs.dim(), rhs.dim()) - 1; at >= 2; --at) {
-    size.push_back(std::max(dim_at(lhs, at).size, dim_at(rhs, at).size));
-  }
-  size.push_back(lhs.sizes[lhs.dim() - 2]);
-  size.push_back(rhs.sizes[rhs.dim() - 1]);
-  return size;
-}
-
-// The plan of src/ops/gemm/plan.rs.
-using Choose = Way (*)(const Product*);
-
-// An undefined tensor if the product cannot be computed here.
-at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, const View& bias,
-                   c10::IntArrayRef size, bool relu, Way way, Choose choose) {
-  Product product{};
-  if (!fit(lhs, rhs, bias, product)) return {};
-  product.kind = static_cast<int32_t>(like.scalar_type());
-  product.relu = relu;
-  const c10::cuda::OptionalCUDAGuard device_guard(like.device());
-  // Allocated without the dispatcher, which would take a tenth of the call's time.
-  at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
-  product.out = out.mutable_data_ptr();
-  if (way == Way::Automatic) {
-    way = choose(&product);
-  } else if (!can(product, way)) {
-    return {};
-  }
-  return run(product, way, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
-                                                                                   : at::Tensor();
-}
-
 // Whether libtorch was told to leave some multiprocessors to other kernels (the SM carveout). That
 // is honoured by falling back to libtorch.
 bool is_restricted() { return at::globalContext()._SMCarveout_EXPERIMENTAL().has_value(); }
 
-// gelu(z), and z itself if it is wanted; both undefined if cuBLASLt does not have this epilogue.
-struct WithZ {
-  at::Tensor out;
-  at::Tensor z;
+bool allows_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
+// The arguments as matrices or batches of them: lhs rhs + bias.
+struct Operands {
+  View lhs;
+  View rhs;
+  View bias;
 };
 
-WithZ compute_gelu(const at::Tensor& input, const View& weight, const View& bias, bool wants_z) {
-  Product product{};
-  if (!fit(view(input), weight, bias, product)) return {};
-  product.kind = static_cast<int32_t>(input.scalar_type());
-  const c10::cuda::OptionalCUDAGuard device_guard(input.device());
-  const auto empty = [&] {
-    return at::Tensor(at::detail::empty_cuda({product.m, product.n}, input.scalar_type(),
-                                             input.device(), std::nullopt));
-  };
-  WithZ result{empty(), {}};
-  product.out = result.out.mutable_data_ptr();
-  Epilogue epilogue{true};
-  if (wants_z) {
-    result.z = empty();
-    epilogue.z = result.z.mutable_data_ptr();
+// The shape of the output: the broadcast leading dimensions, then M and N. False if there are too
+// many dimensions.
+bool set_size(const Operands& of, GemmDescription& result) {
+  const int64_t dims = std::max(of.lhs.dim(), of.rhs.dim());
+  if (dims > static_cast<int64_t>(std::size(result.size))) return false;
+  for (int64_t at = 2; at < dims; ++at) {
+    result.size[dims - 1 - at] = std::max(dim_at(of.lhs, at).size, dim_at(of.rhs, at).size);
   }
-  const auto stream = c10::cuda::getCurrentCUDAStream(input.device().index());
-  return run_plan(product, stream.device_index(), stream.stream(), epilogue) ? result : WithZ{};
+  result.size[dims - 2] = of.lhs.sizes[of.lhs.dim() - 2];
+  result.size[dims - 1] = of.rhs.sizes[of.rhs.dim() - 1];
+  result.dims = static_cast<int32_t>(dims);
+  return true;
 }
 
-void hand_over(at::Tensor&& out, at::Tensor** result) {
-  *result = out.defined() ? new at::Tensor(std::move(out)) : nullptr;
+// False if the operands do not fit together, or their layouts are not supported here.
+bool describe(const Operands& of, const at::Tensor& like, bool relu, GemmDescription& result) {
+  Product& product = result.product;
+  if (!fit(of.lhs, of.rhs, of.bias, product) || !set_size(of, result)) return false;
+  product.kind = static_cast<int32_t>(like.scalar_type());
+  product.relu = relu;
+  result.device = like.device().index();
+  const c10::cuda::OptionalCUDAGuard device_guard(like.device());
+  result.tf32 = allows_tf32();
+  result.small = tch_extension_gemm_small_can_cuda(&product);
+  result.hopper = tch_extension_gemm_hopper_can_cuda(&product);
+  tch_extension_gemm_skinny_facts_cuda(&product, &result.skinny);
+  result.padding = padding_facts(product).value_or(GemmPadding{});
+  return true;
 }
+
+bool describe_matmul(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias,
+                     bool relu, GemmDescription& result) {
+  if (lhs.dim() < 2 || rhs.dim() < 2) return false;
+  return describe({view(lhs), view(rhs), bias == nullptr ? View{} : view(*bias)}, lhs, relu,
+                  result);
+}
+
+bool describe_linear(const at::Tensor& input, const at::Tensor& weight, const at::Tensor* bias,
+                     bool relu, GemmDescription& result) {
+  if (input.dim() < 1 || weight.dim() != 2 ||
+      (bias != nullptr && (bias->dim() != 1 || bias->size(0) != weight.size(0)))) {
+    return false;
+  }
+  const std::array<int64_t, 2> sizes{weight.size(1), weight.size(0)};
+  const std::array<int64_t, 2> strides{weight.stride(1), weight.stride(0)};
+  Operands of{view(input),
+              {weight.const_data_ptr(), sizes, strides},
+              bias == nullptr ? View{} : view(*bias)};
+  const std::array<int64_t, 2> one_row{1, input.size(-1)};
+  const std::array<int64_t, 2> row_strides{0, input.stride(-1)};
+  const bool is_row = input.dim() == 1;
+  if (is_row) of.lhs = {of.lhs.data, one_row, row_strides};
+  if (!describe(of, input, relu, result)) return false;
+  if (is_row) {
+    result.size[0] = result.size[1];
+    result.dims = 1;
+  }
+  return true;
+}
+
+at::Tensor empty_output(const GemmDescription& described) {
+  const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(described.device));
+  const c10::IntArrayRef size(described.size, static_cast<size_t>(described.dims));
+  // Without the dispatcher, which would take a tenth of the call's time.
+  return at::Tensor(at::detail::empty_cuda(
+      size, static_cast<at::ScalarType>(described.product.kind), device, std::nullopt));
+}
+
+void hand_over(at::Tensor&& out, at::Tensor** result) { *result = new at::Tensor(std::move(out)); }
 
 }  // namespace
 }  // namespace tch_extension::gemm
@@ -256,105 +259,53 @@ void hand_over(at::Tensor&& out, at::Tensor** result) {
 using namespace tch_extension;
 using namespace tch_extension::gemm;
 
-// relu(lhs rhs + bias). There is neither a result nor a message if it has to be computed in another
-// way. That includes wrong arguments, which the fallback reports.
-TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
-                                                             const at::Tensor* rhs,
-                                                             const at::Tensor* bias, GemmWay way,
-                                                             Choose choose, at::Tensor** result) {
+TCH_EXTENSION_API Message tch_extension_gemm_describe(const at::Tensor* lhs, const at::Tensor* rhs,
+                                                      const at::Tensor* bias, bool is_linear,
+                                                      bool relu, bool* is_supported,
+                                                      GemmDescription* result) {
   return guard([&] {
-    *result = nullptr;
+    *is_supported = false;
     if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
-        !takes_part(*bias, *lhs) || lhs->dim() < 2 || rhs->dim() < 2 || is_restricted()) {
+        (bias != nullptr && !takes_part(*bias, *lhs)) || is_restricted()) {
       return;
     }
-    const View left = view(*lhs);
-    const View right = view(*rhs);
-    const auto size = output_size(left, right);
-    hand_over(compute(*lhs, left, right, view(*bias), size, true, way, choose), result);
+    *result = GemmDescription{};
+    *is_supported = is_linear ? describe_linear(*lhs, *rhs, bias, relu, *result)
+                              : describe_matmul(*lhs, *rhs, bias, relu, *result);
   });
 }
 
-// input weightᵀ + bias, with the leading dimensions of the input. `bias` may be null. The result is
-// as above.
-TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
-                                                    const at::Tensor* weight,
-                                                    const at::Tensor* bias, GemmWay way,
-                                                    Choose choose, at::Tensor** result) {
+TCH_EXTENSION_API Message tch_extension_gemm_run(const GemmDescription* described, GemmWay way,
+                                                 at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
-    if (!takes_part(*input, *input) || !has_kernels(input->scalar_type()) ||
-        !takes_part(*weight, *input) || (bias != nullptr && !takes_part(*bias, *input)) ||
-        input->dim() < 1 || weight->dim() != 2 || is_restricted()) {
-      return;
-    }
-    if (bias != nullptr && (bias->dim() != 1 || bias->size(0) != weight->size(0))) return;
-    const std::array<int64_t, 2> sizes{weight->size(1), weight->size(0)};
-    const std::array<int64_t, 2> strides{weight->stride(1), weight->stride(0)};
-    const View right{weight->const_data_ptr(), sizes, strides};
-    View left = view(*input);
-    const std::array<int64_t, 2> one_row{1, input->size(-1)};
-    const std::array<int64_t, 2> row_strides{0, input->stride(-1)};
-    if (input->dim() == 1) left = {left.data, one_row, row_strides};
-    c10::SmallVector<int64_t, 6> size(input->sizes().begin(), input->sizes().end());
-    size.back() = sizes[1];
-    const View added = bias == nullptr ? View{} : view(*bias);
-    hand_over(compute(*input, left, right, added, size, false, way, choose), result);
+    const auto device = static_cast<c10::DeviceIndex>(described->device);
+    const c10::cuda::CUDAGuard device_guard(device);
+    at::Tensor out = empty_output(*described);
+    Product product = described->product;
+    product.out = out.mutable_data_ptr();
+    if (run(product, way, c10::cuda::getCurrentCUDAStream(device)))
+      hand_over(std::move(out), result);
   });
 }
 
-// lhs rhs, for matrices or batches of them. The result is as above, and there is none if libtorch's
-// product is faster.
-TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, const at::Tensor* rhs,
-                                                     GemmWay way, Choose choose,
-                                                     at::Tensor** result) {
-  return guard([&] {
-    *result = nullptr;
-    if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
-        lhs->dim() < 2 || rhs->dim() < 2 || is_restricted()) {
-      return;
-    }
-    const View left = view(*lhs);
-    const View right = view(*rhs);
-    // Without a bias, libtorch's product does the same as our plan.
-    if (way == Way::Plan || way == Way::Hopper || way == Way::Pass) return;
-    hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way, choose), result);
-  });
-}
-
-// gelu(z) of z = input weightᵀ + bias, with tanh, of matrices, and z itself if it is wanted. `bias`
-// may be null. The results are as above, and there are none unless one call of cuBLASLt has both.
-TCH_EXTENSION_API Message tch_extension_gemm_linear_gelu(const at::Tensor* input,
-                                                         const at::Tensor* weight,
-                                                         const at::Tensor* bias, bool wants_z,
-                                                         at::Tensor** result, at::Tensor** z) {
+TCH_EXTENSION_API Message tch_extension_gemm_run_gelu(const GemmDescription* described,
+                                                      bool wants_z, at::Tensor** result,
+                                                      at::Tensor** z) {
   return guard([&] {
     *result = *z = nullptr;
-    if (!takes_part(*input, *input) || !takes_part(*weight, *input) || input->dim() != 2 ||
-        weight->dim() != 2 ||
-        (bias != nullptr && (!takes_part(*bias, *input) || bias->dim() != 1)) || is_restricted()) {
+    const auto device = static_cast<c10::DeviceIndex>(described->device);
+    const c10::cuda::CUDAGuard device_guard(device);
+    at::Tensor out = empty_output(*described);
+    at::Tensor before = wants_z ? empty_output(*described) : at::Tensor();
+    Product product = described->product;
+    product.out = out.mutable_data_ptr();
+    const Epilogue epilogue{true, wants_z ? before.mutable_data_ptr() : nullptr};
+    if (!run_plan(product, device, c10::cuda::getCurrentCUDAStream(device).stream(), epilogue))
       return;
-    }
-    const std::array<int64_t, 2> sizes{weight->size(1), weight->size(0)};
-    const std::array<int64_t, 2> strides{weight->stride(1), weight->stride(0)};
-    const View right{weight->const_data_ptr(), sizes, strides};
-    auto found = compute_gelu(*input, right, bias == nullptr ? View{} : view(*bias), wants_z);
-    hand_over(std::move(found.out), result);
-    hand_over(std::move(found.z), z);
+    hand_over(std::move(out), result);
+    if (wants_z) hand_over(std::move(before), z);
   });
-}
-
-// What src/ops/gemm/plan.rs asks about a product, besides what it asks the kernels; see its trait
-// `Facts`. Neither throws, because C++ has called Rust here.
-TCH_EXTENSION_API bool tch_extension_gemm_allows_tf32() {
-  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-         at::Float32Precision::TF32;
-}
-
-TCH_EXTENSION_API bool tch_extension_gemm_padding(const GemmProduct* product, GemmPadding* result) {
-  const auto facts = padding_facts(*product);
-  if (facts) *result = *facts;
-  return facts.has_value();
 }
 
 // For tests and benchmarks: the counters of this thread's cache of plans.

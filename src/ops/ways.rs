@@ -20,7 +20,7 @@ const MOST: i64 = 4096;
 
 /// The ways for 1 to [`MOST`] rows, each with the last number of rows before the next one; steps of
 /// fewer than `FEW` rows in between are left out.
-fn intervals(way: impl Fn(i64) -> &'static str) -> String {
+pub(super) fn intervals(way: impl Fn(i64) -> &'static str) -> String {
     const FEW: i64 = 8;
     let mut found: Vec<(&str, i64)> = Vec::new();
     for rows in 1..=MOST {
@@ -129,6 +129,7 @@ fn page() -> Result<String, std::fmt::Error> {
     )?;
     let cell = "The kernels are in `csrc/lltm_cell`: `fused_*.cu`, `hopper_forward.cu`, and `cuda.cu` after libtorch's product.";
     table(&mut page, "lltm_cell", cell, &HIDDEN, of_cell)?;
+    super::gemm::ways_on_h200(&mut page)?;
     super::norm::ways_on_h200(&mut page)?;
     Ok(page)
 }

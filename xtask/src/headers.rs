@@ -25,7 +25,11 @@ pub fn write(repo: &Repo, changes: &Changes) -> Result<()> {
         if std::fs::read_to_string(&path).is_ok_and(|before| before == text) {
             continue;
         }
-        std::fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))?;
+        // A new operator has no folder yet.
+        let folder = path.parent().unwrap_or(&repo.root);
+        std::fs::create_dir_all(folder)
+            .and_then(|()| std::fs::write(&path, text))
+            .with_context(|| format!("cannot write {}", path.display()))?;
         say(format_args!("{}", file.display()));
     }
     Ok(())
@@ -182,7 +186,7 @@ fn headers(root: &Path) -> Result<Vec<Header>> {
     Ok(all)
 }
 
-/// `<part>.rs` and what is in the folder `<part>`, without tests.
+/// `<part>.rs` and what is in the folder `<part>`, without tests and tables for docs.
 fn collect(root: &Path, part: &Path, sources: &mut Vec<PathBuf>) {
     let file = part.with_extension("rs");
     if root.join(&file).is_file() {
@@ -195,7 +199,8 @@ fn collect(root: &Path, part: &Path, sources: &mut Vec<PathBuf>) {
         .map(|entry| part.join(entry.file_name()))
         .filter(|path| path.extension().is_some_and(|end| end == "rs"))
         .filter(|path| {
-            path.file_stem().is_some_and(|stem| !stem.to_string_lossy().ends_with("tests"))
+            let stem = path.file_stem().unwrap_or_default().to_string_lossy();
+            !stem.ends_with("tests") && stem != "ways"
         })
         .collect();
     inside.sort();

@@ -263,7 +263,7 @@ impl GeluMlp {
             hidden: w1.size2()?.0,
         };
         if plan::takes_epilogue(way, &facts)
-            && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z)?
+            && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z, way == Way::Automatic)?
         {
             return Ok((found.z, found.output));
         }

@@ -1,6 +1,6 @@
 //! The functions of `kernels.rs` for a build without CUDA, where all products are left to libtorch.
 
-use super::{Counters, Way, WithZ};
+use super::{Counters, Described, Operands, Way, WithZ};
 use crate::Result;
 use tch::Tensor;
 
@@ -9,28 +9,14 @@ pub fn counters() -> Counters {
     Counters::default()
 }
 
-pub(crate) fn matmul_add_relu(
-    _: &Tensor,
-    _: &Tensor,
-    _: &Tensor,
-    _: Way,
-) -> Result<Option<Tensor>> {
+pub(super) fn describe(_: Operands<'_>) -> Result<Option<Described<'_>>> {
     Ok(None)
 }
 
-pub(crate) fn linear(_: &Tensor, _: &Tensor, _: Option<&Tensor>, _: Way) -> Result<Option<Tensor>> {
+pub(super) fn run(_: &Described<'_>, _: Way) -> Result<Option<Tensor>> {
     Ok(None)
 }
 
-pub(crate) fn product(_: &Tensor, _: &Tensor, _: Way) -> Result<Option<Tensor>> {
-    Ok(None)
-}
-
-pub(crate) fn linear_gelu(
-    _: &Tensor,
-    _: &Tensor,
-    _: Option<&Tensor>,
-    _: bool,
-) -> Result<Option<WithZ>> {
+pub(super) fn run_gelu(_: &Described<'_>, _: bool) -> Result<Option<WithZ>> {
     Ok(None)
 }

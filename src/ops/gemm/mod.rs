@@ -11,9 +11,14 @@ mod kernels;
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 mod plan;
 
+#[cfg(test)]
+pub(super) use plan::ways_on_h200;
 #[doc(hidden)]
 pub use plan::{Counters, Way};
 
+use crate::Result;
+use plan::{Description, choose};
+use std::marker::PhantomData;
 use tch::Tensor;
 
 #[cfg(not(tch_extension_cuda))]
@@ -21,17 +26,80 @@ use absent as calls;
 #[cfg(tch_extension_cuda)]
 use kernels as calls;
 
+#[doc(hidden)]
+pub use calls::counters;
+
+/// The arguments of a product.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
+struct Operands<'a> {
+    lhs: &'a Tensor,
+    /// A weight `[N, K]`, if `is_linear`.
+    rhs: &'a Tensor,
+    bias: Option<&'a Tensor>,
+    is_linear: bool,
+    relu: bool,
+}
+
+/// A product that `csrc/gemm` has described. The operands, whose addresses it has, stay borrowed.
+struct Described<'a> {
+    facts: Description,
+    operands: PhantomData<&'a Tensor>,
+}
+
 /// `relu(lhs @ rhs + bias)`. `None` unless all tensors share one kind and one CUDA device, the bias
 /// does not enlarge the product, no operand has to be copied because of its layout, and the shapes
-/// fit together.
-pub(crate) use calls::matmul_add_relu;
+/// fit together; and where libtorch's product is faster.
+pub(crate) fn matmul_add_relu(
+    lhs: &Tensor,
+    rhs: &Tensor,
+    bias: &Tensor,
+    way: Way,
+) -> Result<Option<Tensor>> {
+    compute(Operands { lhs, rhs, bias: Some(bias), is_linear: false, relu: true }, way)
+}
 
 /// `input @ weightᵀ + bias`, under the same conditions.
-pub(crate) use calls::linear;
+pub(crate) fn linear(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    way: Way,
+) -> Result<Option<Tensor>> {
+    compute(Operands { lhs: input, rhs: weight, bias, is_linear: true, relu: false }, way)
+}
 
-/// `lhs @ rhs` by a kernel of this crate, without autograd; `None` where libtorch's product is
-/// faster.
-pub(crate) use calls::product;
+/// `lhs @ rhs` by a kernel of this crate, without autograd, under the same conditions.
+pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Option<Tensor>> {
+    match way {
+        // Without a bias, libtorch's product does the same as our plan.
+        Way::Plan | Way::Hopper | Way::Pass => Ok(None),
+        _ => compute(Operands { lhs, rhs, bias: None, is_linear: false, relu: false }, way),
+    }
+}
+
+/// `lhs @ rhs` of matrices, by a kernel of this crate or by libtorch.
+pub(crate) fn mm(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Tensor> {
+    match product(lhs, rhs, way)? {
+        Some(product) => Ok(product),
+        None => Ok(lhs.f_mm(rhs)?),
+    }
+}
+
+fn compute(operands: Operands<'_>, way: Way) -> Result<Option<Tensor>> {
+    if way == Way::Composite {
+        return Ok(None);
+    }
+    let Some(described) = calls::describe(operands)? else { return Ok(None) };
+    match way {
+        Way::Automatic => match choose(&described.facts) {
+            Way::Composite => Ok(None),
+            chosen => calls::run(&described, chosen),
+        },
+        forced if described.facts.can(forced) => calls::run(&described, forced),
+        _ => Ok(None),
+    }
+}
 
 /// gelu(z), and z if it is wanted.
 #[cfg_attr(not(feature = "mlp"), allow(dead_code))]
@@ -41,9 +109,22 @@ pub(crate) struct WithZ {
 }
 
 /// `gelu(z)` of z = `input weightᵀ + bias`, with tanh, of matrices, as one call of cuBLASLt. `None` if
-/// cuBLASLt has no such call, and unless all tensors share one half kind and one CUDA device.
-#[cfg_attr(not(feature = "mlp"), allow(unused_imports))]
-pub(crate) use calls::linear_gelu;
-
-#[doc(hidden)]
-pub use calls::counters;
+/// cuBLASLt has no such call, or, if `only_fast` is set, a slow one; and unless all tensors share one half
+/// kind and one CUDA device.
+#[cfg_attr(not(feature = "mlp"), allow(dead_code))]
+pub(crate) fn linear_gelu(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    wants_z: bool,
+    only_fast: bool,
+) -> Result<Option<WithZ>> {
+    let operands = Operands { lhs: input, rhs: weight, bias, is_linear: true, relu: false };
+    let Some(described) = calls::describe(operands)? else { return Ok(None) };
+    // For rows that begin off 16 bytes, cuBLASLt has only slow kernels with this epilogue.
+    let is_slow = described.facts.padding.launches > 0;
+    if input.dim() != 2 || (only_fast && is_slow) {
+        return Ok(None);
+    }
+    calls::run_gelu(&described, wants_z)
+}

@@ -108,33 +108,47 @@ pub(super) struct Padding {
     pub launches: i64,
 }
 
-/// What a plan asks about a product. Each question is asked only where its answer matters.
-pub(super) trait Facts {
+/// An output with more dimensions is left to libtorch.
+const MOST_DIMS: usize = 8;
+
+/// A product, and what each way can do with it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Description {
+    /// Without an output, which `tch_extension_gemm_run` allocates.
+    pub product: Product,
+    /// `rows` is 0 if `Skinny` cannot compute the product.
+    pub skinny: Skinny,
+    /// `launches` is 0 if `Padded` cannot compute the product, or there is nothing to pad.
+    pub padding: Padding,
+    /// The output's size, of `dims` dimensions.
+    pub size: [i64; MOST_DIMS],
+    pub dims: i32,
+    /// The index of the tensors' device.
+    pub device: i32,
     /// Whether libtorch allows tf32 in products of `Float`.
-    fn tf32(&self) -> bool;
-    /// `None` if `Skinny` cannot compute the product.
-    fn skinny(&self) -> Option<Skinny>;
-    /// `None` if `Padded` cannot compute the product, or there is nothing to pad.
-    fn padding(&self) -> Option<Padding>;
+    pub tf32: bool,
+    /// Whether `Small` can compute the product.
+    pub small: bool,
     /// Whether `Hopper` can compute the product on its device.
-    fn hopper(&self) -> bool;
+    pub hopper: bool,
 }
 
 /// The way that was measured to be fastest. `Composite` stands for libtorch's product.
-pub(super) fn choose(product: &Product, facts: &impl Facts) -> Way {
-    if product.small_is_faster() {
+pub(super) fn choose(described: &Description) -> Way {
+    if described.small_is_faster() {
         return Way::Small;
     }
-    if product.may_be_skinny() && facts.skinny().is_some_and(|way| product.skinny_is_faster(way)) {
+    if described.skinny_is_faster() {
         return Way::Skinny;
     }
-    if product.padded_is_faster(facts) {
+    if described.padded_is_faster() {
         return Way::Padded;
     }
-    if product.hopper_is_faster() && facts.hopper() {
+    if described.hopper_is_faster() {
         return Way::Hopper;
     }
-    if product.libtorch_is_faster(facts) { Way::Composite } else { Way::Plan }
+    if described.libtorch_is_faster() { Way::Composite } else { Way::Plan }
 }
 
 /// Rates that were measured on an H200, per microsecond.
@@ -190,24 +204,39 @@ impl Product {
     fn has_bias(&self) -> bool {
         !self.bias.data.is_null()
     }
+}
 
-    fn is_tf32(&self, facts: &impl Facts) -> bool {
-        self.kind_is(&[Kind::Float]) && facts.tf32()
+impl Description {
+    /// Whether a way that is forced exists for this product.
+    pub fn can(&self, way: Way) -> bool {
+        match way {
+            Way::Small => self.small,
+            Way::Hopper => self.hopper,
+            Way::Skinny => self.skinny.rows > 0,
+            Way::Padded => self.padding.launches > 0,
+            _ => true,
+        }
+    }
+
+    /// Whether tensor cores compute the product.
+    fn uses_tensor_cores(&self) -> bool {
+        self.product.is_half() || (self.product.kind_is(&[Kind::Float]) && self.tf32)
     }
 
     fn small_is_faster(&self) -> bool {
+        let product = &self.product;
         let tiles = |size: i64| (size + SMALL_TILE - 1) / SMALL_TILE;
-        let blocks = self.batch.saturating_mul(tiles(self.m) * tiles(self.n));
+        let blocks = product.batch.saturating_mul(tiles(product.m) * tiles(product.n));
         // In half precision, libtorch and cuBLASLt use tensor cores, which are faster unless there
         // is very little to compute.
-        if self.is_half() {
-            return self.k <= 32 && blocks <= 256;
+        if product.is_half() {
+            return product.k <= 32 && blocks <= 256;
         }
         // A product with a bias competes with cuBLASLt, which has kernels for narrow products; the
         // plain product without a bias has none.
-        let narrow = if self.has_bias() { [8, 16] } else { [2, 2] };
-        let is_wide = |size: i64| self.m.min(self.n) > size;
-        match self.k {
+        let narrow = if product.has_bias() { [8, 16] } else { [2, 2] };
+        let is_wide = |size: i64| product.m.min(product.n) > size;
+        match product.k {
             ..=32 => blocks <= 384,
             33..=64 => blocks <= 144 && is_wide(narrow[0]),
             65..=128 => blocks <= 32 && is_wide(narrow[1]),
@@ -215,103 +244,116 @@ impl Product {
         }
     }
 
-    fn may_be_skinny(&self) -> bool {
-        self.m.min(self.n) <= MOST_SHORT && self.k >= 32
-    }
-
-    fn skinny_is_faster(&self, skinny: Skinny) -> bool {
+    fn skinny_is_faster(&self) -> bool {
         // If there are only a few rows and K is very long, K would have to be split between blocks,
         // as cuBLAS does.
         const FEW_ROWS: i64 = 132;
         const LONGEST: i64 = 8192;
-        let rows = skinny.rows.saturating_mul(self.batch);
-        if skinny.by_rows != 0 {
-            return rows >= FEW_ROWS || self.k <= LONGEST;
-        }
-        if !(64..=LONGEST).contains(&self.k) {
+        let Self { product, skinny, .. } = self;
+        if skinny.rows == 0 || product.m.min(product.n) > MOST_SHORT || product.k < 32 {
             return false;
         }
-        let (has_bias, is_whole) = (self.has_bias(), skinny.whole != 0);
+        let rows = skinny.rows.saturating_mul(product.batch);
+        if skinny.by_rows != 0 {
+            return rows >= FEW_ROWS || product.k <= LONGEST;
+        }
+        if !(64..=LONGEST).contains(&product.k) {
+            return false;
+        }
+        let (has_bias, is_whole) = (product.has_bias(), skinny.whole != 0);
         // In half precision, tensor cores are faster unless they have very few rows, or their
         // kernels are the slow ones for any alignment.
-        if self.is_half() {
+        if product.is_half() {
             return has_bias
                 && match is_whole {
-                    true => skinny.shorts <= 2 && skinny.rows <= 64 && self.k >= 2048,
-                    false => skinny.shorts >= 2 && skinny.rows <= 32 && self.k >= 512,
+                    true => skinny.shorts <= 2 && skinny.rows <= 64 && product.k >= 2048,
+                    false => skinny.shorts >= 2 && skinny.rows <= 32 && product.k >= 512,
                 };
         }
         match skinny.shorts {
             // cuBLAS's plain product has good kernels for a row times a matrix.
-            1 => !self.is_double() && has_bias && is_whole && rows <= 2048 && self.k >= 256,
+            1 => !product.is_double() && has_bias && is_whole && rows <= 2048 && product.k >= 256,
             2 => true,
-            _ => has_bias && rows <= 4096 && (is_whole || skinny.rows <= 64 || self.k >= 512),
+            _ => has_bias && rows <= 4096 && (is_whole || skinny.rows <= 64 || product.k >= 512),
         }
     }
 
-    fn padded_is_faster(&self, facts: &impl Facts) -> bool {
+    fn padded_is_faster(&self) -> bool {
+        let Self { product, padding, .. } = self;
         // A narrow product reads its large factor only once; a copy of that factor would add a read
         // and a write.
-        let narrowest = if self.is_half() { 64 } else { 128 };
-        if self.m.min(self.n) < narrowest || !(self.is_half() || self.is_tf32(facts)) {
+        let narrowest = if product.is_half() { 64 } else { 128 };
+        let is_narrow = product.m.min(product.n) < narrowest;
+        if padding.launches == 0 || is_narrow || !self.uses_tensor_cores() {
             return false;
         }
-        let Some(padding) = facts.padding() else { return false };
-        let of_kind = |rates: [f64; 2]| rates[usize::from(self.is_half())];
-        let work = 2.0 * self.batch as f64 * self.m as f64 * self.n as f64 * self.k as f64;
-        let micros = |elements: f64| elements * self.element_size() as f64 / rate::BANDWIDTH;
+        let of_kind = |rates: [f64; 2]| rates[usize::from(product.is_half())];
+        let [batch, m, n, k] =
+            [product.batch, product.m, product.n, product.k].map(|size| size as f64);
+        let work = 2.0 * batch * m * n * k;
+        let micros = |elements: f64| elements * product.element_size() as f64 / rate::BANDWIDTH;
         // Each copy is a read and a write.
         let pass =
             |elements: f64, launches: i64| micros(2.0 * elements) + rate::LAUNCH * launches as f64;
         let plain = work / of_kind(rate::PLAIN);
-        let unpadded = match self.has_bias() {
+        let unpadded = match product.has_bias() {
             true => (work / of_kind(rate::WITH_BIAS)).min(plain + pass(padding.out, 1)),
             false => plain,
         };
-        let product =
+        let padded =
             (work / of_kind(rate::PADDED)).max(micros(padding.lhs + padding.rhs + padding.out));
-        unpadded > product + pass(padding.copied, padding.launches)
+        unpadded > padded + pass(padding.copied, padding.launches)
     }
 
     fn hopper_is_faster(&self) -> bool {
-        let has_matrix = self.has_bias() && self.bias.row != 0 && self.bias.column != 0;
-        if !self.is_half() || !has_matrix || !(512..=2048).contains(&self.k) {
+        let product = &self.product;
+        let has_matrix = product.has_bias() && product.bias.row != 0 && product.bias.column != 0;
+        let is_for_it = self.hopper && product.is_half() && has_matrix;
+        if !is_for_it || !(512..=2048).contains(&product.k) {
             return false;
         }
         // A product of 1000×1000 took a quarter longer than with a plan, because its rows begin in
         // the middle of a cache line.
         const LINE: i64 = 64;
-        let rhs_row = if self.rhs.column == 1 { self.rhs.row } else { self.rhs.column };
-        if [self.lhs.row, rhs_row, self.bias.row, self.n].iter().any(|row| row % LINE != 0) {
+        let rhs_row = if product.rhs.column == 1 { product.rhs.row } else { product.rhs.column };
+        if [product.lhs.row, rhs_row, product.bias.row, product.n].iter().any(|row| row % LINE != 0)
+        {
             return false;
         }
         // There must be enough tiles for the two work-groups to alternate, and little of the tiles
         // may lie outside the matrix.
         const FEWEST: i64 = 512;
         let of = |size: i64| (size + HOPPER_TILE - 1) / HOPPER_TILE;
-        let tiles = self.batch.saturating_mul(of(self.m) * of(self.n));
+        let tiles = product.batch.saturating_mul(of(product.m) * of(product.n));
         let in_tiles = tiles.saturating_mul(HOPPER_TILE * HOPPER_TILE / 16 * 15);
-        tiles >= FEWEST && self.outputs() >= in_tiles
+        tiles >= FEWEST && product.outputs() >= in_tiles
     }
 
     /// Whether libtorch's product, with a kernel of ours after it, is faster than a plan.
-    fn libtorch_is_faster(&self, facts: &impl Facts) -> bool {
+    fn libtorch_is_faster(&self) -> bool {
+        let product = &self.product;
         // In f64, cuBLASLt's fused kernels are slower than cuBLAS's followed by a kernel of ours,
         // but they take less time to launch, so that only small products use them.
         const MOST: i64 = 1 << 24;
-        let is_large_double = self.is_double() && self.outputs() > MOST / self.k.max(1);
-        !self.has_bias() || self.has_uneven_bias(facts) || is_large_double
+        let is_large_double = product.is_double() && product.outputs() > MOST / product.k.max(1);
+        !product.has_bias() || self.has_uneven_bias() || is_large_double
     }
 
     /// Whether the product has a bias of full shape whose rows do not begin at multiples of 16
     /// bytes. Only slow tensor-core kernels read such a bias along with the product, whereas
     /// libtorch's product with a kernel of ours after it is never slower than the composite of
     /// libtorch's operations.
-    fn has_uneven_bias(&self, facts: &impl Facts) -> bool {
-        let is_full = self.m > 1 && self.bias.row != 0;
-        is_full && self.n * self.element_size() % 16 != 0 && (self.is_half() || self.is_tf32(facts))
+    fn has_uneven_bias(&self) -> bool {
+        let product = &self.product;
+        let is_full = product.m > 1 && product.bias.row != 0;
+        is_full && product.n * product.element_size() % 16 != 0 && self.uses_tensor_cores()
     }
 }
 
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod ways;
+
+#[cfg(test)]
+pub(in crate::ops) use ways::ways_on_h200;

@@ -189,10 +189,7 @@ fn kernels_gradients(
     needs_bias: bool,
     way: Way,
 ) -> Result<Gradients<Linear>> {
-    let product = |lhs: &Tensor, rhs: &Tensor| match gemm::product(lhs, rhs, way)? {
-        Some(product) => Ok(product),
-        None => Ok(lhs.f_mm(rhs)?),
-    };
+    let product = |lhs: &Tensor, rhs: &Tensor| gemm::mm(lhs, rhs, way);
     gradients(grad, factors, input_size, needs_bias, product, kernels::bias_grad)
 }
 

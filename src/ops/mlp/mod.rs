@@ -37,12 +37,7 @@ pub(super) fn layer(
 }
 
 /// `lhs rhs` of matrices, contiguous.
-pub(super) fn product(lhs: &Tensor, rhs: &Tensor, way: ProductWay) -> Result<Tensor> {
-    match gemm::product(lhs, rhs, way)? {
-        Some(product) => Ok(product),
-        None => Ok(lhs.f_mm(rhs)?),
-    }
-}
+pub(super) use gemm::mm as product;
 
 /// `lhsᵀ rhs`: the gradient of a weight, of the gradient of its layer's outputs and its inputs.
 pub(super) fn weight_gradient(grad: &Tensor, input: &Tensor, way: ProductWay) -> Result<Tensor> {

@@ -36,7 +36,8 @@ pub(crate) struct Facts {
 /// are 20 MB, so z and a together no longer fit into the cache that the pass would read z from.
 const FEWEST: i64 = 10_000_000;
 
-/// Whether a comes from the product's epilogue, if cuBLASLt has it for these tensors.
+/// Whether a comes from the product's epilogue, if cuBLASLt has it for these tensors and, unless it is
+/// forced, their rows begin at multiples of 16 bytes.
 pub(crate) fn takes_epilogue(way: Way, facts: &Facts) -> bool {
     let Facts { activation, kind, is_cuda, rows, hidden } = *facts;
     let is_half = matches!(kind, Kind::Half | Kind::BFloat16);

@@ -2,7 +2,7 @@
 //! Rust, because C++'s declarations and the list of what kernels export are made of these.
 
 use crate::cuda::{LaunchStatus, cudaStream_t};
-use crate::ops::gemm::plan::Product;
+use crate::ops::gemm::plan::{Product, Skinny};
 use std::ffi::c_void;
 
 /// The factors that are padded together: lhs, rhs and bias.
@@ -52,6 +52,12 @@ struct FinishProduct {
 }
 
 unsafe extern "C" {
+    /// Whether M or N is small, and the other side's operand is contiguous in one dimension; and
+    /// how the kernels would then read the product.
+    fn tch_extension_gemm_skinny_facts_cuda(product: *const Product, result: *mut Skinny) -> bool;
+    /// Whether this is a product with a bias of full shape, bulk copies support its addresses and
+    /// strides, and the kernel was compiled for the current device.
+    fn tch_extension_gemm_hopper_can_cuda(product: *const Product) -> bool;
     /// Whether the sizes are within the limits of the grid and of 32-bit indices.
     fn tch_extension_gemm_small_can_cuda(product: *const Product) -> bool;
     fn tch_extension_gemm_small_cuda(product: *const Product, stream: cudaStream_t)

@@ -1,7 +1,7 @@
 use super::*;
 use std::ptr::{dangling, dangling_mut, null};
 
-/// A GPU and a product's layouts.
+/// What is known besides the product.
 #[derive(Clone, Copy, Debug, Default)]
 struct Known {
     tf32: bool,
@@ -10,22 +10,21 @@ struct Known {
     hopper: bool,
 }
 
-impl Facts for Known {
-    fn tf32(&self) -> bool {
-        self.tf32
-    }
-    fn skinny(&self) -> Option<Skinny> {
-        self.skinny
-    }
-    fn padding(&self) -> Option<Padding> {
-        self.padding
-    }
-    fn hopper(&self) -> bool {
-        self.hopper
-    }
-}
-
 const PLAIN: Known = Known { tf32: false, skinny: None, padding: None, hopper: false };
+
+fn choose(product: &Product, known: &Known) -> Way {
+    super::choose(&Description {
+        product: *product,
+        skinny: known.skinny.unwrap_or_default(),
+        padding: known.padding.unwrap_or_default(),
+        size: [0; MOST_DIMS],
+        dims: 0,
+        device: 0,
+        tf32: known.tf32,
+        small: true,
+        hopper: known.hopper,
+    })
+}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Bias {
@@ -156,7 +155,6 @@ fn a_full_bias_takes_the_kernel_of_9_0_or_libtorch() {
     assert_eq!(choose(&float, &Known { tf32: true, ..PLAIN }), Way::Composite);
 }
 
-/// The plan is called from C++, where a panic would end the process.
 #[test]
 fn no_size_overflows() {
     const MOST: i64 = i32::MAX as i64;
