@@ -175,6 +175,8 @@ void tch_extension_cuda_capture_report(char** culprit, char** last);
 void tch_extension_cuda_graph_count(const tch_extension::Graph* graph,
                                     size_t* kernels,
                                     size_t* others);
+char* tch_extension_cuda_graph_kernel_names(const tch_extension::Graph* graph,
+                                            char** result);
 char* tch_extension_cuda_graph_replay(tch_extension::Graph* graph);
 bool tch_extension_cuda_graph_is_left(tch_extension::Graph* graph);
 char* tch_extension_cuda_graph_delete(tch_extension::Graph* graph);

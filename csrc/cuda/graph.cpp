@@ -25,6 +25,7 @@
 #include "../libtorch_versions.h"
 #include "../tensor/touched.h"
 #include "capture_watch.h"
+#include "kernel_names.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
@@ -110,11 +111,13 @@ class OthersMemory final : public Touched {
 
 class Graph final : public at::cuda::CUDAGraph {
  public:
-  // The nodes that a replay launches, counted at the end of the capture.
+  // The nodes that a replay launches, read at the end of the capture.
   size_t kernels = 0;
   size_t others = 0;
+  // How often each kernel is launched, by its mangled name.
+  std::map<std::string, size_t> names;
 
-  // keep_graph: capture_end then keeps the graph, so that its nodes can be counted before it is
+  // keep_graph: capture_end then keeps the graph, so that its nodes can be read before it is
   // instantiated.
   explicit Graph(at::cuda::MempoolId_t pool)
       : CUDAGraph(/*keep_graph=*/true), pool_(pool), memory_(pool) {}
@@ -143,7 +146,7 @@ class Graph final : public at::cuda::CUDAGraph {
       // Before the capture, libtorch has set where the random numbers of a replay begin, on the
       // capture's stream. A replay sets it, too, on its own stream, and must not be overtaken.
       C10_CUDA_CHECK(cudaStreamSynchronize(capture_stream_));
-      count_nodes();
+      read_nodes();
       instantiate();
       C10_CUDA_CHECK(cudaGraphDestroy(graph_));
       has_graph_ = false;
@@ -213,7 +216,7 @@ class Graph final : public at::cuda::CUDAGraph {
   // Where the graph was launched.
   std::vector<c10::cuda::CUDAStream> streams_;
 
-  void count_nodes() {
+  void read_nodes() {
     size_t len = 0;
     C10_CUDA_CHECK(cudaGraphGetNodes(graph_, nullptr, &len));
     std::vector<cudaGraphNode_t> nodes(len);
@@ -221,7 +224,12 @@ class Graph final : public at::cuda::CUDAGraph {
     for (cudaGraphNode_t node : nodes) {
       cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
       C10_CUDA_CHECK(cudaGraphNodeGetType(node, &type));
-      ++(type == cudaGraphNodeTypeKernel ? kernels : others);
+      if (type == cudaGraphNodeTypeKernel) {
+        ++kernels;
+        ++names[kernel_name(node)];
+      } else {
+        ++others;
+      }
     }
   }
 };
@@ -298,6 +306,19 @@ TCH_EXTENSION_API void tch_extension_cuda_graph_count(const Graph* graph, size_t
                                                       size_t* others) {
   *kernels = graph->kernels;
   *others = graph->others;
+}
+
+// A line for each kernel: how often it is launched, and its name. The caller frees the text as a
+// message.
+TCH_EXTENSION_API Message tch_extension_cuda_graph_kernel_names(const Graph* graph,
+                                                                Message* result) {
+  return guard([&] {
+    std::string lines;
+    for (const auto& [name, count] : graph->names) {
+      lines += std::to_string(count) + " " + demangled(name) + "\n";
+    }
+    *result = strdup(lines.c_str());
+  });
 }
 
 // Replays the graph on the current stream of its device.

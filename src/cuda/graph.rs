@@ -186,6 +186,25 @@ impl Graph {
         self.handle.count().0
     }
 
+    /// The name of each of these kernels, and how often a replay launches it. Names are as C++ writes
+    /// them, with template arguments; a driver before CUDA 12.3 does not know them, and they are empty.
+    ///
+    /// ```no_run
+    /// # use tch_extension::cuda::Graph;
+    /// # fn show(graph: &Graph) -> tch_extension::Result<()> {
+    /// for (name, count) in graph.kernel_names()? {
+    ///     println!("{count:>5} {name}");
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// If memory is exhausted.
+    pub fn kernel_names(&self) -> Result<Vec<(String, usize)>> {
+        self.handle.kernel_names()
+    }
+
     /// The number of nodes of a replay that are not kernels: copies, fills and the like.
     pub fn other_nodes(&self) -> usize {
         self.handle.count().1

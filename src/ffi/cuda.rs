@@ -71,6 +71,10 @@ unsafe extern "C" {
         kernels: *mut usize,
         others: *mut usize,
     );
+    fn tch_extension_cuda_graph_kernel_names(
+        graph: *const CGraph,
+        result: *mut *mut c_char,
+    ) -> *mut c_char;
     fn tch_extension_cuda_graph_replay(graph: *mut CGraph) -> *mut c_char;
     fn tch_extension_cuda_graph_is_left(graph: *mut CGraph) -> bool;
     fn tch_extension_cuda_graph_delete(graph: *mut CGraph) -> *mut c_char;
@@ -437,6 +441,18 @@ impl GraphHandle {
         // SAFETY: the graph is alive, and C++ writes both numbers.
         unsafe { tch_extension_cuda_graph_count(self.0, &mut kernels, &mut others) };
         (kernels, others)
+    }
+
+    /// The name of each kernel, and how often it is launched.
+    pub(crate) fn kernel_names(&self) -> Result<Vec<(String, usize)>> {
+        // SAFETY: the graph is alive, and C++ writes the text.
+        let lines =
+            super::text(|result| unsafe { tch_extension_cuda_graph_kernel_names(self.0, result) })?;
+        let of_line = |line: &str| {
+            let (count, name) = line.split_once(' ')?;
+            Some((name.to_owned(), count.parse().ok()?))
+        };
+        Ok(lines.lines().filter_map(of_line).collect())
     }
 
     pub(crate) fn replay(&self, op: &str) -> Result<()> {

@@ -575,3 +575,21 @@ fn cuda_a_capture_with_another_allocator_is_refused() {
         + &String::from_utf8_lossy(&child.stderr);
     assert!(child.status.success() && text.contains("1 passed"), "{text}");
 }
+
+#[test]
+fn cuda_a_graph_names_its_kernels() {
+    let Some(device) = caching_or_skip("cuda_a_graph_names_its_kernels") else { return };
+    let _serial = serially();
+    let x = Tensor::ones([64], (Kind::Float, device));
+    let (graph, _) =
+        Graph::capture(device, || Ok(x.f_exp()?.f_exp()?.f_cumsum(0, None)?)).expect("a graph");
+    let names = graph.kernel_names().expect("names");
+    assert_eq!(names.iter().map(|(_, count)| count).sum::<usize>(), graph.kernels());
+    if names.iter().all(|(name, _)| name.is_empty()) {
+        return println!("SKIPPED: the driver is older than CUDA 12.3");
+    }
+    let of_exp: Vec<_> = names.iter().filter(|(name, _)| name.contains("exp_kernel")).collect();
+    assert!(of_exp.len() == 1 && of_exp[0].1 == 2, "{names:?}");
+    // As C++ writes them.
+    assert!(of_exp[0].0.contains("at::native::"), "{names:?}");
+}
