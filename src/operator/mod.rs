@@ -84,7 +84,8 @@ use tch::Device;
 pub mod expansion {
     pub use super::register::definitions;
     pub use super::signature::{
-        Inputs, Place, Registered, one_of, read_tensor, tensor_argument, with_defaults_last,
+        Inputs, Place, Registered, is_keyword, one_of, read_tensor, tensor_argument,
+        with_defaults_last,
     };
 }
 

@@ -177,6 +177,37 @@ text_option! {
     }
 }
 
+/// Whether Python cannot have an argument of this name.
+pub const fn is_keyword(name: &str) -> bool {
+    const KEYWORDS: [&str; 35] = [
+        "False", "None", "True", "and", "as", "assert", "async", "await", "break", "class",
+        "continue", "def", "del", "elif", "else", "except", "finally", "for", "from", "global",
+        "if", "import", "in", "is", "lambda", "nonlocal", "not", "or", "pass", "raise", "return",
+        "try", "while", "with", "yield",
+    ];
+    let mut name = name.as_bytes();
+    // `r#in` is Rust's spelling of a word that it has, too.
+    if let [b'r', b'#', word @ ..] = name {
+        name = word;
+    }
+    let mut at = 0;
+    while at < KEYWORDS.len() {
+        if is_same(KEYWORDS[at].as_bytes(), name) {
+            return true;
+        }
+        at += 1;
+    }
+    false
+}
+
+const fn is_same(a: &[u8], b: &[u8]) -> bool {
+    let mut at = 0;
+    while at < a.len() && at < b.len() && a[at] == b[at] {
+        at += 1;
+    }
+    at == a.len() && at == b.len()
+}
+
 /// An argument that is a tensor. It has the default `None` if it may be absent.
 #[doc(hidden)]
 pub fn tensor_argument(name: &'static str, is_optional: bool) -> Argument {
@@ -281,6 +312,73 @@ impl Registered {
 /// assert_eq!((Softcap::NAME, softcap.cap), ("softcap", 50.0));
 /// ```
 ///
+/// Python sees these names, too, so none may be a keyword there: `lambd`, as in torch.
+///
+/// A tensor that may be absent is an `Option`, an option is checked in the rule, and a gradient is
+/// computed where it is needed:
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_extension::operator::*;
+/// use tch_extension::{Error, Result};
+///
+/// tch_extension::signature! {
+///     /// `max(x, least) · gain`, with a gain `[N]` for each column.
+///     pub Scaled: ScaledIn -> ScaledOut = "scaled"(x, least: f64, gain?) -> (y)
+/// }
+///
+/// impl Operator for Scaled {
+///     type Kept = ();
+///     type Plan = ();
+///
+///     fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+///         if self.least.is_nan() {
+///             return Err(Error::argument(Self::NAME, "least", "a number", "NaN", ""));
+///         }
+///         let x = of.x.kind_in(&[Kind::Float, Kind::Double])?.dim(2, "[M, N]")?;
+///         if let Some(gain) = &of.gain {
+///             gain.like(x)?.shape("[N]", &x.sizes()[1..])?;
+///         }
+///         Ok(Made::only(ScaledOut { y: x.sized(x.sizes()) }))
+///     }
+///
+///     fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+///         call.check()?;
+///         Ok(Made::only(self.reference(&call.of)?))
+///     }
+///
+///     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+///         let (Some(x), Some(grad)) = (&again.of.x, grads.y) else { return Ok(ScaledIn::none()) };
+///         let needs = again.needs;
+///         let larger = || x.f_clamp_min(self.least);
+///         let of_gain = || Ok(larger()?.f_mul(&grad)?.f_sum_to_size(&x.size()[1..])?);
+///         let of_x = || -> Result<Tensor> {
+///             let scaled = match &again.of.gain {
+///                 Some(gain) => grad.f_mul(gain)?,
+///                 None => grad.shallow_clone(),
+///             };
+///             Ok(scaled.f_mul(&x.f_ge(self.least)?)?)
+///         };
+///         Ok(ScaledIn {
+///             x: needs.x.then(of_x).transpose()?,
+///             gain: needs.gain.then(of_gain).transpose()?,
+///         })
+///     }
+///
+///     fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+///         let larger = of.x.f_clamp_min(self.least)?;
+///         Ok(ScaledOut { y: of.gain.map_or_else(|| Ok(larger.shallow_clone()), |gain| larger.f_mul(gain))? })
+///     }
+/// }
+///
+/// # fn main() -> Result<()> {
+/// let x = Tensor::from_slice(&[-2.0, 3.0]).view([1, 2]);
+/// let y = call(Scaled { least: 0.0 }, &ScaledIn { x: &x, gain: None })?.y;
+/// assert_eq!(y, Tensor::from_slice(&[0.0, 3.0]).view([1, 2]));
+/// # Ok(())
+/// # }
+/// ```
+///
 /// | type | in the schema |
 /// |---|---|
 /// | none, `?` | `Tensor`, `Tensor?` |
@@ -341,6 +439,8 @@ macro_rules! signature {
             $vis struct $in { $($slots)* }
         }
 
+        $($crate::signature!(@name $all);)*
+
         impl $crate::operator::Signature for $name {
             const NAME: &'static str = $text;
             const FORWARD: &'static str = concat!($text, "_forward");
@@ -379,6 +479,15 @@ macro_rules! signature {
         }
     };
 
+    (@name ($argument:ident $($rest:tt)*)) => {
+        const _: () = assert!(
+            !$crate::operator::expansion::is_keyword(stringify!($argument)),
+            concat!(
+                "signature!: `", stringify!($argument), "` is a keyword of Python, where torch.ops takes \
+                 arguments by name; choose another name, such as torch's `lambd`"
+            )
+        );
+    };
     (@argument ($argument:ident tensor $is_optional:literal)) => {
         $crate::operator::expansion::tensor_argument(stringify!($argument), $is_optional)
     };

@@ -293,6 +293,7 @@ fn same(found: Option<&Tensor>, expected: Option<&Tensor>, what: &str) -> Result
                 .map_err(|error| Error::msg(format!("{what}: {error}")))
         }
         (None, None) => Ok(()),
-        _ => Err(Error::msg(format!("{what}: one of the two is absent"))),
+        (None, Some(_)) => Err(Error::msg(format!("{what}: the former is absent"))),
+        (Some(_), None) => Err(Error::msg(format!("{what}: the latter is absent"))),
     }
 }

@@ -18,7 +18,8 @@ pub struct Header {
 /// Which functions a header declares.
 #[derive(Clone, Copy, PartialEq)]
 enum Functions {
-    None,
+    /// Those that `kernels!` names.
+    Kernels,
     /// Those of the files, after their types.
     Also,
     /// Those of the files, whose types C++ declares itself.
@@ -55,14 +56,15 @@ const EXTERNALS: [External; 4] = [
 ];
 
 impl Header {
-    /// The `#[repr(C)]` structs and `#[repr(i32)]` enums of these Rust files. `prefix` goes in front
-    /// of each name: with `Softcap`, the struct `Forward` is `SoftcapForward` in C++.
+    /// The `#[repr(C)]` structs and `#[repr(i32)]` enums of these Rust files, and the functions that
+    /// `kernels!` names. `prefix` goes in front of each type's name: with `Softcap`, the struct `Forward`
+    /// is `SoftcapForward` in C++.
     pub fn new(sources: impl IntoIterator<Item = PathBuf>, prefix: impl Into<String>) -> Self {
         Header {
             sources: sources.into_iter().collect(),
             prefix: prefix.into(),
             preamble: String::new(),
-            functions: Functions::None,
+            functions: Functions::Kernels,
         }
     }
 
@@ -122,7 +124,7 @@ impl Header {
         let has_types = !shared.types.is_empty() && self.functions != Functions::Only;
         let types = if has_types { Some(self.types(&shared, &renamed)?) } else { None };
         let functions = match self.functions {
-            Functions::None => None,
+            Functions::Kernels => functions::of_kernels(&self.sources, &renamed)?,
             functions => {
                 functions::declarations(&self.sources, &renamed, functions == Functions::Only)?
             }
@@ -250,6 +252,9 @@ impl Shared {
             match representation(attributes)? {
                 None => {}
                 Some(found) if found == expected => {
+                    if let syn::Item::Struct(item) = item {
+                        refuse_options(item, source)?;
+                    }
                     self.types.push(name.to_string());
                     self.aliases.extend(alias(attributes).map(|cpp| (name.to_string(), cpp)));
                 }
@@ -262,6 +267,24 @@ impl Shared {
         }
         Ok(())
     }
+}
+
+/// Refuses a field that may be absent, about which the C++ compiler would only say that it knows no
+/// such type.
+fn refuse_options(item: &syn::ItemStruct, source: &Path) -> Result<()> {
+    for field in &item.fields {
+        let syn::Type::Path(path) = &field.ty else { continue };
+        if path.path.segments.last().is_some_and(|last| last.ident == "Option") {
+            let name = field.ident.as_ref().map(ToString::to_string).unwrap_or_default();
+            bail!(
+                "{}: {}.{name} is an Option, which C++ does not have; pass a tensor of no elements, and a bool if one \
+                 that is there may have none, too",
+                source.display(),
+                item.ident
+            );
+        }
+    }
+    Ok(())
 }
 
 fn text_of(source: &Path) -> Result<String> {
@@ -527,8 +550,38 @@ void tch_extension_store_get(library::Store* store, Take take);
         let rust = "fn start() { unsafe extern \"C\" { fn tch_extension_start(); } }";
         let error = generated_by(rust, Header::functions).unwrap_err().to_string();
         assert!(error.contains("kernels.rs: an extern block is inside of a function"), "{error}");
-        // A user's header has types only.
+        // A user's header has only the functions of `kernels!`.
         assert!(generated(rust).unwrap().is_none());
+    }
+
+    #[test]
+    fn the_kernels_of_a_user_are_declared() {
+        let rust = "#[repr(C)]
+            struct Forward<'a> { x: Strided<'a, 1>, cap: f64 }
+            tch_extension::kernels! {
+                \"softcap\":
+                // SAFETY: both stay within the tensors.
+                pub unsafe fn forward(Forward { x, cap }) = my_softcap_cpu, my_softcap_cuda;
+            }";
+        let header = generated(rust).unwrap().unwrap();
+        let expected = "// clang-format off
+namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
+#pragma GCC visibility push(default)
+extern \"C\" {
+void my_softcap_cpu(const SoftCapForward* params) noexcept;
+tch_extension::LaunchStatus my_softcap_cuda(const SoftCapForward* params, cudaStream_t stream);
+}  // extern \"C\"
+#pragma GCC visibility pop
+// clang-format on
+";
+        assert!(header.ends_with(expected), "{header}");
+        let error = generated(&rust.replace("#[repr(C)]", "")).unwrap_err().to_string();
+        let expected = "kernels.rs: `kernels!` names Forward, which is no struct with #[repr(C)]";
+        assert!(error.contains(expected), "{error}");
+        let error = generated(&rust.replace("Strided<'a, 1>", "Option<Strided<'a, 1>>"));
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("kernels.rs: Forward.x is an Option"), "{error}");
     }
 
     #[test]

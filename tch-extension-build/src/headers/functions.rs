@@ -70,6 +70,48 @@ pub(super) fn declarations(
     Ok(Some(format!("// clang-format off\n{announced}{declarations}// clang-format on\n")))
 }
 
+/// The kernels that a user's `kernels!` names, so that the compiler compares them with their definitions.
+/// `types` are as in [`declarations`]; a struct that is not among them is refused. `None` if there are
+/// none.
+pub(super) fn of_kernels(
+    sources: &[PathBuf],
+    types: &[(String, String)],
+) -> Result<Option<String>> {
+    let mut lines = String::new();
+    for source in sources {
+        let file = super::parsed(&super::text_of(source)?, source)?;
+        for item in &file.items {
+            let syn::Item::Macro(call) = item else { continue };
+            if call.mac.path.segments.last().is_none_or(|last| last.ident != "kernels") {
+                continue;
+            }
+            // If the macro cannot read it either, rustc's error points to the line.
+            let Ok(Pairs(pairs)) = call.mac.parse_body() else { continue };
+            for Pair { params, cpu, cuda } in pairs {
+                let name = params.to_string();
+                let Some((_, cpp)) = types.iter().find(|(rust, _)| *rust == name) else {
+                    bail!(
+                        "{}: `kernels!` names {name}, which is no struct with #[repr(C)] in this file",
+                        source.display()
+                    );
+                };
+                lines += &format!("void {cpu}(const {cpp}* params) noexcept;\n");
+                lines += &format!(
+                    "tch_extension::LaunchStatus {cuda}(const {cpp}* params, cudaStream_t stream);\n"
+                );
+            }
+        }
+    }
+    if lines.is_empty() {
+        return Ok(None);
+    }
+    Ok(Some(format!(
+        "// clang-format off\nnamespace tch_extension {{ struct LaunchStatus; }}\n\
+         using cudaStream_t = struct CUstream_st*;\n#pragma GCC visibility push(default)\n\
+         extern \"C\" {{\n{lines}}}  // extern \"C\"\n#pragma GCC visibility pop\n// clang-format on\n"
+    )))
+}
+
 /// How the name of a function in a CUDA object ends.
 const IN_CUDA: &str = "_cuda";
 
@@ -218,7 +260,8 @@ fn declared_for_tests_too(text: &str) -> String {
     kept
 }
 
-/// `fn name(Params) = symbol_cpu, symbol_cuda;` of `raw_kernels!`.
+/// `fn name(Params) = symbol_cpu, symbol_cuda;` of `raw_kernels!`, or `pub unsafe fn name(Params { x, y }) = …`
+/// of `kernels!`.
 struct Pair {
     params: syn::Ident,
     cpu: syn::Ident,
@@ -228,11 +271,17 @@ struct Pair {
 impl syn::parse::Parse for Pair {
     fn parse(input: syn::parse::ParseStream<'_>) -> syn::Result<Self> {
         input.call(syn::Attribute::parse_outer)?;
+        input.parse::<syn::Visibility>()?;
+        input.parse::<Option<syn::Token![unsafe]>>()?;
         input.parse::<syn::Token![fn]>()?;
         input.parse::<syn::Ident>()?;
-        let params;
-        syn::parenthesized!(params in input);
-        let params = params.parse()?;
+        let inside;
+        syn::parenthesized!(inside in input);
+        let params = match syn::Pat::parse_single(&inside)? {
+            syn::Pat::Struct(pattern) => pattern.path.require_ident()?.clone(),
+            syn::Pat::Ident(pattern) => pattern.ident,
+            _ => return Err(inside.error("the name of a struct")),
+        };
         input.parse::<syn::Token![=]>()?;
         let cpu = input.parse()?;
         input.parse::<syn::Token![,]>()?;
@@ -242,13 +291,15 @@ impl syn::parse::Parse for Pair {
     }
 }
 
-/// All of one `raw_kernels!`, after the operator's name.
+/// All of one of these macros, after the operator's name.
 struct Pairs(Vec<Pair>);
 
 impl syn::parse::Parse for Pairs {
     fn parse(input: syn::parse::ParseStream<'_>) -> syn::Result<Self> {
         input.parse::<syn::Expr>()?;
-        input.parse::<syn::Token![;]>()?;
+        if input.parse::<Option<syn::Token![:]>>()?.is_none() {
+            input.parse::<syn::Token![;]>()?;
+        }
         let mut pairs = Vec::new();
         while !input.is_empty() {
             pairs.push(input.parse()?);
