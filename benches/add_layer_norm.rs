@@ -1,14 +1,17 @@
 //! Layer normalisation of a residual sum.
 
-use crate::add_norm;
+use crate::add_norm::Norm;
 use crate::common::Case;
-use tch::Device;
+use crate::draw::Draw;
+use tch::{Device, Kind};
 use tch_extension::ops::{AddLayerNormOptions, add_layer_norm_reference, f_add_layer_norm};
 
 const EPS: f64 = 1e-5;
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let calls: [add_norm::Call; 3] = [
+const NORM: Norm = Norm {
+    operator: "add_layer_norm",
+    has_bias: true,
+    calls: [
         |x, residual, weight, bias| {
             add_layer_norm_reference(
                 x,
@@ -34,6 +37,14 @@ pub fn cases(device: Device) -> Vec<Case> {
                 &AddLayerNormOptions { eps: EPS, dropout: 0.0 },
             )
         },
-    ];
-    add_norm::cases("add_layer_norm", true, calls, device)
+    ],
+};
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    NORM.drawn(draw, kind, device)
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    NORM.cases(device)
 }

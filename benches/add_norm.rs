@@ -2,6 +2,7 @@
 //! the composite of tch operations and with libtorch's addition and norm.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 
@@ -22,21 +23,22 @@ fn provider(name: &'static str, call: Call) -> Provider {
     })
 }
 
-pub fn cases(
-    operator: &'static str,
-    has_bias: bool,
-    [composite, libtorch, fused]: [Call; 3],
-    device: Device,
-) -> Vec<Case> {
-    let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
-    let all = KINDS.into_iter().flat_map(|kind| sizes.iter().map(move |&size| (kind, size)));
-    let case = |(kind, (m, n)): (Kind, (i64, i64))| {
+/// One of the two operators: the composite, libtorch's operators and ours.
+pub struct Norm {
+    pub operator: &'static str,
+    pub has_bias: bool,
+    pub calls: [Call; 3],
+}
+
+impl Norm {
+    fn case(&self, (m, n): (i64, i64), kind: Kind, device: Device) -> Case {
+        let [composite, libtorch, fused] = self.calls;
         let mut inputs = vec![(vec![m, n], 1.0), (vec![m, n], 1.0), (vec![n], 1.0)];
-        if has_bias {
+        if self.has_bias {
             inputs.push((vec![n], 1.0));
         }
         Case {
-            operator,
+            operator: self.operator,
             point: format!("{:?}", (m, n)),
             kind,
             device,
@@ -51,6 +53,15 @@ pub fn cases(
                 provider("fused", fused),
             ],
         }
-    };
-    all.map(case).collect()
+    }
+
+    pub fn drawn(&self, draw: &mut Draw, kind: Kind, device: Device) -> Case {
+        self.case(draw.rows_and_columns(70_000), kind, device)
+    }
+
+    pub fn cases(&self, device: Device) -> Vec<Case> {
+        let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
+        let of = |kind| sizes.iter().map(move |&size| self.case(size, kind, device));
+        KINDS.into_iter().flat_map(of).collect()
+    }
 }

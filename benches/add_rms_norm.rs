@@ -1,14 +1,17 @@
 //! RMS normalisation of a residual sum.
 
-use crate::add_norm;
+use crate::add_norm::Norm;
 use crate::common::Case;
-use tch::Device;
+use crate::draw::Draw;
+use tch::{Device, Kind};
 use tch_extension::ops::{AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm};
 
 const EPS: Option<f64> = Some(1e-5);
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let calls: [add_norm::Call; 3] = [
+const NORM: Norm = Norm {
+    operator: "add_rms_norm",
+    has_bias: false,
+    calls: [
         |x, residual, weight, _| {
             add_rms_norm_reference(
                 x,
@@ -32,6 +35,14 @@ pub fn cases(device: Device) -> Vec<Case> {
                 &AddRmsNormOptions { eps: EPS, dropout: 0.0 },
             )
         },
-    ];
-    add_norm::cases("add_rms_norm", false, calls, device)
+    ],
+};
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    NORM.drawn(draw, kind, device)
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    NORM.cases(device)
 }

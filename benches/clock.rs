@@ -118,6 +118,25 @@ impl OnTheGpu {
         median(times.collect())
     }
 
+    /// The kernels of the graph, each with the number of its launches in a call. Names are without
+    /// namespaces and template arguments.
+    pub fn kernel_names(&self) -> Vec<String> {
+        let short = |name: &str| {
+            let name = name.strip_prefix("void ").unwrap_or(name);
+            let name = name.replace("(anonymous namespace)::", "");
+            let name = name.split(['<', '(']).next().unwrap_or_default();
+            name.rsplit("::").next().unwrap_or_default().to_string()
+        };
+        let names = self.graph.kernel_names().unwrap_or_default();
+        names
+            .iter()
+            .map(|(name, count)| match count / self.calls {
+                0 | 1 => short(name),
+                count => format!("{count} × {}", short(name)),
+            })
+            .collect()
+    }
+
     /// The number of kernels in a call.
     pub fn kernels(&self) -> usize {
         self.graph.kernels() / self.calls

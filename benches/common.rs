@@ -6,7 +6,9 @@ use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
+use tch_extension::cuda::{
+    matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32,
+};
 use tch_extension::testing::devices;
 
 /// A function that computes an operator's outputs from its tensors.
@@ -140,8 +142,10 @@ impl Runner<'_> {
     /// numbers around 1 at least, so that single small outputs do not count as different.
     pub fn is_far_from(&self, other: &Self) -> Option<f64> {
         const ALLOWED: f64 = 5e-2;
-        let norm =
-            |tensor: &Tensor| tensor.norm_scalaropt_dtype(2.0, Kind::Float).double_value(&[]);
+        let norm = |tensor: &Tensor| {
+            let kind = if tensor.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+            tensor.norm_scalaropt_dtype(2.0, kind).double_value(&[])
+        };
         let apart = |(ours, theirs): (&Tensor, &Tensor)| {
             let scale = norm(theirs).max((theirs.numel() as f64).sqrt());
             norm(&(ours - theirs)) / scale
@@ -217,21 +221,31 @@ impl Case {
     /// A runner for every provider that has this direction. Each has leaves of its own with the
     /// same values. Panics if the results differ.
     pub fn runners(&self, direction: Direction) -> Vec<Runner<'_>> {
-        let runners = self.unchecked_runners(direction);
+        let runners = self.unchecked_runners(direction, 0);
         self.check_that_they_agree(&runners, direction != Direction::Forward);
         runners
     }
 
-    /// The same runners without the comparison of their results.
-    pub fn unchecked_runners(&self, direction: Direction) -> Vec<Runner<'_>> {
+    /// The same runners without the comparison of their results. The first input begins `offset`
+    /// elements after the beginning of its memory; the others are mostly parameters, which programs
+    /// allocate on their own.
+    pub fn unchecked_runners(&self, direction: Direction, offset: i64) -> Vec<Runner<'_>> {
         let differentiable = direction != Direction::Forward;
         let of = |provider| {
             tch::manual_seed(0);
             let normal = |size: &[i64]| Tensor::randn(size, (self.kind, self.device));
-            let input = |(size, scale): &(Vec<i64>, f64)| normal(size) * *scale;
+            let input = |(place, (size, scale)): (usize, &(Vec<i64>, f64))| {
+                let offset = if place == 0 { offset } else { 0 };
+                let count: i64 = size.iter().product();
+                let memory = Tensor::empty([offset + count], (self.kind, self.device));
+                let mut input = memory.narrow(0, offset, count).view(&size[..]).detach();
+                input.copy_(&(normal(size) * *scale));
+                input
+            };
             let inputs = self
                 .inputs
                 .iter()
+                .enumerate()
                 .map(|each| input(each).set_requires_grad(differentiable))
                 .collect();
             let mut runner = Runner { provider, inputs, vectors: Vec::new(), outputs: Vec::new() };
@@ -310,15 +324,18 @@ impl Case {
         if self.tf32 { "tf32".to_string() } else { format!("{:?}", self.kind) }
     }
 
-    /// Runs `body` with libtorch's tf32 switch set as this case requires.
+    /// Runs `body` with libtorch's tf32 switches set as this case requires.
     pub fn in_its_precision<T>(&self, body: impl FnOnce() -> T) -> T {
         if !self.device.is_cuda() {
             return body();
         }
-        let before = matmul_allow_tf32().expect("libtorch's switch");
-        set_matmul_allow_tf32(self.tf32).expect("libtorch's switch");
+        let switches = "libtorch's switches";
+        let before = (matmul_allow_tf32().expect(switches), rnn_allow_tf32().expect(switches));
+        set_matmul_allow_tf32(self.tf32).expect(switches);
+        set_rnn_allow_tf32(self.tf32).expect(switches);
         let result = body();
-        set_matmul_allow_tf32(before).expect("libtorch's switch");
+        set_matmul_allow_tf32(before.0).expect(switches);
+        set_rnn_allow_tf32(before.1).expect(switches);
         result
     }
 

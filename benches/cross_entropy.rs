@@ -1,6 +1,7 @@
 //! The cross-entropy of logits and classes, compared with libtorch's own loss.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{CrossEntropyOptions, cross_entropy_reference, f_cross_entropy};
@@ -31,10 +32,8 @@ fn provider(name: &'static str, op: Op) -> Provider {
     })
 }
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
-    let all = KINDS.into_iter().flat_map(|kind| sizes.iter().map(move |&size| (kind, size)));
-    let case = |(kind, (m, v)): (Kind, (i64, i64))| Case {
+fn case((m, v): (i64, i64), kind: Kind, device: Device) -> Case {
+    Case {
         operator: "cross_entropy",
         point: format!("{:?}", (m, v)),
         kind,
@@ -48,6 +47,16 @@ pub fn cases(device: Device) -> Vec<Case> {
             provider("libtorch", libtorch),
             provider("fused", f_cross_entropy),
         ],
-    };
-    all.map(case).collect()
+    }
+}
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    case(draw.rows_and_columns(250_000), kind, device)
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
+    let of = |kind| sizes.iter().map(move |&size| case(size, kind, device));
+    KINDS.into_iter().flat_map(of).collect()
 }

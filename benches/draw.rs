@@ -5,10 +5,6 @@
 pub struct Draw(u64);
 
 impl Draw {
-    pub fn new(seed: u64) -> Self {
-        Draw(seed)
-    }
-
     fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;
@@ -39,54 +35,44 @@ impl Draw {
     }
 }
 
-/// The sizes of a product.
-#[derive(Clone, Copy)]
-pub struct Product {
-    pub batch: i64,
-    pub m: i64,
-    pub k: i64,
-    pub n: i64,
-    /// Whether the bias has the output's shape instead of being a row.
-    pub has_full_bias: bool,
-}
+impl Draw {
+    /// The generator of one of many cases.
+    pub fn of(seed: u64, case: u64) -> Self {
+        let mut draw = Draw(seed.wrapping_mul(0x2545_f491_4f6c_dd1d).wrapping_add(case));
+        draw.next();
+        draw
+    }
 
-/// Draws products with M, K and N up to 8192. Half of them have batches of up to 32, and a fifth of
-/// those have a bias of full shape. No product needs more than 2³⁸ multiplications.
-pub fn products(seed: u64, count: usize) -> Vec<Product> {
-    const MOST: i64 = 1 << 38;
-    let mut draw = Draw::new(seed);
-    let mut one = || loop {
-        let step = draw.step();
-        let [m, k, n] = [(); 3].map(|()| draw.size(8192, step));
-        let batch = if draw.one_in(2) { 1 } else { draw.size(32, 1) };
-        let has_full_bias = draw.one_in(5) && batch > 1;
-        if batch * m * k * n <= MOST {
-            return Product { batch, m, k, n, has_full_bias };
+    /// Sizes up to these, in the same step, whose product is at most `limit`.
+    pub fn sizes<const N: usize>(&mut self, most: [i64; N], limit: i64) -> [i64; N] {
+        loop {
+            let step = self.step();
+            let sizes = most.map(|most| self.size(most, step));
+            let product = sizes.iter().try_fold(1_i64, |all, &size| all.checked_mul(size));
+            if product.is_some_and(|product| product <= limit) {
+                return sizes;
+            }
         }
-    };
-    (0..count).map(|_| one()).collect()
-}
+    }
 
-/// Draws up to 200,000 rows and 70,000 columns, with at most 2²⁸ elements.
-pub fn rows_and_columns(seed: u64, count: usize) -> Vec<(i64, i64)> {
-    const MOST: i64 = 1 << 28;
-    let mut draw = Draw::new(seed);
-    let mut one = || loop {
-        let step = draw.step();
-        let size = (draw.size(200_000, 1), draw.size(70_000, step));
-        if size.0 * size.1 <= MOST {
-            return size;
+    /// Up to 200,000 rows, and columns of every step; at most 2²⁸ elements.
+    pub fn rows_and_columns(&mut self, most_columns: i64) -> (i64, i64) {
+        const MOST: i64 = 1 << 28;
+        loop {
+            let step = self.step();
+            let size = (self.size(200_000, 1), self.size(most_columns, step));
+            if size.0 * size.1 <= MOST {
+                return size;
+            }
         }
-    };
-    (0..count).map(|_| one()).collect()
+    }
+
+    /// How many elements lie between a multiple of the widest load and a tensor's first element: in
+    /// half of the cases none.
+    pub fn offset(&mut self) -> i64 {
+        if self.one_in(2) { 0 } else { self.size(64, 1) }
+    }
 }
 
-/// Draws (B, F, H) up to 4096, 2048 and 2048.
-pub fn cells(seed: u64, count: usize) -> Vec<(i64, i64, i64)> {
-    let mut draw = Draw::new(seed);
-    let mut one = || {
-        let step = draw.step();
-        (draw.size(4096, 1), draw.size(2048, step), draw.size(2048, step))
-    };
-    (0..count).map(|_| one()).collect()
-}
+/// No product needs more multiplications.
+pub const MOST_PRODUCTS: i64 = 1 << 38;

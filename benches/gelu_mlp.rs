@@ -1,6 +1,7 @@
 //! Two linear layers with a GELU between them, compared with libtorch's operations.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::{Draw, MOST_PRODUCTS};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{Activation, GeluMlpOptions, f_gelu_mlp, gelu_mlp_reference};
@@ -65,6 +66,18 @@ fn case(size: (i64, i64, i64), activation: Activation, kind: Kind, device: Devic
             provider("fused", f_gelu_mlp, options),
         ],
     }
+}
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    let activations = [Activation::GeluTanh, Activation::Gelu, Activation::ReluSquared];
+    let activation = activations[draw.size(3, 1) as usize - 1];
+    case(drawn_size(draw), activation, kind, device)
+}
+
+/// (M, D, H).
+pub fn drawn_size(draw: &mut Draw) -> (i64, i64, i64) {
+    draw.sizes([16_384, 8192, 16_384], MOST_PRODUCTS).into()
 }
 
 pub fn cases(device: Device) -> Vec<Case> {

@@ -1,8 +1,9 @@
 //! A GRU's layer, compared with libtorch's own: cuDNN's on a GPU.
 
 use crate::common::Case;
+use crate::draw::Draw;
 use crate::rnn::Layer;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 use tch_extension::ops::{RnnWeights, f_gru};
 use tch_extension::{Error, Result};
 
@@ -26,6 +27,11 @@ fn libtorch(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 pub const LAYER: Layer = Layer { operator: "gru", gates: 3, states: 1, fused, libtorch, mode: 3 };
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    LAYER.drawn(draw, kind, device)
+}
 
 pub fn cases(device: Device) -> Vec<Case> {
     LAYER.cases(device)

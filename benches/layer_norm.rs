@@ -2,6 +2,7 @@
 //! libtorch's own operator.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_layer_norm, layer_norm_reference};
@@ -71,8 +72,8 @@ pub fn cases(device: Device) -> Vec<Case> {
 }
 
 /// A case with drawn sizes.
-pub fn drawn(size: (i64, i64), kind: Kind, device: Device) -> Case {
-    case(Point { size, kind, affine: true }, device)
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    case(Point { size: draw.rows_and_columns(70_000), kind, affine: !draw.one_in(8) }, device)
 }
 
 fn case(Point { size: (m, n), kind, affine }: Point, device: Device) -> Case {

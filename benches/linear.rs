@@ -2,7 +2,7 @@
 //! product and sum.
 
 use crate::common::{Case, Provider, Work};
-use crate::draw::Product;
+use crate::draw::{Draw, MOST_PRODUCTS};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_linear, linear_reference};
@@ -47,14 +47,21 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
 }
 
 /// A case with drawn sizes; a batch adds a leading dimension.
-pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
-    let Product { batch, m, k, n, .. } = product;
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    let [batch, m, k, n] = product(draw);
     let mut case = case((batch * m, k, n), kind, device);
     if batch > 1 {
         case.point = format!("{:?}", (batch, m, k, n));
         case.inputs[0].0 = vec![batch, m, k];
     }
     case
+}
+
+/// (batch, M, K, N). Half of the products have no batch.
+pub fn product(draw: &mut Draw) -> [i64; 4] {
+    let batch = if draw.one_in(2) { 1 } else { draw.size(32, 1) };
+    let [m, k, n] = draw.sizes([8192; 3], MOST_PRODUCTS / batch);
+    [batch, m, k, n]
 }
 
 pub fn cases(device: Device) -> Vec<Case> {

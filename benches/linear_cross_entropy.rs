@@ -1,6 +1,7 @@
 //! A linear layer and the cross-entropy of its outputs, compared with the two in libtorch.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::{Draw, MOST_PRODUCTS};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{
@@ -30,13 +31,8 @@ fn provider(name: &'static str, op: Op) -> Provider {
     })
 }
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let (sizes, kinds): (&[_], &[_]) = match device.is_cuda() {
-        true => (&ON_CUDA, &[Kind::BFloat16]),
-        false => (&ON_CPU, &[Kind::Float]),
-    };
-    let all = kinds.iter().flat_map(|&kind| sizes.iter().map(move |&size| (kind, size)));
-    let case = |(kind, (n, d, v)): (Kind, (i64, i64, i64))| Case {
+fn case((n, d, v): (i64, i64, i64), kind: Kind, device: Device) -> Case {
+    Case {
         operator: "linear_cross_entropy",
         point: format!("{:?}", (n, d, v)),
         kind,
@@ -50,6 +46,23 @@ pub fn cases(device: Device) -> Vec<Case> {
             provider("composite", linear_cross_entropy_reference),
             provider("fused", f_linear_cross_entropy),
         ],
+    }
+}
+
+/// A case with drawn sizes. The composite keeps the logits, which have at most 2³⁰ elements.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    loop {
+        let [n, d, v] = draw.sizes([32_768, 4096, 200_000], MOST_PRODUCTS);
+        if n * v <= 1 << 30 {
+            return case((n, d, v), kind, device);
+        }
+    }
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    let (sizes, kind): (&[_], _) = match device.is_cuda() {
+        true => (&ON_CUDA, Kind::BFloat16),
+        false => (&ON_CPU, Kind::Float),
     };
-    all.map(case).collect()
+    sizes.iter().map(|&size| case(size, kind, device)).collect()
 }

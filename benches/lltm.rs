@@ -1,6 +1,8 @@
 //! LLTM sequences: one operator compared with loops over the composite and over the cell.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
+use crate::rnn::sequence;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_lltm, f_lltm_cell, lltm_reference};
@@ -50,36 +52,43 @@ fn provider(name: &'static str, sequence: Sequence) -> Provider {
     })
 }
 
+fn case(kind: Kind, (t, b, h): (i64, i64, i64), device: Device) -> Case {
+    let scale = 1.0 / (h as f64).sqrt();
+    let (sequence, weight, state) = (vec![t, b, h], vec![3 * h, 2 * h], vec![b, h]);
+    Case {
+        operator: "lltm",
+        point: format!("{:?}", (t, b, h)),
+        kind,
+        device,
+        tf32: false,
+        inputs: vec![
+            (sequence, 1.0),
+            (weight, scale),
+            (vec![3 * h], scale),
+            (state.clone(), 1.0),
+            (state, 1.0),
+        ],
+        // The forward pass reads x and W and writes h of all steps. The backward pass reads or
+        // writes x, W and h of all steps, their gradients, three gates and c.
+        work: [
+            Work::new(kind, 2 * t * b * h + 6 * h * h, 2 * t * b * 3 * h * 2 * h),
+            Work::new(kind, 8 * t * b * h + 12 * h * h, 4 * t * b * 3 * h * 2 * h),
+        ],
+        providers: vec![
+            provider("composite", lltm_reference),
+            if t == 1 { cell() } else { provider("cell", loop_of_cells) },
+            provider("fused", f_lltm),
+        ],
+    }
+}
+
+/// A case with drawn sizes. There are few steps, because of the composite.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    let (t, b, h) = sequence(draw);
+    case(kind, (t.min(128), b, h), device)
+}
+
 pub fn cases(device: Device) -> Vec<Case> {
-    let case = |kind: Kind, (t, b, h): (i64, i64, i64)| {
-        let scale = 1.0 / (h as f64).sqrt();
-        let (sequence, weight, state) = (vec![t, b, h], vec![3 * h, 2 * h], vec![b, h]);
-        Case {
-            operator: "lltm",
-            point: format!("{:?}", (t, b, h)),
-            kind,
-            device,
-            tf32: false,
-            inputs: vec![
-                (sequence, 1.0),
-                (weight, scale),
-                (vec![3 * h], scale),
-                (state.clone(), 1.0),
-                (state, 1.0),
-            ],
-            // The forward pass reads x and W and writes h of all steps. The backward pass reads or
-            // writes x, W and h of all steps, their gradients, three gates and c.
-            work: [
-                Work::new(kind, 2 * t * b * h + 6 * h * h, 2 * t * b * 3 * h * 2 * h),
-                Work::new(kind, 8 * t * b * h + 12 * h * h, 4 * t * b * 3 * h * 2 * h),
-            ],
-            providers: vec![
-                provider("composite", lltm_reference),
-                if t == 1 { cell() } else { provider("cell", loop_of_cells) },
-                provider("fused", f_lltm),
-            ],
-        }
-    };
     let (kinds, sizes, one_step): (&[Kind], &[_], &[_]) = if device.is_cuda() {
         (&[Kind::Float, Kind::BFloat16], &ON_CUDA, &ONE_STEP)
     } else {
@@ -87,5 +96,5 @@ pub fn cases(device: Device) -> Vec<Case> {
     };
     let sizes = || sizes.iter().chain(one_step);
     let all = kinds.iter().flat_map(|&kind| sizes().map(move |&size| (kind, size)));
-    all.map(|(kind, size)| case(kind, size)).collect()
+    all.map(|(kind, size)| case(kind, size, device)).collect()
 }

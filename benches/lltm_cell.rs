@@ -1,6 +1,7 @@
 //! The LLTM cell: our fused operator compared with the composite of tch operations.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -75,7 +76,9 @@ fn case(device: Device, (b, f, h): (i64, i64, i64), kind: Kind) -> Case {
 }
 
 /// A case with drawn sizes.
-pub fn drawn(size: (i64, i64, i64), kind: Kind, device: Device) -> Case {
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    let step = draw.step();
+    let size = (draw.size(4096, 1), draw.size(2048, step), draw.size(2048, step));
     case(device, size, kind)
 }
 

@@ -1,8 +1,9 @@
 //! An LSTM's layer, compared with libtorch's own: cuDNN's on a GPU.
 
 use crate::common::Case;
+use crate::draw::Draw;
 use crate::rnn::Layer;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 use tch_extension::ops::{RnnWeights, f_lstm};
 use tch_extension::{Error, Result};
 
@@ -27,6 +28,11 @@ fn libtorch(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 pub const LAYER: Layer = Layer { operator: "lstm", gates: 4, states: 2, fused, libtorch, mode: 2 };
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    LAYER.drawn(draw, kind, device)
+}
 
 pub fn cases(device: Device) -> Vec<Case> {
     LAYER.cases(device)

@@ -8,8 +8,8 @@
 //!   `gru sizes` compare a layer with libtorch's at sizes of all sorts; `lstm layers` and `gru layers`
 //!   measure two directions and two layers.
 //! - `cargo xtask bench gelu_mlp ways` measures cuBLASLt's epilogue next to a pass.
-//! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
-//!   `layer_norm` or `lltm_cell` at random sizes.
+//! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures any operator, or `optim`, `embedding`
+//!   or `attention`, at random sizes.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
 //!   also the autograd bridge and the dispatcher.
 
@@ -40,6 +40,7 @@ mod lstm;
 mod machine;
 mod matmul_add_relu;
 mod mlp_ways;
+mod nn;
 mod optim;
 mod random;
 mod rms_norm;

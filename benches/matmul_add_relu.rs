@@ -3,7 +3,8 @@
 //! compared, too.
 
 use crate::common::{Case, Provider, Work};
-use crate::draw::Product;
+use crate::draw::Draw;
+use crate::linear::product;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
@@ -117,8 +118,9 @@ fn case((lhs, rhs, bias): (&[i64], &[i64], &[i64]), kind: Kind, device: Device) 
 }
 
 /// A case with drawn sizes.
-pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
-    let Product { batch, m, k, n, has_full_bias } = product;
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    let [batch, m, k, n] = product(draw);
+    let has_full_bias = draw.one_in(5);
     match (batch, has_full_bias) {
         (1, _) => case((&[m, k], &[k, n], &[n]), kind, device),
         (_, true) => case((&[batch, m, k], &[batch, k, n], &[batch, m, n]), kind, device),

@@ -1,6 +1,7 @@
 //! A step of AdamW over all parameters, with and without clipping by the norm.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use std::cell::RefCell;
 use tch::nn::{self, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Tensor};
@@ -181,6 +182,32 @@ fn lists(name: &'static str, is_fused: bool, clips: bool) -> Provider {
     provider(name, move |gradients| Lists::new(gradients, is_fused, clips), Lists::step)
 }
 
+fn case(model: &str, sizes: &[Vec<i64>], clips: bool, device: Device) -> Case {
+    let values: i64 = sizes.iter().map(|size| size.iter().product::<i64>()).sum();
+    // Weights and moments are read and written, and gradients are read once, or twice.
+    let words = if clips { 8 } else { 7 };
+    Case {
+        operator: "optim",
+        point: format!("{model}{}", if clips { ", clipped" } else { "" }),
+        kind: Kind::Float,
+        device,
+        tf32: false,
+        inputs: sizes.iter().map(|size| (size.clone(), 1e-3)).collect(),
+        work: [Work::new(Kind::Float, words * values, 0), Work::default()],
+        providers: providers(device, clips),
+    }
+}
+
+/// A case with a drawn number of parameters, of drawn sizes. They are `Float`.
+pub fn drawn(draw: &mut Draw, _: Kind, device: Device) -> Case {
+    const MOST: i64 = 1 << 28;
+    let most = draw.size(1 << 24, 1);
+    let count = draw.size(1000, 1).min(MOST / most).max(1);
+    let sizes: Vec<Vec<i64>> = (0..count).map(|_| vec![draw.size(most, 1)]).collect();
+    let values: i64 = sizes.iter().flatten().sum();
+    case(&format!("{count} tensors, {values} values"), &sizes, draw.one_in(2), device)
+}
+
 /// On the CPU, a GPT-2 that is small enough for its caches' sake and ours.
 pub fn cases(device: Device) -> Vec<Case> {
     let gpt2 = match device {
@@ -189,21 +216,7 @@ pub fn cases(device: Device) -> Vec<Case> {
     };
     let mut cases = Vec::new();
     for (model, sizes) in [gpt2, ("demo", demo())] {
-        let values: i64 = sizes.iter().map(|size| size.iter().product::<i64>()).sum();
-        for clips in [false, true] {
-            // Weights and moments are read and written, and gradients are read once, or twice.
-            let words = if clips { 8 } else { 7 };
-            cases.push(Case {
-                operator: "optim",
-                point: format!("{model}{}", if clips { ", clipped" } else { "" }),
-                kind: Kind::Float,
-                device,
-                tf32: false,
-                inputs: sizes.iter().map(|size| (size.clone(), 1e-3)).collect(),
-                work: [Work::new(Kind::Float, words * values, 0), Work::default()],
-                providers: providers(device, clips),
-            });
-        }
+        cases.extend([false, true].map(|clips| case(model, &sizes, clips, device)));
     }
     cases
 }

@@ -1,174 +1,327 @@
-//! `bench OPERATOR random SEED [WORD…]`: measures random sizes in each kind on the GPU alone. It
-//! prints how often the fused operator is slower than a rival, and where it is worst. Words select
-//! cases by title: `forward`, `Half`, `tf32`.
+//! `bench OPERATOR random SEED [WORD…]`: measures random sizes in each kind on the GPU alone, without
+//! gradients and with them. The rival is libtorch's own operator or, where it has none, the composite.
+//! It prints how often the fused operator is slower, and where it is worst.
+//!
+//! Words select cases by the words of their titles: `forward`, `Half`, `tf32`. `50` draws so many sizes
+//! for each kind instead of 300, `2/4` measures every fourth size, from the second one on, and `240s`
+//! stops after so many seconds. Each point is written to a file at once, and the same command goes on
+//! where it stopped, unless sources were changed after the commit.
 
 use crate::clock::{OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
-use crate::{draw, layer_norm, linear, lltm_cell, machine, matmul_add_relu, table};
-use std::io::Write;
-use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use crate::draw::Draw;
+use crate::floor::Floors;
+use crate::{machine, nn, optim, table};
+use std::collections::HashSet;
+use std::fs::{File, OpenOptions};
+use std::io::{Error, Result, Write};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 
-/// The number of shapes for each kind.
-const SHAPES: usize = 300;
-/// The number of rounds of a first measurement, and of a second one where ours was slower.
-const ROUNDS: usize = 3;
-const MORE_ROUNDS: usize = 9;
+/// The number of rounds in which ours and the rival take turns.
+const ROUNDS: usize = 5;
+/// How often a point is timed again if ours was slower than allowed. The median counts.
+const AGAIN: usize = 2;
 
 /// The kinds on CUDA, and for each whether `Float` products may use tf32.
-const KINDS: [(Kind, bool); 4] =
-    [(Kind::Half, false), (Kind::BFloat16, false), (Kind::Float, true), (Kind::Float, false)];
+const KINDS: [(Kind, bool); 5] = [
+    (Kind::Half, false),
+    (Kind::BFloat16, false),
+    (Kind::Float, true),
+    (Kind::Float, false),
+    (Kind::Double, false),
+];
 
-/// The cases of the named operator; `None` if its sizes cannot be drawn.
-fn cases(operator: &str, seed: u64, device: Device) -> Option<Vec<Case>> {
-    let in_each_kind = |of: &dyn Fn(Kind) -> Vec<Case>| {
-        let cases = KINDS
-            .iter()
-            .flat_map(|&(kind, tf32)| of(kind).into_iter().map(move |case| Case { tf32, ..case }));
-        // tf32 makes a difference only to products.
-        cases.filter(|case| !case.tf32 || case.operator != "layer_norm").collect()
+/// Draws a case of an operator.
+type Drawn = fn(&mut Draw, Kind, Device) -> Case;
+
+macro_rules! drawn {
+    ($($operator:ident of $family:literal { $($rest:tt)* })*) => {
+        &[$((stringify!($operator), crate::$operator::drawn)),*]
     };
-    Some(match operator {
-        "matmul_add_relu" => in_each_kind(&|kind| {
-            let of = |product| matmul_add_relu::drawn(product, kind, device);
-            draw::products(seed, SHAPES).into_iter().map(of).collect()
-        }),
-        "linear" => in_each_kind(&|kind| {
-            let of = |product| linear::drawn(product, kind, device);
-            draw::products(seed, SHAPES).into_iter().map(of).collect()
-        }),
-        "layer_norm" => in_each_kind(&|kind| {
-            let of = |size| layer_norm::drawn(size, kind, device);
-            draw::rows_and_columns(seed, SHAPES).into_iter().map(of).collect()
-        }),
-        "lltm_cell" => in_each_kind(&|kind| {
-            let of = |size| lltm_cell::drawn(size, kind, device);
-            draw::cells(seed, SHAPES).into_iter().map(of).collect()
-        }),
-        _ => return None,
-    })
+}
+const OPERATORS: &[(&str, Drawn)] = operators!(drawn);
+const OTHERS: [(&str, Drawn); 3] =
+    [("optim", optim::drawn), ("embedding", nn::embedding), ("attention", nn::attention)];
+
+/// What the command line asks for.
+struct Options<'a> {
+    words: Vec<&'a str>,
+    sizes: u64,
+    /// The lane, from 1 on, and the number of lanes.
+    lane: (u64, u64),
+    limit: Duration,
 }
 
-/// Our time and one rival's, in microseconds.
-struct Comparison {
-    title: String,
-    arithmetic: String,
+impl<'a> Options<'a> {
+    fn new(words: &'a [String]) -> Self {
+        let mut options =
+            Options { words: Vec::new(), sizes: 300, lane: (1, 1), limit: Duration::MAX };
+        for word in words {
+            let lane = word
+                .split_once('/')
+                .and_then(|(at, of)| Some((at.parse().ok()?, of.parse().ok()?)))
+                .filter(|(at, of): &(u64, u64)| (1..=*of).contains(at));
+            let seconds = word.strip_suffix('s').and_then(|number| number.parse().ok());
+            match (lane, seconds, word.parse()) {
+                (Some(lane), _, _) => options.lane = lane,
+                (_, Some(seconds), _) => options.limit = Duration::from_secs(seconds),
+                (_, _, Ok(sizes)) => options.sizes = sizes,
+                _ => options.words.push(word),
+            }
+        }
+        options
+    }
+}
+
+impl Options<'_> {
+    /// Whether a title has all the words.
+    fn select(&self, title: &str) -> bool {
+        self.words.iter().all(|word| title.split(' ').any(|of_title| of_title == *word))
+    }
+}
+
+/// One point of the sweep: a drawn case, and whether gradients are computed.
+struct Point {
+    case: Case,
     direction: Direction,
-    rival: &'static str,
+    offset: i64,
+    title: String,
+}
+
+impl Point {
+    /// `number` counts through the kinds first.
+    fn new(drawn: Drawn, seed: u64, number: u64, direction: Direction) -> Self {
+        let (kind, tf32) = KINDS[(number % KINDS.len() as u64) as usize];
+        let mut draw = Draw::of(seed, number);
+        let offset = draw.offset();
+        let case = Case { tf32, ..drawn(&mut draw, kind, Device::Cuda(0)) };
+        let title = format!("{} +{offset}", case.title(direction));
+        Point { case, direction, offset, title }
+    }
+
+    /// Whether it is measured. tf32 makes a difference only to products, and the optimizer has one
+    /// kind.
+    fn is_wanted(&self, number: u64) -> bool {
+        let (kind, _) = KINDS[(number % KINDS.len() as u64) as usize];
+        let has_products = self.case.work(self.direction).operations > 0;
+        self.case.has(self.direction) && self.case.kind == kind && (has_products || !self.case.tf32)
+    }
+
+    fn group(&self) -> String {
+        let grad =
+            if self.direction == Direction::Forward { "forward, no grad" } else { "both, grad" };
+        format!("{grad:<16} {}", self.case.arithmetic())
+    }
+}
+
+/// Our time and the rival's, in microseconds.
+struct Found {
+    number: u64,
+    direction: Direction,
+    group: String,
+    title: String,
+    rival: String,
     theirs: f64,
     ours: f64,
     /// Whether the rival turns NaN into numbers.
     loses_nan: bool,
 }
 
-impl Comparison {
+impl Found {
     fn ratio(&self) -> f64 {
         self.theirs / self.ours
     }
 
-    /// Whether ours is too slow: slower than the composite by more than 3 % and another 0.3 µs, or
-    /// slower than libtorch's fused operator by more than half a microsecond, with a speed below
-    /// 0.93 of it.
+    /// Whether ours takes 3 % longer and half a microsecond.
     fn is_a_miss(&self) -> bool {
-        match self.rival {
-            "composite" => self.ours > 1.03 * self.theirs + 0.3,
-            _ => self.ratio() < 0.93 && self.ours - self.theirs > 0.5,
-        }
+        self.ratio() < 0.97 && self.ours - self.theirs > 0.5
     }
 
     fn line(&self) -> String {
         let nan = if self.loses_nan { ", which loses NaN" } else { "" };
+        let (ratio, ours, theirs) = (self.ratio(), self.ours, self.theirs);
+        format!("{ratio:.3}  {ours:.2} for {theirs:.2} of {}{nan}: {}", self.rival, self.title)
+    }
+
+    fn record(&self) -> String {
+        let direction = if self.direction == Direction::Forward { "forward" } else { "both" };
         format!(
-            "{:.3}  {:.2} for {:.2} of {}{nan}: {}",
-            self.ratio(),
-            self.ours,
-            self.theirs,
-            self.rival,
-            self.title
+            "{};{direction};{};{};{};{:.3};{:.3};{}",
+            self.number, self.group, self.title, self.rival, self.theirs, self.ours, self.loses_nan
         )
+    }
+
+    fn read(line: &str) -> Option<Self> {
+        let fields: Vec<&str> = line.split(';').collect();
+        let [number, direction, group, title, rival, theirs, ours, loses_nan] = fields[..] else {
+            return None;
+        };
+        Some(Found {
+            number: number.parse().ok()?,
+            direction: if direction == "forward" { Direction::Forward } else { Direction::Both },
+            group: group.to_string(),
+            title: title.to_string(),
+            rival: rival.to_string(),
+            theirs: theirs.parse().ok()?,
+            ours: ours.parse().ok()?,
+            loses_nan: loses_nan.parse().ok()?,
+        })
     }
 }
 
 /// Draws the sizes, measures them and prints a summary.
 ///
 /// # Errors
-/// If there is no GPU, if this operator's sizes cannot be drawn, or if the file with all figures
-/// cannot be written.
-pub fn run(operator: &str, seed: &str, words: &[String]) -> std::io::Result<()> {
-    let device = Device::Cuda(0);
-    let seed =
-        seed.parse().map_err(|_| std::io::Error::other(format!("the seed {seed} is no number")))?;
-    if !device.is_cuda() || !tch::Cuda::is_available() {
-        return Err(std::io::Error::other("random sizes are measured on a GPU, and there is none"));
+/// If there is no GPU, if there is no such operator, if the file with all figures cannot be written,
+/// or if a point failed.
+pub fn run(operator: &str, seed: &str, words: &[String]) -> Result<()> {
+    let seed = seed.parse().map_err(|_| Error::other(format!("the seed {seed} is no number")))?;
+    if !tch::Cuda::is_available() {
+        return Err(Error::other("random sizes are measured on a GPU, and there is none"));
     }
-    let cases = cases(operator, seed, device)
-        .ok_or_else(|| std::io::Error::other(format!("there is no drawing for {operator}")))?;
-    println!("{}", machine::describe());
+    let mut all = OPERATORS.iter().chain(&OTHERS);
+    let (_, drawn) = all
+        .find(|(name, _)| *name == operator)
+        .ok_or_else(|| Error::other(format!("there is no operator {operator}")))?;
+    let options = Options::new(words);
+    let machine = machine::describe().to_string();
+    println!("{machine}");
     println!(
-        "{SHAPES} random shapes of each kind, seed {seed}; GPU time, medians of {ROUNDS} rounds, of {MORE_ROUNDS} where slower"
+        "{} random sizes of each kind, seed {seed}; GPU time, medians of {ROUNDS} rounds",
+        options.sizes
     );
-    let mut found = Vec::new();
-    for case in &cases {
-        for direction in [Direction::Forward, Direction::Backward] {
-            let title = case.title(direction);
-            if words.iter().all(|word| title.contains(word.as_str())) && case.has(direction) {
-                let measure = || case.in_its_precision(|| compare(case, direction));
-                match catch_unwind(AssertUnwindSafe(measure)) {
-                    Ok(comparisons) => found.extend(comparisons),
-                    Err(panic) => {
-                        println!("FAILED: {title}");
-                        resume_unwind(panic);
-                    }
+    let (lane, lanes) = options.lane;
+    let lane = if lanes == 1 { String::new() } else { format!("-{lane}-of-{lanes}") };
+    let path = table::output_folder().join(format!("random-{operator}-{seed}{lane}.csv"));
+    let (mut found, mut file) = open(&path, &machine)?;
+    let failed = measure(*drawn, seed, &options, &mut found, &mut file)?;
+    found.retain(|found| options.select(&found.title));
+    summary(&found, *drawn, seed);
+    match failed {
+        0 => Ok(()),
+        _ => Err(Error::other(format!("{failed} points failed"))),
+    }
+}
+
+/// The points that are measured already on this machine at this commit, and the file for more. A file
+/// of another machine or commit, or of sources that were changed after it, gets another name.
+fn open(path: &Path, machine: &str) -> Result<(Vec<Found>, File)> {
+    // A sweep may go on after midnight.
+    let machine = machine.split_once("; ").map_or(machine, |(_date, rest)| rest);
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let found: Option<Vec<Found>> = match text.split_once('\n') {
+        Some((first, lines)) if first == machine && !machine.contains("-dirty") => {
+            Some(lines.lines().filter_map(Found::read).collect())
+        }
+        _ => None,
+    };
+    if found.is_none() && !text.is_empty() {
+        std::fs::rename(path, path.with_extension("before.csv"))?;
+    }
+    let mut file = OpenOptions::new().create(true).append(true).open(path)?;
+    if found.is_none() {
+        writeln!(file, "{machine}")?;
+    }
+    let found = found.unwrap_or_default();
+    println!("{} points are in {} already", found.len(), path.display());
+    Ok((found, file))
+}
+
+/// Measures what is missing, and returns how many points failed.
+fn measure(
+    drawn: Drawn,
+    seed: u64,
+    options: &Options<'_>,
+    found: &mut Vec<Found>,
+    file: &mut File,
+) -> Result<usize> {
+    let known: HashSet<String> = found.iter().map(|found| found.title.clone()).collect();
+    let (lane, lanes) = options.lane;
+    let count = options.sizes * KINDS.len() as u64;
+    let (start, mut failed, mut said) = (Instant::now(), 0, Instant::now());
+    let kinds = KINDS.len() as u64;
+    for number in (0..count).filter(|number| number / kinds % lanes + 1 == lane) {
+        for direction in [Direction::Forward, Direction::Both] {
+            let point = Point::new(drawn, seed, number, direction);
+            let is_asked = options.select(&point.title);
+            if !is_asked || !point.is_wanted(number) || known.contains(&point.title) {
+                continue;
+            }
+            if start.elapsed() > options.limit {
+                println!("stopped at point {number} of {count}; the same command goes on");
+                return Ok(failed);
+            }
+            let compare = || point.case.in_its_precision(|| compare(&point, number));
+            match catch_unwind(AssertUnwindSafe(compare)) {
+                Ok(Some(each)) => {
+                    writeln!(file, "{}", each.record())?;
+                    found.push(each);
+                }
+                Ok(None) => println!("not captured: {}", point.title),
+                Err(_) => {
+                    failed += 1;
+                    println!("FAILED: {}", point.title);
                 }
             }
         }
+        if said.elapsed() > Duration::from_secs(30) {
+            let left =
+                start.elapsed().as_secs_f64() / (number + 1) as f64 * (count - number) as f64;
+            println!("point {number} of {count}, about {left:.0} s more");
+            said = Instant::now();
+        }
     }
-    summary(&found);
-    write(operator, &found)
+    Ok(failed)
 }
 
-fn compare(case: &Case, direction: Direction) -> Vec<Comparison> {
-    let runners = case.unchecked_runners(direction);
-    let Some((ours, rivals)) = runners.split_last() else { return Vec::new() };
-    if let Some(apart) = rivals.iter().find_map(|rival| ours.is_far_from(rival)) {
-        println!("DIFFERENT by {apart:.1e}: {}", case.title(direction));
+/// `None` if one of the two cannot be captured.
+fn compare(point: &Point, number: u64) -> Option<Found> {
+    let Point { case, direction, offset, .. } = point;
+    let runners = case.unchecked_runners(*direction, *offset);
+    let (ours, rivals) = runners.split_last()?;
+    let named = |name: &&str| rivals.iter().find(|rival| rival.name() == *name);
+    let rival = ["libtorch", "composite", "fused"].iter().find_map(named)?;
+    if let Some(apart) = ours.is_far_from(rival) {
+        println!("DIFFERENT by {apart:.1e}: {}", point.title);
     }
-    let captured: Option<Vec<_>> =
-        runners.iter().map(|runner| table::capture(case, runner, direction)).collect();
-    let Some(mut captured) = captured else {
-        println!("not captured: {}", case.title(direction));
-        return Vec::new();
+    let mut captured =
+        [table::capture(case, rival, *direction)?, table::capture(case, ours, *direction)?];
+    let mut time = || {
+        let [theirs, ours] = &mut captured;
+        rounds([&mut theirs.graph, &mut ours.graph])
     };
-    let mut graphs: Vec<&mut OnTheGpu> = captured.iter_mut().map(|each| &mut each.graph).collect();
-    let comparisons = |times: &[f64]| -> Vec<Comparison> {
-        let of = |(rival, &theirs): (&Runner<'_>, &f64)| Comparison {
-            title: case.title(direction),
-            arithmetic: case.arithmetic(),
-            direction,
-            rival: rival.name(),
-            theirs,
-            ours: times[rivals.len()],
-            loses_nan: direction == Direction::Forward && loses_nan(rival),
-        };
-        rivals.iter().zip(times).map(of).collect()
+    let of = |[theirs, ours]: [f64; 2]| Found {
+        number,
+        direction: *direction,
+        group: point.group(),
+        title: point.title.clone(),
+        rival: rival.name().to_string(),
+        theirs,
+        ours,
+        loses_nan: *direction == Direction::Forward && loses_nan(rival),
     };
-    let first = comparisons(&rounds(&mut graphs, ROUNDS));
-    if first.iter().any(Comparison::is_a_miss) {
-        comparisons(&rounds(&mut graphs, MORE_ROUNDS))
-    } else {
-        first
+    let first = of(time());
+    if !first.is_a_miss() {
+        return Some(first);
     }
+    let mut all = vec![first];
+    all.extend((0..AGAIN).map(|_| of(time())));
+    all.sort_by(|a, b| a.ratio().total_cmp(&b.ratio()));
+    Some(all.swap_remove(AGAIN / 2))
 }
 
-/// Times all graphs in turn, and returns the median for each.
-fn rounds(graphs: &mut [&mut OnTheGpu], count: usize) -> Vec<f64> {
-    let mut times = vec![Vec::new(); graphs.len()];
-    for _ in 0..count {
+/// Times the rival and ours in turn, and returns the median for each.
+fn rounds(mut graphs: [&mut OnTheGpu; 2]) -> [f64; 2] {
+    let mut times = [Vec::new(), Vec::new()];
+    for _ in 0..ROUNDS {
         for (graph, times) in graphs.iter_mut().zip(&mut times) {
             times.push(graph.time());
         }
     }
-    times.into_iter().map(median).collect()
+    times.map(median)
 }
 
 /// Whether libtorch's operator loses NaN in the last input, the bias, of which the output should
@@ -181,62 +334,49 @@ fn is_any_nan(tensor: &Tensor) -> bool {
     tensor.isnan().any().int64_value(&[]) != 0
 }
 
-fn summary(found: &[Comparison]) {
-    let mut groups: Vec<(&str, Direction, &str)> = Vec::new();
-    for each in found {
-        let group = (each.rival, each.direction, each.arithmetic.as_str());
-        if !groups.contains(&group) {
-            groups.push(group);
-        }
-    }
-    groups.sort_by_key(|group| (group.0, group.1.name()));
+fn summary(found: &[Found], drawn: Drawn, seed: u64) {
+    let mut groups: Vec<&str> = found.iter().map(|found| found.group.as_str()).collect();
+    groups.sort_unstable();
+    groups.dedup();
     println!(
-        "\nrival: cases, geometric mean of its time over ours, worst, slower beyond what is allowed"
+        "\nthe rival's time over ours: cases, geometric mean, worst, as fast or within 0.5 µs"
     );
-    for (rival, direction, arithmetic) in groups {
-        let of = |nan: bool| -> Vec<&Comparison> {
-            let is_of = |each: &&Comparison| {
-                (each.rival, each.direction, each.arithmetic.as_str(), each.loses_nan)
-                    == (rival, direction, arithmetic, nan)
-            };
-            found.iter().filter(is_of).collect()
-        };
-        for (nan, group) in [(false, of(false)), (true, of(true))] {
-            if group.is_empty() {
-                continue;
-            }
-            let mean = group.iter().map(|each| each.ratio().ln()).sum::<f64>() / group.len() as f64;
-            let worst = group.iter().map(|each| each.ratio()).fold(f64::INFINITY, f64::min);
-            let misses = group.iter().filter(|each| each.is_a_miss()).count();
-            let lost = if nan { ", where it loses NaN" } else { "" };
-            println!(
-                "{rival:<10} {:<9} {arithmetic:<9} {:>4} cases, {:.3}, worst {worst:.3}, {misses} slower{lost}",
-                direction.name(),
-                group.len(),
-                mean.exp()
-            );
-        }
+    for group in groups {
+        let of_group: Vec<&Found> = found.iter().filter(|found| found.group == group).collect();
+        let count = of_group.len() as f64;
+        let mean = of_group.iter().map(|found| found.ratio().ln()).sum::<f64>() / count;
+        let worst = of_group.iter().map(|found| found.ratio()).fold(f64::INFINITY, f64::min);
+        let misses = of_group.iter().filter(|found| found.is_a_miss()).count();
+        let share = 100.0 * (1.0 - misses as f64 / count);
+        println!("{group:<28} {count:>4} cases, {:.3}, worst {worst:.3}, {share:.1} %", mean.exp());
     }
-    let mut worst: Vec<&Comparison> = found.iter().filter(|each| !each.loses_nan).collect();
-    worst.sort_by(|a, b| a.ratio().total_cmp(&b.ratio()));
-    println!("\nthe worst ten");
-    worst.iter().take(10).for_each(|each| println!("{}", each.line()));
-    println!("\nslower beyond what is allowed");
-    worst.iter().filter(|each| each.is_a_miss()).for_each(|each| println!("{}", each.line()));
+    let mut worst: Vec<&Found> = found.iter().filter(|found| !found.loses_nan).collect();
+    worst.sort_by(|a, b| {
+        (!a.is_a_miss(), a.ratio()).partial_cmp(&(!b.is_a_miss(), b.ratio())).expect("numbers")
+    });
+    let mut floors = Floors::default();
+    println!("\nthe worst ten, with the floor and the kernels");
+    for found in worst.iter().take(10) {
+        let point = Point::new(drawn, seed, found.number, found.direction);
+        let mut of = || point.case.in_its_precision(|| details(&point, found, &mut floors));
+        // A failure is reported where the point is measured.
+        let more = catch_unwind(AssertUnwindSafe(&mut of)).ok().flatten();
+        println!("{}{}", found.line(), more.unwrap_or_default());
+    }
+    let misses = worst.iter().filter(|found| found.is_a_miss()).skip(10);
+    println!("\nmore that are slower");
+    misses.for_each(|found| println!("{}", found.line()));
 }
 
-/// Writes all figures to a file, for plots and later comparisons.
-fn write(operator: &str, found: &[Comparison]) -> std::io::Result<()> {
-    let path = table::output_folder().join(format!("random-{operator}.csv"));
-    let mut file = std::fs::File::create(&path)?;
-    writeln!(file, "title;rival;theirs_us;ours_us;loses_nan")?;
-    for each in found {
-        writeln!(
-            file,
-            "{};{};{:.3};{:.3};{}",
-            each.title, each.rival, each.theirs, each.ours, each.loses_nan
-        )?;
+/// The share of the floor that ours reaches, and the kernels of ours and of the rival.
+fn details(point: &Point, found: &Found, floors: &mut Floors) -> Option<String> {
+    let floor = floors.of(&point.case, point.direction);
+    let share =
+        floor.map(|floor| format!("\n         floor {:.0} %", 100.0 * floor.micros / found.ours));
+    let mut text = share.unwrap_or_default();
+    for runner in point.case.unchecked_runners(point.direction, point.offset) {
+        let graph = table::capture(&point.case, &runner, point.direction)?.graph;
+        text += &format!("\n         {}: {}", runner.name(), graph.kernel_names().join(", "));
     }
-    println!("written to {}", path.display());
-    Ok(())
+    Some(text)
 }

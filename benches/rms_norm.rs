@@ -2,6 +2,7 @@
 //! libtorch's own operator.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_rms_norm, rms_norm_reference};
@@ -32,10 +33,8 @@ fn provider(name: &'static str, op: Op) -> Provider {
     })
 }
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
-    let all = KINDS.into_iter().flat_map(|kind| sizes.iter().map(move |&size| (kind, size)));
-    let case = |(kind, (m, n)): (Kind, (i64, i64))| Case {
+fn case((m, n): (i64, i64), kind: Kind, device: Device) -> Case {
+    Case {
         operator: "rms_norm",
         point: format!("{:?}", (m, n)),
         kind,
@@ -49,6 +48,16 @@ pub fn cases(device: Device) -> Vec<Case> {
             provider("libtorch", libtorch),
             provider("fused", f_rms_norm),
         ],
-    };
-    all.map(case).collect()
+    }
+}
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    case(draw.rows_and_columns(70_000), kind, device)
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
+    let of = |kind| sizes.iter().map(move |&size| case(size, kind, device));
+    KINDS.into_iter().flat_map(of).collect()
 }

@@ -2,6 +2,7 @@
 //! own.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use std::sync::Mutex;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -66,16 +67,16 @@ impl Layer {
         Ok(())
     }
 
-    /// libtorch's layer, whose parameters are moved in the first call with these tensors.
-    fn rival(self) -> Provider {
+    /// A layer whose parameters are moved in the first call with these tensors.
+    fn provider(self, name: &'static str, call: Call) -> Provider {
         let flattened = Mutex::new(std::ptr::null_mut::<std::ffi::c_void>() as usize);
-        Provider::new("libtorch", move |inputs| {
+        Provider::new(name, move |inputs| {
             let mut last = flattened.lock().map_err(|_| tch_extension::Error::msg("a panic"))?;
             if *last != inputs[1].data_ptr() as usize {
                 self.flatten(inputs)?;
                 *last = inputs[1].data_ptr() as usize;
             }
-            (self.libtorch)(inputs)
+            call(inputs)
         })
     }
 
@@ -98,8 +99,16 @@ impl Layer {
                 of(2 * t_b_h + 2 * gates * h_h, 4 * gates * t_b_h * h),
                 of((4 + values) * t_b_h + 4 * gates * h_h, 8 * gates * t_b_h * h),
             ],
-            providers: vec![self.rival(), Provider::new("fused", self.fused)],
+            providers: vec![
+                self.provider("libtorch", self.libtorch),
+                self.provider("fused", self.fused),
+            ],
         }
+    }
+
+    /// A case with drawn sizes: short and long sequences, and at most 2³⁶ multiplications.
+    pub fn drawn(self, draw: &mut Draw, kind: Kind, device: Device) -> Case {
+        self.case(kind, device, sequence(draw))
     }
 
     pub fn cases(self, device: Device) -> Vec<Case> {
@@ -110,5 +119,17 @@ impl Layer {
         };
         let all = kinds.iter().flat_map(|&kind| sizes.iter().map(move |&size| (kind, size)));
         all.map(|(kind, sizes)| self.case(kind, device, sizes)).collect()
+    }
+}
+
+/// A drawn (T, B, H).
+pub fn sequence(draw: &mut Draw) -> Sizes {
+    const MOST: i64 = 1 << 33;
+    loop {
+        let step = draw.step();
+        let (t, b, h) = (draw.size(512, 1), draw.size(1024, 1), draw.size(2048, step));
+        if t * b * h * h <= MOST {
+            return (t, b, h);
+        }
     }
 }

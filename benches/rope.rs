@@ -2,6 +2,7 @@
 //! operations, for q and k of their own and for slices of one packed projection.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
 use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -64,6 +65,17 @@ fn case(kind: Kind, (b, t, h, d): Size, memory: Memory, interleaved: bool, devic
         work: [Work::new(kind, 4 * b * t * h * d, 0); 2],
         providers,
     }
+}
+
+/// A case with drawn sizes. D is even, and up to 256.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    const MOST: i64 = 1 << 18;
+    let (b, h) = (draw.size(64, 1), draw.size(64, 1));
+    let step = draw.step();
+    let t = draw.size((MOST / (b * h)).min(8192), step);
+    let size = (b, t, h, 2 * draw.size(128, 1));
+    let memory = if draw.one_in(2) { Memory::Own } else { Memory::Packed };
+    case(kind, size, memory, draw.one_in(2), device)
 }
 
 pub fn cases(device: Device) -> Vec<Case> {

@@ -1,6 +1,8 @@
 //! The feed-forward part of a transformer with a gate, compared with libtorch's operations.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Draw;
+use crate::gelu_mlp::drawn_size;
 use tch::{Device, Kind};
 use tch_extension::ops::{SwigluMlpOptions, f_swiglu_mlp, swiglu_mlp_reference};
 
@@ -38,6 +40,11 @@ fn case((m, d, h): (i64, i64, i64), kind: Kind, device: Device) -> Case {
             .map(|times| Work::new(kind, times * (2 * m * d + 3 * h * d), times * 6 * m * d * h)),
         providers: vec![composite(), fused("without h", false), fused("fused", true)],
     }
+}
+
+/// A case with drawn sizes.
+pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
+    case(drawn_size(draw), kind, device)
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
