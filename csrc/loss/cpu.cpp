@@ -97,7 +97,12 @@ struct Row {
       static_cast<C*>(params.losses)[row] = loss;
     }
     if (gradients == nullptr) return;
-    const C factor = static_cast<const C*>(params.factors)[row * params.factor_stride];
+    C factor = params.factor == nullptr ? C(1) : *static_cast<const C*>(params.factor);
+    if (params.grads != nullptr) {
+      const int64_t at = row * params.grad_stride;
+      factor *= params.wide_grads ? static_cast<const C*>(params.grads)[at]
+                                  : static_cast<C>(static_cast<const T*>(params.grads)[at]);
+    }
     C of_lse = of_target + smoothing * all_weights;
     if (z_loss != 0) of_lse += C(2) * z_loss * lse;
     const C of_probability = factor * of_lse / sum;
@@ -183,30 +188,32 @@ static void loss_rows(const LossRows& params, int64_t begin, int64_t end) {
   });
 }
 
-static void loss_mean(const LossMean& params, int64_t, int64_t) {
-  for_kind(params.kind, [&](auto type) {
-    using C = Compute<typename decltype(type)::type>;
-    const C* weight = static_cast<const C*>(params.weight);
-    double sum = 0;
-    for (int64_t row = 0; row < params.rows; ++row) {
-      const int64_t target = params.targets[row];
-      if (target == params.ignore_index) continue;
-      if (weight != nullptr && (target < 0 || target >= params.classes)) continue;
-      sum += weight == nullptr ? 1.0 : static_cast<double>(weight[target]);
-    }
-    *static_cast<C*>(params.factor) = static_cast<C>(1 / sum);
-  });
+// 1 / Σ w[t] over rows that are not ignored.
+template <typename C>
+static C mean_factor(const LossTotal& params) {
+  const C* weight = static_cast<const C*>(params.weight);
+  double sum = 0;
+  for (int64_t row = 0; row < params.rows; ++row) {
+    const int64_t target = params.targets[row];
+    if (target == params.ignore_index) continue;
+    if (weight != nullptr && (target < 0 || target >= params.classes)) continue;
+    sum += weight == nullptr ? 1.0 : static_cast<double>(weight[target]);
+  }
+  return static_cast<C>(1 / sum);
 }
 
 static void loss_total(const LossTotal& params, int64_t, int64_t) {
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     using C = Compute<T>;
+    C* factor = static_cast<C*>(params.factor);
+    if (params.of_mean) *factor = mean_factor<C>(params);
+    if (params.total == nullptr) return;
     const C* losses = static_cast<const C*>(params.losses);
     double sum = 0;
     for (int64_t row = 0; row < params.rows; ++row) sum += static_cast<double>(losses[row]);
-    const C factor = *static_cast<const C*>(params.factor);
-    *static_cast<T*>(params.total) = static_cast<T>(static_cast<C>(sum) * factor);
+    const C by = factor == nullptr ? C(1) : *factor;
+    *static_cast<T*>(params.total) = static_cast<T>(static_cast<C>(sum) * by);
   });
 }
 
@@ -228,8 +235,6 @@ static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
 
 TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_rows, loss_rows, LossRows, tch_extension::rows,
                          tch_extension::rows_of_a_thread)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_mean, loss_mean, LossMean, tch_extension::one,
-                         tch_extension::one)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_total, loss_total, LossTotal, tch_extension::one,
                          tch_extension::one)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_loss_scale, loss_scale, LossScale, tch_extension::pieces,

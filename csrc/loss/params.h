@@ -16,8 +16,8 @@ struct LossRows {
   int64_t row_stride;
   // Rows with this target have no loss.
   int64_t ignore_index;
-  // From a row's factor to the next one's: 1, or 0 if all rows have one.
-  int64_t factor_stride;
+  // From a row's incoming gradient to the next one's: 1, or 0 if all rows have one.
+  int64_t grad_stride;
   double label_smoothing;
   // c: the loss is that of c tanh(z / c); 0 for the logits themselves.
   double softcap;
@@ -25,6 +25,11 @@ struct LossRows {
   double z_loss;
   // Of logits and gradients.
   int32_t kind;
+  // Whether the factor is computed for a mean, 1 / Σ w[t] over rows that are not ignored; on CUDA
+  // only.
+  int32_t of_mean;
+  // Whether the incoming gradients have the compute kind instead of the logits'.
+  int32_t wide_grads;
   int32_t reserved;
   // `[M, V]`.
   const void* logits;
@@ -36,45 +41,38 @@ struct LossRows {
   const void* weight_sum;
   // `[M]` of the compute kind, null when nobody needs it.
   void* losses;
-  // `[M]` or `[1]` of the compute kind: by what a row's gradient is multiplied; null without
-  // gradients.
-  const void* factors;
+  // `[1]` of the compute kind: by what the sum of the losses is multiplied; null for 1.
+  void* factor;
+  // `[M]` or `[1]`: the incoming gradients; null for 1.
+  const void* grads;
   // `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
   // place.
   void* gradients;
+  // `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the factor; on
+  // CUDA only.
+  void* total;
 };
 
-// Targets, and by what the sum of their rows' losses is multiplied for a mean: 1 / Σ w[t] over rows
-// that are not ignored.
-struct LossMean {
+// By what the sum of the rows' losses is multiplied, and their sum times this factor.
+struct LossTotal {
   // M, the number of rows.
   int64_t rows;
   // V, the number of weights.
   int64_t classes;
   int64_t ignore_index;
-  // The compute kind.
+  // Of the total; the others have the compute kind.
   int32_t kind;
-  int32_t reserved;
-  // `[M]`.
+  // Whether the factor is computed for a mean, 1 / Σ w[t] over rows that are not ignored.
+  int32_t of_mean;
+  // `[M]`, for a mean.
   const int64_t* targets;
   // `[V]`, null for ones.
   const void* weight;
-  // `[1]`.
-  void* factor;
-};
-
-// The losses of rows, and their sum times a factor.
-struct LossTotal {
-  // M, the number of rows.
-  int64_t rows;
-  // Of the total; the others have the compute kind.
-  int32_t kind;
-  int32_t reserved;
   // `[M]`.
   const void* losses;
-  // `[1]`.
-  const void* factor;
-  // `[1]`.
+  // `[1]`, null for 1.
+  void* factor;
+  // `[1]`, null if there is no total.
   void* total;
 };
 
@@ -99,9 +97,6 @@ using cudaStream_t = struct CUstream_st*;
 extern "C" {
 void tch_extension_loss_rows_cpu(const LossRows* params) noexcept;
 tch_extension::LaunchStatus tch_extension_loss_rows_cuda(const LossRows* params,
-                                                         cudaStream_t stream);
-void tch_extension_loss_mean_cpu(const LossMean* params) noexcept;
-tch_extension::LaunchStatus tch_extension_loss_mean_cuda(const LossMean* params,
                                                          cudaStream_t stream);
 void tch_extension_loss_total_cpu(const LossTotal* params) noexcept;
 tch_extension::LaunchStatus tch_extension_loss_total_cuda(const LossTotal* params,

@@ -71,18 +71,21 @@ struct Sums {
     most = to;
   }
 
-  __device__ __forceinline__ void add_over_warp(bool is_smooth) {
+  __device__ __forceinline__ void add_over_warp(bool is_smooth) { add_over(kWarp, is_smooth); }
+
+  // Adds those of a team of lanes, whose number is a power of two; all get the result.
+  __device__ __forceinline__ void add_over(int team, bool is_smooth) {
     C all = most;
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    for (int offset = team / 2; offset > 0; offset /= 2)
       all = larger(all, __shfl_xor_sync(kAllLanes, all, offset));
     raise(all, is_smooth);
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    for (int offset = team / 2; offset > 0; offset /= 2)
       of_exp += __shfl_xor_sync(kAllLanes, of_exp, offset);
     if (!is_smooth) return;
 #pragma unroll
-    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    for (int offset = team / 2; offset > 0; offset /= 2) {
       weighted += __shfl_xor_sync(kAllLanes, weighted, offset);
       weights += __shfl_xor_sync(kAllLanes, weights, offset);
     }
@@ -194,10 +197,15 @@ template <typename T, bool kPlain>
 struct Gradient {
   using C = Compute<T>;
 
-  __device__ __forceinline__ Gradient(const Row<T, kPlain>& row, const Sums<T>& sums)
-      : row(row), most(sums.most) {
+  // `of_loss` is by what the row's loss is multiplied in the total.
+  __device__ __forceinline__ Gradient(const Row<T, kPlain>& row, const Sums<T>& sums, C of_loss)
+      : row(row), most(sums.most), factor(of_loss) {
     const LossRows& params = row.params;
-    factor = static_cast<const C*>(params.factors)[row.row * params.factor_stride];
+    if (params.grads != nullptr) {
+      const int64_t at = row.row * params.grad_stride;
+      factor *= params.wide_grads ? static_cast<const C*>(params.grads)[at]
+                                  : static_cast<C>(static_cast<const T*>(params.grads)[at]);
+    }
     C of_lse = row.of_target;
     if (row.is_smooth()) of_lse += row.smoothing * row.all_weights();
     if (row.has_z_loss())

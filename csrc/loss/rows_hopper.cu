@@ -21,6 +21,15 @@ constexpr int kVectorBytes = 16;
 constexpr int kThreadsOfProcessor = 512;
 constexpr int kStages = 2;
 
+// Writes the gradient of a row without a loss, from class `begin` on to class `end`; what of this
+// is outside of the row is left out.
+template <typename Row>
+__device__ __forceinline__ void write_zeros(const Row& row, int64_t begin, int64_t end) {
+  if (begin < 0) begin = 0;
+  if (end > row.params.classes) end = row.params.classes;
+  for (int64_t at = begin + threadIdx.x; at < end; at += blockDim.x) row.gradients[at] = 0.0f;
+}
+
 // What the warps of a block, or of a cluster, tell one another.
 template <typename T, int kWarps>
 struct Exchange {
@@ -244,6 +253,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   const int cluster = kBlocks > 1 ? 1 : static_cast<int>(hopper::cluster_size());
   const int rank = kBlocks > 1 ? 0 : static_cast<int>(hopper::cluster_rank());
   prepare(exchange);
+  const Compute<T> factor =
+      params.factor == nullptr ? Compute<T>(1) : *static_cast<const Compute<T>*>(params.factor);
 
   Copies<T, kPlain, kWarps> copies(memory, exchange, rank, each);
   Team<T, kPlain, kWarps> team(exchange, rank, cluster);
@@ -278,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       sums = team.sum(sums, row.is_smooth());
       write_loss(row, part, sums, kept);
       if (row.gradients != nullptr) {
-        const Gradient<T, kPlain> gradient(row, sums);
+        const Gradient<T, kPlain> gradient(row, sums, factor);
         for (int vector = threadIdx.x; vector < part.count; vector += kThreads)
           write_gradient(row, gradient, kept[vector], part, vector, is_like_logits);
       }

@@ -83,10 +83,21 @@ impl Case {
 
     fn suite(self, test: impl FnOnce(&Suite<'_>)) {
         let small = [[3, 5], [1, 1], [2, 8], [4, 33]];
-        // For the kernels on CUDA: rows of one vector a thread and of 4 a thread, rows read twice, with
-        // and without whole vectors; many short rows.
-        let large =
-            [[5, 1000], [300, 3], [2, 8192], [3, 16384], [2, 40_000], [2, 140_000], [2, 5001]];
+        // For the kernels on CUDA: one block for all; many rows of a lane, of a few and of a warp; the
+        // longest rows of a warp, with and without whole vectors; rows in shared memory, and longer ones.
+        let large = [
+            [5, 1000],
+            [1030, 3],
+            [1100, 70],
+            [300, 257],
+            [40, 1020],
+            [40, 1023],
+            [2, 8192],
+            [3, 16384],
+            [2, 40_000],
+            [2, 140_000],
+            [2, 5001],
+        ];
         eprintln!("{self:?}");
         test(&Suite {
             fused: &move |inputs| Ok(vec![self.call(f_cross_entropy, &inputs[0])?]),
@@ -238,6 +249,40 @@ fn as_libtorch() {
                 let (ours, theirs) = (of(f_cross_entropy), of(libtorch));
                 assert_eq!(ours.size(), theirs.size());
                 assert!(ours.allclose(&theirs, 0.0, 0.0, true), "{rows} {reduction:?} {device:?}");
+            }
+        }
+    }
+}
+
+/// Rows that begin at any address have the loss and the gradients of others, up to the order of sums.
+/// The gradients begin at multiples of 16 bytes, and the logits do not.
+#[test]
+fn rows_may_begin_at_any_address() {
+    const CLASSES: [i64; 14] = [1, 2, 3, 7, 8, 9, 15, 17, 33, 65, 129, 257, 1000, 1021];
+    for (device, kind) in devices().into_iter().flat_map(|device| KINDS.map(|kind| (device, kind)))
+    {
+        for (rows, classes) in CLASSES.into_iter().flat_map(|v| [(5, v), (1200, v)]) {
+            tch::manual_seed(classes);
+            let values = Tensor::randn([rows, classes], (kind, device));
+            let targets = Tensor::arange(rows, (Kind::Int64, device)).remainder(classes);
+            let _ = targets.get(rows / 2).fill_(IGNORED);
+            let of = |offset: i64| {
+                let memory = Tensor::zeros([offset + rows * classes], (kind, device));
+                let logits = memory.narrow(0, offset, rows * classes).view([rows, classes]);
+                logits.shallow_clone().copy_(&values);
+                let logits = logits.detach().set_requires_grad(true);
+                let options = CrossEntropyOptions { ignore_index: IGNORED, ..Default::default() };
+                let loss = f_cross_entropy(&logits, &targets, &options).expect("a loss");
+                loss.backward();
+                [loss.detach(), logits.grad() * rows as f64]
+            };
+            let expected = of(0);
+            for offset in [1, 3, 6] {
+                let bound = if kind == Kind::Double { 1e-12 } else { 1e-5 };
+                let bound = if matches!(kind, Kind::Half | Kind::BFloat16) { 1e-2 } else { bound };
+                for (found, expected) in of(offset).iter().zip(&expected) {
+                    assert_close(found, expected, bound, bound);
+                }
             }
         }
     }

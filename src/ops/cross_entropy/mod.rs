@@ -1,9 +1,7 @@
 //! The cross-entropy of logits and classes.
 
 use super::loss::check::{KINDS, check_options, check_target, loss};
-use super::loss::kernels::{
-    self, Operands, Wanted, compute_kind, factor, is_ahead, rows, times, times_gradient, total,
-};
+use super::loss::kernels::{self, Factor, Operands, Wanted, compute_kind, is_ahead, rows, times};
 use crate::Result;
 use crate::amp::CastPolicy;
 use crate::ffi::tensor::{bump_version, is_plain, plain};
@@ -11,7 +9,7 @@ use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Signature, Slots, call,
 };
-use tch::{Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 
 /// What [`cross_entropy`] may be told besides logits and their classes. The defaults are those of PyTorch's
 /// `F.cross_entropy`.
@@ -248,12 +246,10 @@ impl CrossEntropy {
         let weight = of.weight.map(|weight| plain(&weight.f_to_kind(compute.0)?)).transpose()?;
         let operands = self.operands(&logits, &targets, weight.as_ref());
         let mut losses = Tensor::f_empty([logits.size2()?.0], compute)?;
-        let (reduction, ignore_index) = (self.reduction, self.ignore_index);
-        let factor = factor(reduction, &targets, weight.as_ref(), ignore_index, compute.0)?;
-        let Some(factor) = factor else {
-            rows(&operands, Wanted { losses: Some(&mut losses), gradients: None })?;
-            return Ok((losses.f_to_kind(kind)?, None));
-        };
+        let factor = self.factor(compute)?;
+        let is_one = self.reduction != Reduction::None;
+        let mut total =
+            is_one.then(|| Tensor::f_empty([0_i64; 0].as_slice(), (kind, device))).transpose()?;
         // A copy is nobody else's.
         let in_place = keep && (is_copied || self.reuse_logits);
         let mut own = (keep && !in_place).then(|| logits.f_empty_like()).transpose()?;
@@ -261,13 +257,26 @@ impl CrossEntropy {
             Some(own) => Some(kernels::Gradients::To(own)),
             None => in_place.then_some(kernels::Gradients::InPlace),
         };
-        let gradients = gradients.map(|gradients| (&factor, gradients));
-        rows(&operands, Wanted { losses: Some(&mut losses), gradients })?;
+        let wanted = Wanted {
+            losses: Some(&mut losses),
+            total: total.as_mut(),
+            factor: factor.as_ref().map_or(Factor::One, Factor::OfMean),
+            grads: None,
+            gradients,
+        };
+        rows(&operands, wanted)?;
         if in_place {
             bump_version(&mut logits)?;
             own = Some(logits.f_detach()?);
         }
-        Ok((total(&losses, &factor, kind)?, own))
+        let loss = total.map_or_else(|| losses.f_to_kind(kind), Ok)?;
+        Ok((loss, own))
+    }
+
+    /// Memory for the factor of a mean.
+    fn factor(&self, compute: (Kind, Device)) -> Result<Option<Tensor>> {
+        let is_mean = self.reduction == Reduction::Mean;
+        Ok(is_mean.then(|| Tensor::f_empty([1], compute)).transpose()?)
     }
 
     /// The gradient, from the logits, and in their place if they are reused and may be overwritten.
@@ -282,21 +291,24 @@ impl CrossEntropy {
         check_target(Self::NAME, &targets, logits.size2()?.1, self.ignore_index)?;
         let compute = compute_kind(logits.f_kind()?);
         let weight = of.weight.map(|weight| plain(&weight.f_to_kind(compute)?)).transpose()?;
-        let factor = factor(self.reduction, &targets, weight.as_ref(), self.ignore_index, compute)?;
-        let factors = times_gradient(factor.as_ref(), grad, compute)?;
+        let factor = self.factor((compute, logits.device()))?;
         let operands = self.operands(&logits, &targets, weight.as_ref());
         // A copy is nobody else's.
-        if !is_plain(of.input) || (self.reuse_logits && may_overwrite()?) {
-            rows(
-                &operands,
-                Wanted { losses: None, gradients: Some((&factors, kernels::Gradients::InPlace)) },
-            )?;
-            bump_version(&mut logits)?;
-            return Ok(logits.f_detach()?);
+        let in_place = !is_plain(of.input) || (self.reuse_logits && may_overwrite()?);
+        let mut own = (!in_place).then(|| logits.f_empty_like()).transpose()?;
+        let gradients = own.as_mut().map_or(kernels::Gradients::InPlace, kernels::Gradients::To);
+        let wanted = Wanted {
+            losses: None,
+            total: None,
+            factor: factor.as_ref().map_or(Factor::One, Factor::OfMean),
+            grads: Some(grad),
+            gradients: Some(gradients),
+        };
+        rows(&operands, wanted)?;
+        if let Some(gradient) = own {
+            return Ok(gradient);
         }
-        let mut gradient = logits.f_empty_like()?;
-        let gradients = Some((&factors, kernels::Gradients::To(&mut gradient)));
-        rows(&operands, Wanted { losses: None, gradients })?;
-        Ok(gradient)
+        bump_version(&mut logits)?;
+        Ok(logits.f_detach()?)
     }
 }

@@ -2,8 +2,8 @@
 
 use super::loss::check::{KINDS, check_options, check_target, loss};
 use super::loss::kernels::{
-    self, Operands, Wanted, compute_kind, factor, is_ahead, rows, size_of, times, times_gradient,
-    total,
+    self, Factor, Mean, Operands, Wanted, compute_kind, is_ahead, mean_factor, rows, size_of,
+    times, total,
 };
 use crate::amp::CastPolicy;
 use crate::ffi::tensor::plain;
@@ -292,9 +292,8 @@ impl Operator for LinearCrossEntropy {
             let layer = Layer::new(&of)?;
             let classes = layer.weight.size2()?.0;
             check_target(Self::NAME, &layer.targets, classes, self.ignore_index)?;
-            let (factor, compute) = (self.factor(&layer)?, compute_kind(layer.input.f_kind()?));
-            let factors = times_gradient(factor.as_ref(), grad, compute)?;
-            self.chunked(&layer, None, Some(&factors), &wanted)?
+            let factor = self.factor(&layer)?;
+            self.chunked(&layer, None, factor.as_ref(), Some(grad), &wanted)?
         };
         Ok(LinearCrossEntropyIn { input, weight, target: None, bias })
     }
@@ -390,10 +389,12 @@ impl LinearCrossEntropy {
         }
     }
 
-    /// By what the sum of the losses is multiplied, `[1]`; `None` without a reduction.
+    /// By what the sum of the losses is multiplied, `[1]`, for a mean.
     fn factor(&self, layer: &Layer) -> Result<Option<Tensor>> {
         let compute = compute_kind(layer.input.f_kind()?);
-        factor(self.reduction, &layer.targets, None, self.ignore_index, compute)
+        let mean = Mean { targets: &layer.targets, weight: None, ignore_index: self.ignore_index };
+        let is_mean = self.reduction == Reduction::Mean;
+        is_mean.then(|| mean_factor(mean, compute)).transpose()
     }
 
     /// The loss, and those gradients that are wanted.
@@ -402,21 +403,21 @@ impl LinearCrossEntropy {
         let mut losses =
             Tensor::f_empty([layer.input.size2()?.0], (compute, layer.input.device()))?;
         let factor = self.factor(layer)?;
-        let factors = factor.as_ref().filter(|_| wanted.input || wanted.weight || wanted.bias);
-        let gradients = self.chunked(layer, Some(&mut losses), factors, wanted)?;
-        match factor {
-            Some(factor) => Ok((total(&losses, &factor, compute)?, gradients)),
-            None => Ok((losses, gradients)),
+        let gradients = self.chunked(layer, Some(&mut losses), factor.as_ref(), None, wanted)?;
+        match self.reduction {
+            Reduction::None => Ok((losses, gradients)),
+            _ => Ok((total(&losses, factor.as_ref(), compute)?, gradients)),
         }
     }
 
-    /// Computes the losses of all rows and, with factors (`[1]` or `[N]`), the gradients that are
-    /// wanted; chunk after chunk.
+    /// Computes the losses of all rows and the gradients that are wanted, for incoming ones of `[N]`, of
+    /// one number, or of 1; chunk after chunk.
     fn chunked(
         &self,
         layer: &Layer,
         mut losses: Option<&mut Tensor>,
-        factors: Option<&Tensor>,
+        factor: Option<&Tensor>,
+        grads: Option<&Tensor>,
         wanted: &Wish,
     ) -> Result<Found> {
         let (kind, device) = (layer.input.f_kind()?, layer.input.device());
@@ -443,15 +444,20 @@ impl LinearCrossEntropy {
             };
             let targets = part(&layer.targets)?;
             let mut of_chunk = losses.as_deref_mut().map(|losses| part(losses)).transpose()?;
-            let is_each =
-                |factors: &&Tensor| factors.size1().is_ok_and(|len| len == all && all > 1);
-            let own = factors.filter(is_each).map(part).transpose()?;
-            let factors = own.as_ref().or(factors);
-            let gradients_of_logits = factors.map(|factors| (factors, kernels::Gradients::InPlace));
+            let is_each = |grads: &&Tensor| grads.dim() == 1 && grads.numel() > 1;
+            let own = grads.filter(is_each).map(part).transpose()?;
             let own_logits = logits.f_narrow(1, 0, own_classes)?;
             let operands = self.operands(&own_logits, &targets);
-            rows(&operands, Wanted { losses: of_chunk.as_mut(), gradients: gradients_of_logits })?;
-            if factors.is_some() {
+            let has_gradients = wanted.input || wanted.weight || wanted.bias;
+            let of_logits = Wanted {
+                losses: of_chunk.as_mut(),
+                total: None,
+                factor: factor.map_or(Factor::One, Factor::Known),
+                grads: own.as_ref().or(grads),
+                gradients: has_gradients.then_some(kernels::Gradients::InPlace),
+            };
+            rows(&operands, of_logits)?;
+            if has_gradients {
                 // What stands beyond the classes is no gradient: NaN, if the input has one.
                 let _ = logits.f_narrow(1, own_classes, classes - own_classes)?.f_zero_()?;
                 gradients.add(layer, &input, &logits, first)?;

@@ -19,8 +19,8 @@ pub(crate) struct Rows {
     row_stride: i64,
     /// Rows with this target have no loss.
     ignore_index: i64,
-    /// From a row's factor to the next one's: 1, or 0 if all rows have one.
-    factor_stride: i64,
+    /// From a row's incoming gradient to the next one's: 1, or 0 if all rows have one.
+    grad_stride: i64,
     label_smoothing: f64,
     /// c: the loss is that of c tanh(z / c); 0 for the logits themselves.
     softcap: f64,
@@ -28,6 +28,11 @@ pub(crate) struct Rows {
     z_loss: f64,
     /// Of logits and gradients.
     kind: i32,
+    /// Whether the factor is computed for a mean, 1 / Σ w[t] over rows that are not ignored; on CUDA
+    /// only.
+    of_mean: i32,
+    /// Whether the incoming gradients have the compute kind instead of the logits'.
+    wide_grads: i32,
     reserved: i32,
     /// `[M, V]`.
     logits: *const c_void,
@@ -39,47 +44,39 @@ pub(crate) struct Rows {
     weight_sum: *const c_void,
     /// `[M]` of the compute kind, null when nobody needs it.
     losses: *mut c_void,
-    /// `[M]` or `[1]` of the compute kind: by what a row's gradient is multiplied; null without
-    /// gradients.
-    factors: *const c_void,
+    /// `[1]` of the compute kind: by what the sum of the losses is multiplied; null for 1.
+    factor: *mut c_void,
+    /// `[M]` or `[1]`: the incoming gradients; null for 1.
+    grads: *const c_void,
     /// `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
     /// place.
     gradients: *mut c_void,
+    /// `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the factor; on
+    /// CUDA only.
+    total: *mut c_void,
 }
 
-/// Targets, and by what the sum of their rows' losses is multiplied for a mean: 1 / Σ w[t] over rows
-/// that are not ignored.
+/// By what the sum of the rows' losses is multiplied, and their sum times this factor.
 #[repr(C)]
-pub(crate) struct Mean {
+pub(crate) struct Total {
     /// M, the number of rows.
     rows: i64,
     /// V, the number of weights.
     classes: i64,
     ignore_index: i64,
-    /// The compute kind.
+    /// Of the total; the others have the compute kind.
     kind: i32,
-    reserved: i32,
-    /// `[M]`.
+    /// Whether the factor is computed for a mean, 1 / Σ w[t] over rows that are not ignored.
+    of_mean: i32,
+    /// `[M]`, for a mean.
     targets: *const i64,
     /// `[V]`, null for ones.
     weight: *const c_void,
-    /// `[1]`.
-    factor: *mut c_void,
-}
-
-/// The losses of rows, and their sum times a factor.
-#[repr(C)]
-pub(crate) struct Total {
-    /// M, the number of rows.
-    rows: i64,
-    /// Of the total; the others have the compute kind.
-    kind: i32,
-    reserved: i32,
     /// `[M]`.
     losses: *const c_void,
-    /// `[1]`.
-    factor: *const c_void,
-    /// `[1]`.
+    /// `[1]`, null for 1.
+    factor: *mut c_void,
+    /// `[1]`, null if there is no total.
     total: *mut c_void,
 }
 
@@ -101,7 +98,6 @@ pub(crate) struct Scale {
 crate::kernels::raw_kernels! {
     "loss";
     fn run_rows(Rows) = tch_extension_loss_rows_cpu, tch_extension_loss_rows_cuda;
-    fn run_mean(Mean) = tch_extension_loss_mean_cpu, tch_extension_loss_mean_cuda;
     fn run_total(Total) = tch_extension_loss_total_cpu, tch_extension_loss_total_cuda;
     fn run_scale(Scale) = tch_extension_loss_scale_cpu, tch_extension_loss_scale_cuda;
 }
@@ -115,41 +111,6 @@ pub(crate) fn compute_kind(kind: Kind) -> Kind {
 /// small there for its range: the loss scale that keeps them in it arrives in the backward pass.
 pub(crate) fn is_ahead(reduction: Reduction, kind: Kind) -> bool {
     reduction != Reduction::None && kind != Kind::Half
-}
-
-/// By what the sum of the rows' losses is multiplied, `[1]` of this compute kind; `None` without a
-/// reduction.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn factor(
-    reduction: Reduction,
-    targets: &Tensor,
-    weight: Option<&Tensor>,
-    ignore_index: i64,
-    compute: Kind,
-) -> Result<Option<Tensor>> {
-    Ok(match reduction {
-        Reduction::Mean => Some(mean_factor(targets, weight, ignore_index, compute)?),
-        Reduction::Sum => Some(Tensor::f_ones([1], (compute, targets.device()))?),
-        _ => None,
-    })
-}
-
-/// By what the rows' gradients are multiplied, `[1]` or `[M]`: the [`factor`] times the incoming gradient.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn times_gradient(
-    factor: Option<&Tensor>,
-    grad: &Tensor,
-    compute: Kind,
-) -> Result<Tensor> {
-    let grad = grad.f_to_kind(compute)?;
-    match factor {
-        Some(factor) => plain(&factor.f_mul(&grad)?),
-        None => plain(&grad),
-    }
 }
 
 /// The bytes of an element.
@@ -180,16 +141,38 @@ pub(crate) enum Gradients<'a> {
     InPlace,
 }
 
+/// By what the sum of the rows' losses is multiplied; a tensor is `[1]` of [`compute_kind`].
+#[derive(Clone, Copy)]
+pub(crate) enum Factor<'a> {
+    One,
+    Known(&'a Tensor),
+    /// For a mean of these rows: the tensor gets 1 / Σ w[t] over rows that are not ignored.
+    OfMean(&'a Tensor),
+}
+
+impl<'a> Factor<'a> {
+    fn tensor(self) -> Option<&'a Tensor> {
+        match self {
+            Factor::One => None,
+            Factor::Known(tensor) | Factor::OfMean(tensor) => Some(tensor),
+        }
+    }
+}
+
 /// What is computed.
 pub(crate) struct Wanted<'a> {
     /// `[M]` of [`compute_kind`].
     pub losses: Option<&'a mut Tensor>,
-    /// By what gradients are multiplied, `[M]` or `[1]` of [`compute_kind`]; and where they are
-    /// written.
-    pub gradients: Option<(&'a Tensor, Gradients<'a>)>,
+    /// `[]` of the logits' kind: the sum of the losses, which must be wanted, too, times the factor.
+    pub total: Option<&'a mut Tensor>,
+    pub factor: Factor<'a>,
+    /// The incoming gradients, `[M]` or one, of the logits' kind or of [`compute_kind`]; 1 if there are
+    /// none.
+    pub grads: Option<&'a Tensor>,
+    pub gradients: Option<Gradients<'a>>,
 }
 
-/// Computes the losses and gradients of rows.
+/// Computes the losses and gradients of rows. On CUDA this is one call, of few kernels.
 ///
 /// # Errors
 /// When CUDA fails.
@@ -197,37 +180,49 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     let (rows, classes) = operands.logits.size2()?;
     let (kind, device) = (operands.logits.f_kind()?, operands.logits.device());
     let (like, compute) = ((kind, device), (compute_kind(kind), device));
-    let weight_sum = operands.weight.map(|weight| weight.f_sum(compute.0)).transpose()?;
+    let Wanted { losses, total, factor, grads, gradients } = wanted;
+    let Operands { targets, weight, ignore_index, .. } = *operands;
+    let of_mean = matches!(factor, Factor::OfMean(_));
+    let mean = of_mean.then_some(Mean { targets, weight, ignore_index });
+    if let (false, Factor::OfMean(factor)) = (device.is_cuda(), factor) {
+        run_totals(mean, Some(factor), None, like)?;
+    }
+    let weight_sum = weight.map(|weight| weight.f_sum(compute.0)).transpose()?;
     let weight_sum = weight_sum.map(|sum| sum.f_view([1])).transpose()?;
-    let (factors, gradients) = wanted.gradients.unzip();
     let gradients = gradients.as_ref().map(|gradients| match gradients {
         Gradients::To(tensor) => &**tensor,
         Gradients::InPlace => operands.logits,
     });
-    let factor_count = factors.map_or(1, |factors| factors.size().first().copied().unwrap_or(0));
-    if factor_count != 1 && factor_count != rows {
-        return Err(Error::msg("internal error: one factor, or one for each row"));
+    let grads = grads.map(|grads| plain(&grads.f_reshape([-1])?)).transpose()?;
+    let grad_count = grads.as_ref().map(Tensor::size1).transpose()?.unwrap_or(1);
+    if grad_count != 1 && grad_count != rows {
+        return Err(Error::msg("internal error: one incoming gradient, or one for each row"));
     }
+    let grad_kind = grads.as_ref().map(Tensor::f_kind).transpose()?.unwrap_or(kind);
+    let wide_grads = grad_kind != kind;
+    let grad_like = if wide_grads { compute } else { like };
     let (logits, row_stride) = checked_rows("logits", operands.logits, like)?;
+    let on_cuda = |total: &Tensor| device.is_cuda().then(|| total.shallow_clone());
     let params = Rows {
         rows,
         classes,
         row_stride,
-        ignore_index: operands.ignore_index,
-        factor_stride: i64::from(factor_count == rows && rows != 1),
+        ignore_index,
+        grad_stride: i64::from(grad_count == rows && rows != 1),
         label_smoothing: operands.label_smoothing,
         softcap: operands.softcap,
         z_loss: operands.z_loss,
         kind: kind_code(kind)?,
+        of_mean: (of_mean && device.is_cuda()).into(),
+        wide_grads: wide_grads.into(),
         reserved: 0,
         logits,
-        targets: checked("targets", operands.targets, &[rows], (Kind::Int64, device))?
-            .cast_const()
-            .cast(),
-        weight: optional_ptr("weight", operands.weight, &[classes], compute)?,
+        targets: checked("targets", targets, &[rows], (Kind::Int64, device))?.cast_const().cast(),
+        weight: optional_ptr("weight", weight, &[classes], compute)?,
         weight_sum: optional_ptr("weight_sum", weight_sum.as_ref(), &[1], compute)?,
-        losses: optional_ptr("losses", wanted.losses.as_deref(), &[rows], compute)?,
-        factors: optional_ptr("factors", factors, &[factor_count], compute)?,
+        losses: optional_ptr("losses", losses.as_deref(), &[rows], compute)?,
+        factor: optional_ptr("factor", factor.tensor(), &[1], compute)?,
+        grads: optional_ptr("grads", grads.as_ref(), &[grad_count], grad_like)?,
         gradients: match gradients {
             Some(gradients) => match checked_rows("gradients", gradients, like)? {
                 (address, stride)
@@ -239,11 +234,20 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
             },
             None => std::ptr::null_mut(),
         },
+        total: optional_ptr("total", total.as_deref().and_then(on_cuda).as_ref(), &[], like)?,
     };
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
-    // are written are borrowed exclusively, so they overlap no other, except that the gradients may
-    // be the logits, which the kernels read before they write there.
-    unsafe { run_rows(device, &params) }
+    // are written are borrowed exclusively, or were made for this call as the factor, so they overlap no
+    // other, except that the gradients may be the logits, which the kernels read before they write
+    // there.
+    unsafe { run_rows(device, &params)? };
+    match (losses, total) {
+        // Without rows, no kernel of theirs runs.
+        (Some(losses), Some(total)) if !device.is_cuda() || rows == 0 => {
+            run_totals(mean.filter(|_| rows == 0), factor.tensor(), Some((losses, total)), like)
+        }
+        _ => Ok(()),
+    }
 }
 
 /// The address of a row-major tensor `[M, V]` of this kind and device, and from a row to the next one.
@@ -259,53 +263,71 @@ fn checked_rows(name: &str, tensor: &Tensor, like: (Kind, Device)) -> Result<(*m
     Ok((checked(name, &tensor.f_narrow(0, 0, 1)?, &[1, classes], like)?, stride[0]))
 }
 
-/// 1 / Σ w[t] over rows that are not ignored, `[1]` of this compute kind; of targets `[M]` and weights
-/// `[V]`, both contiguous.
+/// The classes of rows, for the factor of a mean: targets `[M]` and weights `[V]` of the compute kind, both
+/// contiguous.
+#[derive(Clone, Copy)]
+pub(crate) struct Mean<'a> {
+    pub targets: &'a Tensor,
+    pub weight: Option<&'a Tensor>,
+    pub ignore_index: i64,
+}
+
+/// Computes the factor `[1]`, if there is a mean, and the total of losses `[M]`, if there are some; the
+/// factor and the losses are of the compute kind.
+fn run_totals(
+    mean: Option<Mean<'_>>,
+    factor: Option<&Tensor>,
+    of: Option<(&Tensor, &Tensor)>,
+    (kind, device): (Kind, Device),
+) -> Result<()> {
+    let like = (compute_kind(kind), device);
+    let rows = match (mean, of) {
+        (Some(mean), _) => mean.targets.size1()?,
+        (None, Some((losses, _))) => losses.size1()?,
+        (None, None) => return Ok(()),
+    };
+    let targets = mean.map(|mean| mean.targets);
+    let weight = mean.and_then(|mean| mean.weight);
+    let classes = weight.map(Tensor::size1).transpose()?.unwrap_or(0);
+    let params = Total {
+        rows,
+        classes,
+        ignore_index: mean.map_or(0, |mean| mean.ignore_index),
+        kind: kind_code(kind)?,
+        of_mean: mean.is_some().into(),
+        targets: optional_ptr("targets", targets, &[rows], (Kind::Int64, device))?
+            .cast_const()
+            .cast(),
+        weight: optional_ptr("weight", weight, &[classes], like)?,
+        losses: optional_ptr("losses", of.map(|(losses, _)| losses), &[rows], like)?,
+        factor: optional_ptr("factor", factor, &[1], like)?,
+        total: optional_ptr("total", of.map(|(_, total)| total), &[], (kind, device))?,
+    };
+    // SAFETY: as in `rows`; the factor and the total were made for this call. A weight is read only for
+    // a target that is a class.
+    unsafe { run_total(device, &params) }
+}
+
+/// 1 / Σ w[t] over rows that are not ignored, `[1]` of this compute kind.
 ///
 /// # Errors
 /// When CUDA fails.
-fn mean_factor(
-    targets: &Tensor,
-    weight: Option<&Tensor>,
-    ignore_index: i64,
-    compute: Kind,
-) -> Result<Tensor> {
-    let (rows, like) = (targets.size1()?, (compute, targets.device()));
+pub(crate) fn mean_factor(mean: Mean<'_>, compute: Kind) -> Result<Tensor> {
+    let like = (compute, mean.targets.device());
     let factor = Tensor::f_empty([1], like)?;
-    let classes = weight.map(Tensor::size1).transpose()?.unwrap_or(0);
-    let params = Mean {
-        rows,
-        classes,
-        ignore_index,
-        kind: kind_code(compute)?,
-        reserved: 0,
-        targets: checked("targets", targets, &[rows], (Kind::Int64, like.1))?.cast_const().cast(),
-        weight: optional_ptr("weight", weight, &[classes], like)?,
-        factor: checked("factor", &factor, &[1], like)?,
-    };
-    // SAFETY: as in `rows`. A weight is read only for a target that is a class.
-    unsafe { run_mean(like.1, &params)? };
+    run_totals(Some(mean), Some(&factor), None, like)?;
     Ok(factor)
 }
 
-/// The sum of losses `[M]` times a factor `[1]`, both of the compute kind: without dimensions, of this
-/// kind.
+/// The sum of losses `[M]` times a factor `[1]`, or 1, both of the compute kind: without dimensions, of
+/// this kind.
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn total(losses: &Tensor, factor: &Tensor, kind: Kind) -> Result<Tensor> {
-    let (rows, like) = (losses.size1()?, (compute_kind(kind), losses.device()));
-    let total = Tensor::f_empty([0_i64; 0].as_slice(), (kind, like.1))?;
-    let params = Total {
-        rows,
-        kind: kind_code(kind)?,
-        reserved: 0,
-        losses: checked("losses", losses, &[rows], like)?,
-        factor: checked("factor", factor, &[1], like)?,
-        total: checked("total", &total, &[], (kind, like.1))?,
-    };
-    // SAFETY: as in `rows`.
-    unsafe { run_total(like.1, &params)? };
+pub(crate) fn total(losses: &Tensor, factor: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
+    let like = (kind, losses.device());
+    let total = Tensor::f_empty([0_i64; 0].as_slice(), like)?;
+    run_totals(None, factor, Some((losses, &total)), like)?;
     Ok(total)
 }
 
