@@ -48,8 +48,8 @@ struct LossRows {
   // `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
   // place.
   void* gradients;
-  // `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the factor; on
-  // CUDA only.
+  // `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the
+  // factor; on CUDA only.
   void* total;
 };
 

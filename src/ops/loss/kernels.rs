@@ -51,8 +51,8 @@ pub(crate) struct Rows {
     /// `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
     /// place.
     gradients: *mut c_void,
-    /// `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the factor; on
-    /// CUDA only.
+    /// `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the
+    /// factor; on CUDA only.
     total: *mut c_void,
 }
 
