@@ -394,6 +394,12 @@ char* tch_extension_new_empty(const at::Tensor* like,
 char* tch_extension_describe(const at::Tensor* tensor);
 bool tch_extension_is_in_memory(const at::Tensor* tensor);
 bool tch_extension_is_plain(const at::Tensor* tensor);
+bool tch_extension_array(const at::Tensor* tensor,
+                         int32_t kind,
+                         int32_t device,
+                         const int64_t* sizes,
+                         size_t len,
+                         void** data);
 bool tch_extension_is_strided(const at::Tensor* tensor);
 int32_t tch_extension_scalar_type(const at::Tensor* tensor);
 bool tch_extension_has_shape(const at::Tensor* tensor, const int64_t* sizes, size_t len);

@@ -24,6 +24,29 @@ TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
   return tch_extension_is_in_memory(tensor) && tensor->is_contiguous();
 }
 
+// Whether the tensor is plain, of this kind and on this device, the index of a CUDA device or -1
+// for the CPU; and whether it has these sizes or, if they are null, `len` elements. Then `data`
+// becomes the address of its first element. One call, because a kernel has many tensors.
+TCH_EXTENSION_API bool tch_extension_array(const at::Tensor* tensor, int32_t kind, int32_t device,
+                                           const int64_t* sizes, size_t len, void** data) {
+  try {
+    const bool is_there =
+        device < 0 ? tensor->is_cpu() : tensor->is_cuda() && tensor->get_device() == device;
+    if (!is_there || static_cast<int32_t>(tensor->scalar_type()) != kind ||
+        !tch_extension_is_plain(tensor)) {
+      return false;
+    }
+    const bool fits = sizes != nullptr ? tensor->sizes() == at::IntArrayRef(sizes, len)
+                                       : static_cast<size_t>(tensor->numel()) == len;
+    if (!fits) return false;
+    touch(*tensor);
+    *data = tensor->mutable_data_ptr();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
 // Whether the tensor has these sizes and strides, and its first element this address.
 TCH_EXTENSION_API bool tch_extension_is_at(const at::Tensor* tensor, const void* data,
                                            const int64_t* sizes, const int64_t* strides,

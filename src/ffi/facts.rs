@@ -4,7 +4,7 @@
 
 use super::pointers::Pointers;
 use super::take_message;
-use super::value::kind_of_number;
+use super::value::{kind_number, kind_of_number};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
@@ -222,6 +222,24 @@ pub(crate) fn empty<const N: usize>(
         // SAFETY: the pointer is null or a handle that C++ allocated for us.
         (!raw.is_null()).then(|| Fresh { tensor: unsafe { Tensor::from_ptr(raw) }, data })
     }))
+}
+
+/// Makes a new contiguous tensor, as `Tensor::f_empty` does through the dispatcher.
+///
+/// # Errors
+/// When memory is exhausted, or the device is none of libtorch's.
+pub(crate) fn empty_of(sizes: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
+    let index = match device {
+        Device::Cpu => Some(CPU),
+        Device::Cuda(index) if cfg!(tch_extension_cuda) => i32::try_from(index).ok(),
+        _ => None,
+    };
+    let Some(index) = index.filter(|_| sizes.len() <= MOST_DIMS) else {
+        return Ok(Tensor::f_empty(sizes, (kind, device))?);
+    };
+    let like = Facts { kind: kind_number(kind), device: index, dim: 0, ..Facts::NONE };
+    let [made] = empty([Some(sizes)], &like)?;
+    made.map(|made| made.tensor).ok_or_else(|| Error::msg("internal error: no tensor was made"))
 }
 
 #[cfg(test)]

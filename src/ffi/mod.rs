@@ -63,17 +63,29 @@ pub(crate) fn checked(
     shape: &[i64],
     like: (Kind, Device),
 ) -> Result<*mut c_void> {
-    let fits = tensor.size() == shape
-        && tensor.f_kind().is_ok_and(|kind| kind == like.0)
-        && tensor.device() == like.1
-        && tensor::is_plain(tensor);
-    if !fits {
-        return Err(Error::msg(format!(
-            "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {}",
-            tensor::describe(tensor)
-        )));
-    }
-    Ok(tensor::address(tensor))
+    tensor::array(tensor, like, Ok(shape)).ok_or_else(|| unfit(name, tensor, shape, like))
+}
+
+/// [`checked`] for an array whose number of elements has to fit, but not its shape. Null for an absent
+/// tensor.
+pub(crate) fn flat(
+    name: &str,
+    tensor: Option<&Tensor>,
+    numel: i64,
+    like: (Kind, Device),
+) -> Result<*mut c_void> {
+    let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
+    let len = usize::try_from(numel).ok();
+    len.and_then(|len| tensor::array(tensor, like, Err(len)))
+        .ok_or_else(|| unfit(name, tensor, &[numel], like))
+}
+
+#[cold]
+fn unfit(name: &str, tensor: &Tensor, shape: &[i64], like: (Kind, Device)) -> Error {
+    Error::msg(format!(
+        "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {}",
+        tensor::describe(tensor)
+    ))
 }
 
 /// [`checked`] for a tensor that may be absent; the address is then null.

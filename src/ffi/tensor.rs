@@ -1,7 +1,7 @@
 //! Bindings to `csrc/tensor`.
 
 use super::take_message;
-use super::value::kind_of_number;
+use super::value::{kind_number, kind_of_number};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_int, c_void};
 use std::marker::PhantomData;
@@ -22,6 +22,14 @@ unsafe extern "C" {
     fn tch_extension_describe(tensor: *const C_tensor) -> *mut c_char;
     fn tch_extension_is_in_memory(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_plain(tensor: *const C_tensor) -> bool;
+    fn tch_extension_array(
+        tensor: *const C_tensor,
+        kind: i32,
+        device: i32,
+        sizes: *const i64,
+        len: usize,
+        data: *mut *mut c_void,
+    ) -> bool;
     fn tch_extension_is_strided(tensor: *const C_tensor) -> bool;
     fn tch_extension_scalar_type(tensor: *const C_tensor) -> i32;
     fn tch_extension_has_shape(tensor: *const C_tensor, sizes: *const i64, len: usize) -> bool;
@@ -71,6 +79,30 @@ pub(crate) fn describe(tensor: &Tensor) -> String {
 pub(crate) fn is_plain(tensor: &Tensor) -> bool {
     // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_is_plain(tensor.as_ptr()) }
+}
+
+/// The address of the tensor's first element, for a kernel, if the tensor is plain, of this kind and
+/// device, and of these sizes or, with `Err`, of so many elements.
+pub(crate) fn array(
+    tensor: &Tensor,
+    (kind, device): (Kind, Device),
+    sizes: std::result::Result<&[i64], usize>,
+) -> Option<*mut c_void> {
+    let device = match device {
+        Device::Cpu => -1,
+        Device::Cuda(index) => i32::try_from(index).ok()?,
+        _ => return None,
+    };
+    let (sizes, len) = match sizes {
+        Ok(sizes) => (sizes.as_ptr(), sizes.len()),
+        Err(len) => (std::ptr::null(), len),
+    };
+    let (tensor, mut data) = (tensor.as_ptr(), std::ptr::null_mut());
+    // SAFETY: the pointer is borrowed from a live tensor, there are `len` sizes unless they are null,
+    // and C++ writes `data`.
+    let fits =
+        unsafe { tch_extension_array(tensor, kind_number(kind), device, sizes, len, &mut data) };
+    fits.then_some(data)
 }
 
 /// Whether the tensor's memory holds its values, in any strides.

@@ -1,7 +1,7 @@
 //! Kinds and sizes without values, as an operator's rule sees its tensors.
 
 use crate::check::{cast_one, no_cuda_kernels};
-use crate::ffi::facts::Facts;
+use crate::ffi::facts::{Facts, empty_of};
 use crate::library::SymInt;
 use crate::{Error, Result};
 use std::fmt::Debug;
@@ -286,7 +286,7 @@ impl Meta<i64> {
 
     /// Makes the tensor, without values.
     pub(crate) fn allocate(&self) -> Result<Tensor> {
-        Ok(Tensor::f_empty(&*self.sizes, (self.kind, self.device))?)
+        empty_of(&self.sizes, (self.kind, self.device))
     }
 }
 

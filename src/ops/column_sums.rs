@@ -1,6 +1,7 @@
 //! The sums of the columns of a matrix, which several kernels compute among other things.
 
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use crate::ffi::{checked, optional_ptr};
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
@@ -55,7 +56,7 @@ impl ColumnSums {
         };
         let kind = if like.0 == Kind::Double { Kind::Double } else { Kind::Float };
         let size = [slabs * fold, columns];
-        let memory = if size[0] > 1 { Some(Tensor::f_empty(size, (kind, like.1))?) } else { None };
+        let memory = if size[0] > 1 { Some(empty_of(&size, (kind, like.1))?) } else { None };
         let partial = optional_ptr("partial", memory.as_ref(), &size, (kind, like.1))?;
         let sums = checked("sums", sums, &[columns], like)?;
         Ok((ColumnSums { rows, columns, slabs, partial, sums, fold }, memory))

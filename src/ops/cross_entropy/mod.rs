@@ -4,6 +4,7 @@ use super::loss::check::{KINDS, check_options, check_target, loss};
 use super::loss::kernels::{self, Factor, Operands, Wanted, compute_kind, is_ahead, rows, times};
 use crate::Result;
 use crate::amp::CastPolicy;
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::{bump_version, is_plain, plain};
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
@@ -245,11 +246,10 @@ impl CrossEntropy {
         let compute = (compute_kind(kind), device);
         let weight = of.weight.map(|weight| plain(&weight.f_to_kind(compute.0)?)).transpose()?;
         let operands = self.operands(&logits, &targets, weight.as_ref());
-        let mut losses = Tensor::f_empty([logits.size2()?.0], compute)?;
+        let mut losses = empty_of(&[logits.size2()?.0], compute)?;
         let factor = self.factor(compute)?;
         let is_one = self.reduction != Reduction::None;
-        let mut total =
-            is_one.then(|| Tensor::f_empty([0_i64; 0].as_slice(), (kind, device))).transpose()?;
+        let mut total = is_one.then(|| empty_of(&[], (kind, device))).transpose()?;
         // A copy is nobody else's.
         let in_place = keep && (is_copied || self.reuse_logits);
         let mut own = (keep && !in_place).then(|| logits.f_empty_like()).transpose()?;
@@ -276,7 +276,7 @@ impl CrossEntropy {
     /// Memory for the factor of a mean.
     fn factor(&self, compute: (Kind, Device)) -> Result<Option<Tensor>> {
         let is_mean = self.reduction == Reduction::Mean;
-        Ok(is_mean.then(|| Tensor::f_empty([1], compute)).transpose()?)
+        is_mean.then(|| empty_of(&[1], compute)).transpose()
     }
 
     /// The gradient, from the logits, and in their place if they are reused and may be overwritten.

@@ -1,5 +1,6 @@
 //! The kernels of `csrc/linear`.
 
+use crate::ffi::facts::empty_of;
 use crate::ffi::kind_code;
 use crate::ffi::tensor::{describe, is_in_memory, plain};
 use crate::kernels::raw_kernels;
@@ -38,7 +39,7 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
     let grad = rows(grad)?;
     let size = grad.size2()?;
     let like = (grad.f_kind()?, grad.device());
-    let mut grad_bias = Tensor::f_empty([size.1], like)?;
+    let mut grad_bias = empty_of(&[size.1], like)?;
     let is_contiguous = grad.stride()[0] == size.1;
     let may_fold = is_contiguous && is_aligned(&[grad.data_ptr()]);
     let (sums, _partial) = ColumnSums::new(size, may_fold, &mut grad_bias, like)?;

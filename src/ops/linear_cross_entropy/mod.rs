@@ -6,6 +6,7 @@ use super::loss::kernels::{
     times, total,
 };
 use crate::amp::CastPolicy;
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::operator::{
     Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
@@ -400,8 +401,7 @@ impl LinearCrossEntropy {
     /// The loss, and those gradients that are wanted.
     fn losses(&self, layer: &Layer, wanted: &Wish) -> Result<(Tensor, Found)> {
         let compute = compute_kind(layer.input.f_kind()?);
-        let mut losses =
-            Tensor::f_empty([layer.input.size2()?.0], (compute, layer.input.device()))?;
+        let mut losses = empty_of(&[layer.input.size2()?.0], (compute, layer.input.device()))?;
         let factor = self.factor(layer)?;
         let gradients = self.chunked(layer, Some(&mut losses), factor.as_ref(), None, wanted)?;
         match self.reduction {
@@ -430,7 +430,7 @@ impl LinearCrossEntropy {
         let of_weight = wanted.weight;
         let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
         let chunks = Chunks::new(&sizes, self.memory, self.accumulate_in_float);
-        let logits = Tensor::f_empty([chunks.rows.min(all), classes], (kind, device))?;
+        let logits = empty_of(&[chunks.rows.min(all), classes], (kind, device))?;
         let mut gradients = Accumulated::new(layer, wanted, &chunks)?;
         for first in (0..all).step_by(usize::try_from(chunks.rows).unwrap_or(usize::MAX)) {
             let len = chunks.rows.min(all - first);
@@ -487,7 +487,9 @@ struct Accumulated {
 impl Accumulated {
     fn new(layer: &Layer, wanted: &Wish, chunks: &Chunks) -> Result<Self> {
         let (kind, device) = (layer.input.f_kind()?, layer.input.device());
-        let of = |tensor: &Tensor, kind: Kind| Tensor::f_zeros(tensor.size(), (kind, device));
+        let of = |tensor: &Tensor, kind: Kind| -> Result<Tensor> {
+            Ok(Tensor::f_zeros(tensor.size(), (kind, device))?)
+        };
         let of_products = if chunks.in_float { Kind::Float } else { kind };
         // The first chunk's product is written over what is here, unless there is no chunk, or it is
         // added on the CPU.
@@ -496,7 +498,7 @@ impl Accumulated {
             if is_zero || layer.input.size2()?.0 == 0 {
                 return of(tensor, kind);
             }
-            Tensor::f_empty(tensor.size(), (kind, device))
+            empty_of(&tensor.size(), (kind, device))
         };
         let bias = layer.bias.as_ref().filter(|_| wanted.bias);
         Ok(Accumulated {

@@ -4,6 +4,7 @@ use super::super::recurrent::{columns, product};
 use super::functions::is_in_tf32;
 use super::plan::Sizes;
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use tch::{Kind, Tensor};
 
 pub(super) struct Operands<'a> {
@@ -74,7 +75,7 @@ impl Operands<'_> {
     fn side_by_side(&self) -> Result<Tensor> {
         let Sizes { steps, batch, features, hidden } = self.sizes;
         let operands = (self.grad_gates.f_kind()?, self.grad_gates.device());
-        let hx = Tensor::f_empty([steps, batch, hidden + features], operands)?;
+        let hx = empty_of(&[steps, batch, hidden + features], operands)?;
         let before = hx.f_narrow(2, 0, hidden)?;
         before.f_select(0, 0)?.f_copy_(self.h0)?;
         before.f_narrow(0, 1, steps - 1)?.f_copy_(&self.output.f_narrow(0, 0, steps - 1)?)?;

@@ -5,7 +5,7 @@ use super::kernels::fused::{self, Extras, Operands, Outputs};
 use super::kernels::pointwise;
 use super::plan::{Sizes, Way};
 use super::{gemm, place};
-use crate::ffi::facts::Facts;
+use crate::ffi::facts::{Facts, empty_of};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -129,9 +129,9 @@ fn by_product(operands: &Operands<'_>, sizes: Sizes, extras: Extras) -> Result<O
     let mut gates = plain(&gates.f_to_kind(kind)?)?;
     let bias = bias.map(|bias| plain(&bias.f_to_kind(kind)?)).transpose()?;
     let Sizes { batch, hidden, .. } = sizes;
-    let state = || Tensor::f_empty([batch, hidden], (kind, c.device()));
+    let state = || empty_of(&[batch, hidden], (kind, c.device()));
     let (mut new_h, mut new_c) = (state()?, state()?);
-    let output = || Tensor::f_empty([1, batch, hidden], (kind, c.device()));
+    let output = || empty_of(&[1, batch, hidden], (kind, c.device()));
     let mut output = extras.output.then(output).transpose()?;
     let written =
         pointwise::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };

@@ -1,5 +1,6 @@
 //! Calls of the kernels of `csrc/loss`: rows of logits, the loss of each, and its gradient.
 
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
@@ -314,7 +315,7 @@ fn run_totals(
 /// When CUDA fails.
 pub(crate) fn mean_factor(mean: Mean<'_>, compute: Kind) -> Result<Tensor> {
     let like = (compute, mean.targets.device());
-    let factor = Tensor::f_empty([1], like)?;
+    let factor = empty_of(&[1], like)?;
     run_totals(Some(mean), Some(&factor), None, like)?;
     Ok(factor)
 }
@@ -326,7 +327,7 @@ pub(crate) fn mean_factor(mean: Mean<'_>, compute: Kind) -> Result<Tensor> {
 /// When CUDA fails.
 pub(crate) fn total(losses: &Tensor, factor: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let like = (kind, losses.device());
-    let total = Tensor::f_empty([0_i64; 0].as_slice(), like)?;
+    let total = empty_of(&[], like)?;
     run_totals(None, factor, Some((losses, &total)), like)?;
     Ok(total)
 }
@@ -341,7 +342,7 @@ pub(crate) fn times(gradients: Tensor, factor: &Tensor, in_place: bool) -> Resul
         multiply(&gradients, factor, &gradients)?;
         return Ok(gradients);
     }
-    let to = Tensor::f_empty(gradients.size(), (gradients.f_kind()?, gradients.device()))?;
+    let to = empty_of(&gradients.size(), (gradients.f_kind()?, gradients.device()))?;
     multiply(&gradients, factor, &to)?;
     Ok(to)
 }

@@ -6,6 +6,7 @@ use super::rows;
 use super::way::forced;
 use crate::Result;
 use crate::amp::{CastPolicy, autocast_inputs};
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
@@ -326,7 +327,7 @@ fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
         kernels::forward(None, &bias, &mut out)?;
         return Ok(out);
     }
-    let mut out = Tensor::f_empty(size.as_slice(), (kind, product.device()))?;
+    let mut out = empty_of(size.as_slice(), (kind, product.device()))?;
     kernels::forward(Some(&product), &bias, &mut out)?;
     Ok(out)
 }
@@ -365,7 +366,7 @@ fn masked_by_kernel(
     let grad = plain(grad)?;
     let options = (out.f_kind()?, out.device());
     let mut grad_z = Tensor::f_empty_like(out)?;
-    let mut sums = columns.map(|columns| Tensor::f_empty([columns], options)).transpose()?;
+    let mut sums = columns.map(|columns| empty_of(&[columns], options)).transpose()?;
     kernels::backward(&kernels::BackwardInputs { grad: &grad, out }, &mut grad_z, sums.as_mut())?;
     Ok((grad_z, sums))
 }

@@ -1,5 +1,6 @@
 //! The kernels of `csrc/mlp`.
 
+use crate::ffi::facts::empty_of;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::ops::column_sums::ColumnSums;
 use crate::{Error, Result};
@@ -109,7 +110,7 @@ crate::kernels::raw_kernels! {
 
 /// A new tensor of the same size, contiguous.
 fn new_like(tensor: &Tensor) -> Result<Tensor> {
-    Ok(Tensor::f_empty(tensor.size(), (tensor.f_kind()?, tensor.device()))?)
+    empty_of(&tensor.size(), (tensor.f_kind()?, tensor.device()))
 }
 
 /// The number of the tensor's elements, which kernels count.
@@ -174,7 +175,7 @@ pub(crate) fn differentiate(
     let (size, like) = (input.size(), (input.f_kind()?, input.device()));
     let (rows, columns) = input.size2()?;
     let output = wanted.output.then(|| new_like(input)).transpose()?;
-    let mut sums_to = wanted.sums.then(|| Tensor::f_empty([columns], like)).transpose()?;
+    let mut sums_to = wanted.sums.then(|| empty_of(&[columns], like)).transpose()?;
     let (sums, _partial) = match &mut sums_to {
         // Rows whose length is not a multiple of 16 bytes are slow in the products already.
         Some(to) => ColumnSums::new((rows, columns), false, to, like)?,

@@ -8,6 +8,7 @@ use super::kernels::{Moments, Operands, Saved, Shape, compute_kind};
 use super::plan::Way;
 use super::rule::{check_dropout, is_half};
 use crate::autograd::{GradOptions, grad};
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::{kind, plain};
 use crate::operator::{Borrowed, Each, Meta};
 use crate::{Error, Result};
@@ -154,7 +155,7 @@ impl AddNorm<'_> {
         let moments = Moments { mean: allocate(moments.mean)?, rstd: allocate(moments.rstd)? };
         let in_kernel = self.dropout > 0.0 && !is_outside;
         if in_kernel && needs_graph {
-            dropped = Some(Tensor::f_empty([2], (Kind::Int64, device))?);
+            dropped = Some(empty_of(&[2], (Kind::Int64, device))?);
         }
         let dropout = match in_kernel {
             true => InKernel::Draw { probability: self.dropout, kept: dropped.as_ref() },
@@ -293,7 +294,7 @@ impl AddNorm<'_> {
     /// By what dropout multiplied each value: the sum of zeros and of ones that go through it.
     fn multipliers(&self, like: &Tensor, state: &Tensor) -> Result<Tensor> {
         let (kind, device) = (compute_kind(self.branch.kind()), like.device());
-        let empty = || Tensor::f_empty(like.size(), (kind, device));
+        let empty = || empty_of(&like.size(), (kind, device));
         let (mut sum, mut output) = (empty()?, empty()?);
         let (ones, zeros) = (output.f_ones_like()?, output.f_zeros_like()?);
         let operands = AddOperands { input: &ones, residual: &zeros, weight: None, bias: None };

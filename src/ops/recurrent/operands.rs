@@ -1,6 +1,7 @@
 //! Tensors as kernels read them.
 
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use tch::{Device, Kind, Tensor};
 
@@ -35,7 +36,7 @@ pub(in crate::ops) fn copied(tensor: &Tensor) -> Result<Tensor> {
 
 /// A copy that is row-major in whatever layout the tensor is.
 pub(in crate::ops) fn row_major_copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
-    let mut copy = Tensor::f_empty(tensor.size(), (kind, tensor.device()))?;
+    let mut copy = empty_of(&tensor.size(), (kind, tensor.device()))?;
     copy.f_copy_(tensor)?;
     Ok(copy)
 }

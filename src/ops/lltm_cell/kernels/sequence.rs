@@ -3,6 +3,7 @@
 use super::fused::{FusedBackward, FusedForward};
 use crate::Result;
 use crate::cuda::LaunchStatus;
+use crate::ffi::facts::empty_of;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::ops::recurrent::kernels::Outputs;
 use crate::ops::recurrent::kernels::cuda::{Gradients, gates_kind};
@@ -59,7 +60,7 @@ pub(crate) fn forward(kernel: StepKernel, of: &Sequence<'_>, keep: bool) -> Resu
     let like = (kind, device);
     let (size, gates) = (batch * hidden, 3 * batch * hidden);
     let features = if of.input_gates.is_some() { 0 } else { all_features };
-    let empty = |size: &[i64]| Tensor::f_empty(size, like);
+    let empty = |size: &[i64]| empty_of(size, like);
     let (last, all_gates) = ([batch, hidden], [steps, batch, 3 * hidden]);
     let output = empty(&[steps, batch, hidden])?;
     let c = if keep { empty(&[steps, batch, hidden])? } else { empty(&last)? };
@@ -135,7 +136,7 @@ pub(crate) fn backward(
         Ok([own.f_empty_like()?, own])
     };
     let ([mut other_h, mut h0], [mut other_c, mut c0]) = (buffers(grad_h)?, buffers(grad_c)?);
-    let gates = Tensor::f_empty([steps, batch, 3 * hidden], like)?;
+    let gates = empty_of(&[steps, batch, 3 * hidden], like)?;
     let weight_stride = weight.size2()?.1;
     optional_ptr("grad_output", grad_output, &all, like)?;
     checked("activations", activations, &[steps, batch, 3 * hidden], like)?;

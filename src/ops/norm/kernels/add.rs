@@ -2,6 +2,7 @@
 
 use super::{Kernels, Moments, Shape, Sums, alignment, compute_kind, flat, gpu, parameter_code};
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use crate::ffi::{kind_code, optional_ptr};
 use crate::operator::Borrowed;
 use crate::ops::norm::plan::{Plan, Rows};
@@ -336,7 +337,7 @@ impl AddKernels {
         let plan = plan_on(device, rows_of.backward_of_sum(kinds.stream_bytes()))?;
         let parts = rows_of.parts(&plan, device, 0);
         let scratch = |gradient: Option<&Tensor>| {
-            gradient.map(|_| Tensor::f_empty([parts, columns], compute)).transpose()
+            gradient.map(|_| empty_of(&[parts, columns], compute)).transpose()
         };
         let parts_of = [scratch(of_parameters[0])?, scratch(of_parameters[1])?];
         let part = |name, tensor: &Option<Tensor>| {

@@ -5,8 +5,9 @@ pub(in crate::ops) mod add;
 use super::plan::{Gpu, Plan, Rows, Way};
 #[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::{PerDevice, constant};
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
-use crate::ffi::{kind_code, optional_ptr};
+use crate::ffi::{flat, kind_code, optional_ptr};
 use crate::operator::{Borrowed, Each, Meta};
 use crate::{Error, Result};
 #[cfg(tch_extension_cuda)]
@@ -181,19 +182,6 @@ fn parameter_code(parameters: Kind, rows: Kind, device: Device) -> Result<i32> {
     kind_code(parameters)
 }
 
-/// [`optional_ptr`] for an array whose number of elements has to fit, but not its shape.
-fn flat(
-    name: &str,
-    tensor: Option<&Tensor>,
-    numel: i64,
-    like: (Kind, Device),
-) -> Result<*mut c_void> {
-    let size = tensor.map(Tensor::size).unwrap_or_default();
-    let found = size.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
-    let shape = if found == Some(numel) { size } else { vec![numel] };
-    optional_ptr(name, tensor, &shape, like)
-}
-
 /// The alignment that all addresses have, in bytes: a power of two, at most 16.
 fn alignment(pointers: &[*const c_void]) -> i64 {
     let all_at = |bytes: usize| pointers.iter().all(|pointer| pointer.addr() % bytes == 0);
@@ -297,7 +285,7 @@ impl Kernels {
         let parts = rows_of.parts(&plan, like.1, self.clusters_at_a_time(&plan, like.0, like.1)?);
         let scratch = |gradient: Option<&Tensor>| {
             let gradient = gradient.filter(|_| !by_columns);
-            gradient.map(|_| Tensor::f_empty([parts, columns], compute)).transpose()
+            gradient.map(|_| empty_of(&[parts, columns], compute)).transpose()
         };
         let (weight_parts, bias_parts) = (scratch(of_weight)?, scratch(of_bias)?);
         let params = Backward {

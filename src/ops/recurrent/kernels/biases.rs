@@ -2,6 +2,7 @@
 
 use super::cuda::gates_kind;
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code};
 use std::ffi::c_void;
@@ -39,7 +40,7 @@ pub(crate) fn sum_of_biases(
         let of = |bias: &Tensor| checked(name, bias, &[rows], (kind, device));
         bias.as_ref().map_or(Ok(null()), |bias| of(bias).map(<*mut c_void>::cast_const))
     };
-    let empty = |rows: i64| Tensor::f_empty([rows], (gates_kind(kind), device));
+    let empty = |rows: i64| empty_of(&[rows], (gates_kind(kind), device));
     let sums = empty(rows)?;
     let separate = (separate_rows > 0).then(|| empty(separate_rows)).transpose()?;
     let params = Biases {

@@ -5,6 +5,7 @@ use super::cuda::checked_rows;
 use super::cuda::{Operands, Reversed, Source};
 use super::step::{self, StepBackward, StepForward};
 use super::{CellShape, Outputs};
+use crate::ffi::facts::empty_of;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -146,7 +147,7 @@ impl Scratch {
         let Team { row_groups, column_groups } = team;
         let lines = 1 + row_groups + row_groups * column_groups;
         Ok(Scratch {
-            packed: Tensor::f_empty([gates * padded(hidden), columns], (kind, Device::Cpu))?,
+            packed: empty_of(&[gates * padded(hidden), columns], (kind, Device::Cpu))?,
             counters: Tensor::f_zeros([lines, 8], (Kind::Int64, Device::Cpu))?,
         })
     }
@@ -195,7 +196,7 @@ pub(crate) fn forward(
     };
     let kind = operands.h0.f_kind()?;
     let like = (kind, Device::Cpu);
-    let empty = |size: &[i64]| Tensor::f_empty(size, like);
+    let empty = |size: &[i64]| empty_of(size, like);
     let (all, last) = ([steps, batch, hidden], [batch, hidden]);
     let output = empty(&all)?;
     let c_size: &[i64] = if keep { &all } else { &last };
@@ -314,13 +315,12 @@ pub(crate) fn backward(
     };
     let [grad_output, grad_h, grad_c] = grads;
     let (grad_h, grad_c) = (own(grad_h)?, own(grad_c)?);
-    let gates = Tensor::f_empty([steps, batch, cell.shape.gates * hidden], like)?;
+    let gates = empty_of(&[steps, batch, cell.shape.gates * hidden], like)?;
     let separate = (cell.shape.separate > 0)
-        .then(|| Tensor::f_empty([steps, batch, cell.shape.separate * hidden], like))
+        .then(|| empty_of(&[steps, batch, cell.shape.separate * hidden], like))
         .transpose()?;
     let features = input_weight.map_or(Ok(0), |weight| Ok::<_, Error>(weight.size2()?.1))?;
-    let input =
-        input_weight.map(|_| Tensor::f_empty([steps, batch, features], like)).transpose()?;
+    let input = input_weight.map(|_| empty_of(&[steps, batch, features], like)).transpose()?;
     let scratch = Scratch::new(cell.shape.gates, hidden, features, team, kind)?;
     let rows = [cell.shape.gates * hidden, hidden];
     let (weight, weight_stride) = checked_rows("weight", saved.weight, rows, like)?;

@@ -6,6 +6,7 @@ use super::grid::{GridBackward, GridForward};
 use super::step::{StepBackward, StepForward};
 use super::{CellShape, Outputs, cluster, grid, step};
 use crate::cuda::{LaunchStatus, cudaStream_t};
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::{address, describe, is_in_memory};
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::ops::recurrent::plan::is_half;
@@ -222,7 +223,7 @@ impl Arrays {
     pub fn new(of: &Source<'_>) -> Result<Arrays> {
         let Sizes { steps, batch, hidden } = of.sizes;
         let like = (of.kind, of.device);
-        let empty = |size: &[i64]| Tensor::f_empty(size, like);
+        let empty = |size: &[i64]| empty_of(size, like);
         let (all, last) = ([steps, batch, hidden], [batch, hidden]);
         let output = empty(&all)?;
         let c_size: &[i64] = if of.keep { &all } else { &last };
@@ -383,9 +384,9 @@ impl Gradients {
         let [grad_h, grad_c] = of.grads;
         let separate = of.shape.separate;
         Ok(Gradients {
-            gates: Tensor::f_empty([steps, batch, of.shape.gates * hidden], like)?,
+            gates: empty_of(&[steps, batch, of.shape.gates * hidden], like)?,
             separate: (separate > 0)
-                .then(|| Tensor::f_empty([steps, batch, separate * hidden], like))
+                .then(|| empty_of(&[steps, batch, separate * hidden], like))
                 .transpose()?,
             h0: own(grad_h)?,
             c0: own(grad_c)?,

@@ -4,8 +4,9 @@ use super::Outputs;
 use super::cuda::{Arrays, Gradients, OnAGrid, Product, Reversed, Source};
 use super::scaled::{Messages, Multiplied};
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use std::ffi::c_void;
-use tch::{Kind, Tensor};
+use tch::Kind;
 
 /// The parameters of the forward pass; what is not described here is as for clusters.
 #[repr(C)]
@@ -93,7 +94,7 @@ pub(super) fn forward(
                 Product::Plain => source.product_kind,
                 Product::Scaled => Kind::Half,
             };
-            Tensor::f_empty(arrays.output.size(), (kind, arrays.output.device()))?
+            empty_of(&arrays.output.size(), (kind, arrays.output.device()))?
         }
     };
     let params = GridForward {

@@ -11,6 +11,7 @@ pub(crate) mod onednn;
 mod scaled;
 pub(crate) mod step;
 
+use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::ffi::{checked, take_message};
 use crate::{Error, Result};
@@ -147,7 +148,7 @@ pub(crate) fn columns([h0, output, input]: [&Tensor; 3]) -> Result<Tensor> {
     let (h0, output, input) = (plain(h0)?, plain(output)?, plain(input)?);
     let (rows, columns) = (steps * batch, hidden + features);
     let to_stride = (rows + OF_16_BYTES - 1) / OF_16_BYTES * OF_16_BYTES;
-    let to = Tensor::f_empty([columns, to_stride], like)?;
+    let to = empty_of(&[columns, to_stride], like)?;
     let params = Columns {
         batch,
         rows,

@@ -2,6 +2,7 @@
 
 use super::cuda::{Product, Reversed, Source, checked_rows};
 use crate::Result;
+use crate::ffi::facts::empty_of;
 use crate::ffi::kind_code;
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -56,8 +57,8 @@ impl ScaledMatrix {
     fn empty(of: &Tensor, stride: i64) -> Result<ScaledMatrix> {
         let (rows, _) = of.size2()?;
         Ok(ScaledMatrix {
-            values: Tensor::f_empty([rows, stride], (Kind::Half, of.device()))?,
-            scales: Tensor::f_empty([rows], (Kind::Float, of.device()))?,
+            values: empty_of(&[rows, stride], (Kind::Half, of.device()))?,
+            scales: empty_of(&[rows], (Kind::Float, of.device()))?,
             stride,
         })
     }
@@ -203,7 +204,7 @@ impl Messages {
         let rows = steps * round_up(batch, ROWS);
         let pairs = rows * of.shape.gates * round_up(hidden, COLUMNS) / 2;
         let scales = rows * (round_up(hidden, SCALED_COLUMNS) / COLUMNS_OF_SCALE);
-        let memory = Tensor::f_empty([pairs + scales], (Kind::Float, of.device))?;
+        let memory = empty_of(&[pairs + scales], (Kind::Float, of.device))?;
         let values = memory.data_ptr();
         let scales = values.cast::<f32>().wrapping_offset(pairs as isize);
         Ok(Messages { values, scales, _owned: Some(memory) })

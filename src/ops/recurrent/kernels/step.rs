@@ -3,6 +3,7 @@
 
 use super::Outputs;
 use super::cuda::{self, Arrays, Gradients, Reversed, Source, gates_kind};
+use crate::ffi::facts::empty_of;
 use crate::ffi::take_message;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
@@ -160,7 +161,7 @@ pub(super) fn forward(source: &Source<'_>, start: Start<StepForward>) -> Result<
     let (steps, batch, hidden) = (source.sizes.steps, source.sizes.batch, source.sizes.hidden);
     let (tensors, cell) = (source.tensors, source.shape);
     let sums = (gates_kind(source.product_kind), source.device);
-    let hidden_gates = Tensor::f_empty([batch, cell.gates * hidden], sums)?;
+    let hidden_gates = empty_of(&[batch, cell.gates * hidden], sums)?;
     let has_operand = source.product_kind != source.kind;
     let operand = has_operand.then(|| tensors.h0.f_empty_like()).transpose()?;
     let (on_cpu, on_cuda) = start.pointers();
