@@ -410,6 +410,15 @@ macro_rules! signature {
     (@munch $head:tt [$($slots:tt)*] $options:tt [$($all:tt)*] $argument:ident ! $(, $($rest:tt)*)?) => {
         $crate::signature!(@munch $head [$($slots)* $argument !,] $options [$($all)* ($argument tensor false)] $($($rest)*)?);
     };
+    (@munch $head:tt $slots:tt $options:tt $all:tt $argument:ident: Tensor $($rest:tt)*) => {
+        $crate::signature!(@tensor $argument);
+    };
+    (@munch $head:tt $slots:tt $options:tt $all:tt $argument:ident: &Tensor $($rest:tt)*) => {
+        $crate::signature!(@tensor $argument);
+    };
+    (@munch $head:tt $slots:tt $options:tt $all:tt $argument:ident: Option<Tensor> $($rest:tt)*) => {
+        $crate::signature!(@tensor $argument);
+    };
     (@munch $head:tt $slots:tt [$($options:tt)*] [$($all:tt)*] $argument:ident: $type:ty = $default:expr $(, $($rest:tt)*)?) => {
         $crate::signature!(@munch $head $slots [$($options)* ($argument $type)] [$($all)* ($argument option $type, Some($default))] $($($rest)*)?);
     };
@@ -479,6 +488,12 @@ macro_rules! signature {
         }
     };
 
+    (@tensor $argument:ident) => {
+        compile_error!(concat!(
+            "signature!: a tensor has no type: write `", stringify!($argument), "`, or `",
+            stringify!($argument), "?` if it may be absent"
+        ));
+    };
     (@name ($argument:ident $($rest:tt)*)) => {
         const _: () = assert!(
             !$crate::operator::expansion::is_keyword(stringify!($argument)),

@@ -114,11 +114,20 @@ fn readable(text: &str, env: &dyn Environment) -> String {
     }
     if text.contains("unsupported GNU version") || text.contains("unsupported clang version") {
         message += "\nnvcc's host compiler is too new for it: set NVCC_CCBIN to an older one, such as g++-12";
+    } else if let Some(source) = source_of_parameters(text) {
+        message += &format!("\nbuild.rs has no .params(\"{source}\"), which makes this header");
     } else if text.contains("Python.h: No such file") {
         message +=
             "\nlibtorch is used without Python here: include <torch/torch.h> or <ATen/ATen.h>";
     }
     message
+}
+
+/// The Rust file whose header was not found: those that `Extension::params` makes end with `.rs.h`.
+fn source_of_parameters(text: &str) -> Option<&str> {
+    let (before, _) = text.split_once(".rs.h: No such file")?;
+    let start = before.rfind(' ').map_or(0, |space| space + 1);
+    text.get(start..before.len() + ".rs".len())
 }
 
 impl Object {
@@ -448,5 +457,9 @@ mod tests {
         );
         assert!(too_new.contains("set NVCC_CCBIN"), "{too_new}");
         assert_eq!(readable("a.cpp:1:2: error: no", &Process), "a.cpp:1:2: error: no");
+        let header = "a.cpp:1:10: fatal error: src/softcap/kernels.rs.h: No such file or directory";
+        let advice =
+            "\nbuild.rs has no .params(\"src/softcap/kernels.rs\"), which makes this header";
+        assert_eq!(readable(header, &Process), format!("{header}{advice}"));
     }
 }
