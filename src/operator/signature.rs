@@ -344,14 +344,17 @@ impl Registered {
 ///
 ///     fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
 ///         call.check()?;
-///         Ok(Made::only(self.reference(&call.of)?))
+///         let ScaledOut { y } = self.reference(&call.of)?;
+///         Ok(Made::only(ScaledOut { y }))
 ///     }
 ///
 ///     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
 ///         let (Some(x), Some(grad)) = (&again.of.x, grads.y) else { return Ok(ScaledIn::none()) };
 ///         let needs = again.needs;
 ///         let larger = || x.f_clamp_min(self.least);
-///         let of_gain = || Ok(larger()?.f_mul(&grad)?.f_sum_to_size(&x.size()[1..])?);
+///         let of_gain = || -> Result<Tensor> {
+///             Ok(larger()?.f_mul(&grad)?.f_sum_to_size(&x.size()[1..])?)
+///         };
 ///         let of_x = || -> Result<Tensor> {
 ///             let scaled = match &again.of.gain {
 ///                 Some(gain) => grad.f_mul(gain)?,
