@@ -86,6 +86,8 @@ impl Options<'_> {
 /// One point of the sweep: a drawn case, and whether gradients are computed.
 struct Point {
     case: Case,
+    /// The kind that was asked for.
+    kind: Kind,
     direction: Direction,
     offset: i64,
     title: String,
@@ -99,15 +101,15 @@ impl Point {
         let offset = draw.offset();
         let case = Case { tf32, ..drawn(&mut draw, kind, Device::Cuda(0)) };
         let title = format!("{} +{offset}", case.title(direction));
-        Point { case, direction, offset, title }
+        Point { case, kind, direction, offset, title }
     }
 
     /// Whether it is measured. tf32 makes a difference only to products, and the optimizer has one
     /// kind.
-    fn is_wanted(&self, number: u64) -> bool {
-        let (kind, _) = KINDS[(number % KINDS.len() as u64) as usize];
+    fn is_wanted(&self) -> bool {
         let has_products = self.case.work(self.direction).operations > 0;
-        self.case.has(self.direction) && self.case.kind == kind && (has_products || !self.case.tf32)
+        let is_of_kind = self.case.kind == self.kind && (has_products || !self.case.tf32);
+        self.case.has(self.direction) && is_of_kind
     }
 
     fn group(&self) -> String {
@@ -242,18 +244,21 @@ fn measure(
     let (lane, lanes) = options.lane;
     let count = options.sizes * KINDS.len() as u64;
     let (start, mut failed, mut said) = (Instant::now(), 0, Instant::now());
+    // Of this call, so that points of an earlier one do not count as quick.
+    let mut measured = 0;
     let kinds = KINDS.len() as u64;
     for number in (0..count).filter(|number| number / kinds % lanes + 1 == lane) {
         for direction in [Direction::Forward, Direction::Both] {
             let point = Point::new(drawn, seed, number, direction);
             let is_asked = options.select(&point.title);
-            if !is_asked || !point.is_wanted(number) || known.contains(&point.title) {
+            if !is_asked || !point.is_wanted() || known.contains(&point.title) {
                 continue;
             }
             if start.elapsed() > options.limit {
                 println!("stopped at point {number} of {count}; the same command goes on");
                 return Ok(failed);
             }
+            measured += 1;
             let compare = || point.case.in_its_precision(|| compare(&point, number));
             match catch_unwind(AssertUnwindSafe(compare)) {
                 Ok(Some(each)) => {
@@ -267,9 +272,9 @@ fn measure(
                 }
             }
         }
-        if said.elapsed() > Duration::from_secs(30) {
-            let left =
-                start.elapsed().as_secs_f64() / (number + 1) as f64 * (count - number) as f64;
+        if said.elapsed() > Duration::from_secs(30) && measured > 0 {
+            let points = 2 * (count - number) / lanes;
+            let left = start.elapsed().as_secs_f64() / f64::from(measured) * points as f64;
             println!("point {number} of {count}, about {left:.0} s more");
             said = Instant::now();
         }

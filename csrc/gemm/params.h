@@ -157,6 +157,8 @@ namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
 #pragma GCC visibility push(default)
 extern "C" {
+// Describes `lhs rhs + bias` or, if `is_linear`, `lhs rhsᵀ + bias`, whose bias may be null. What is
+// not supported, wrong arguments included, is left to libtorch, which reports them.
 char* tch_extension_gemm_describe(const at::Tensor* lhs,
                                   const at::Tensor* rhs,
                                   const at::Tensor* bias,
@@ -164,9 +166,12 @@ char* tch_extension_gemm_describe(const at::Tensor* lhs,
                                   bool relu,
                                   bool* is_supported,
                                   GemmDescription* result);
+// Allocates the output and computes it. The result is null if cuBLASLt or the driver refuses.
 char* tch_extension_gemm_run(const GemmDescription* described,
                              GemmWay way,
                              at::Tensor** result);
+// gelu(z) of the product z, with tanh, and z itself if it is wanted, by one call of cuBLASLt. Both
+// are null if there is no such call.
 char* tch_extension_gemm_run_gelu(const GemmDescription* described,
                                   bool wants_z,
                                   at::Tensor** result,

@@ -208,6 +208,7 @@ bool describe(const Operands& of, const at::Tensor& like, bool relu, GemmDescrip
   result.tf32 = allows_tf32();
   result.small = tch_extension_gemm_small_can_cuda(&product);
   result.hopper = tch_extension_gemm_hopper_can_cuda(&product);
+  // Where it cannot, its facts stay zero.
   tch_extension_gemm_skinny_facts_cuda(&product, &result.skinny);
   result.padding = padding_facts(product).value_or(GemmPadding{});
   return true;

@@ -1,5 +1,5 @@
-// Short rows are kept by a team of lanes. Longer ones are read twice by a block,
-// the second time from the cache if they are still there, unless rows_hopper.cu takes them.
+// A team of lanes keeps a short row in shared memory. A block reads a longer one twice, the second
+// time from the cache if it is still there, unless rows_hopper.cu takes it.
 #include <algorithm>
 
 #include "../hopper/async_copy.h"
@@ -192,7 +192,7 @@ __device__ __forceinline__ void compute_short_rows(const LossRows& params, Compu
   }
 }
 
-// The factor of a call whose rows are all here, computed by each block.
+// The factor: the one that is given or, for a mean, one that each block computes from all targets.
 template <typename T>
 __device__ __forceinline__ Compute<T> factor_of(const LossRows& params) {
   using C = Compute<T>;
@@ -341,11 +341,6 @@ struct Teams {
   int64_t vectors;
 };
 
-bool is_plain(const LossRows& params) {
-  return params.weight == nullptr && params.label_smoothing == 0 && params.softcap == 0 &&
-         params.z_loss == 0;
-}
-
 template <typename T>
 void start_teams(const LossRows& params, const Teams& teams, cudaStream_t stream) {
   // Fewer threads in a block, as long as some of the multiprocessors would have none.
@@ -381,7 +376,7 @@ void start_small(const LossRows& params, Teams teams, cudaStream_t stream) {
   kernel<<<1, threads, teams.bytes(threads), stream>>>(params, teams.team, teams.each);
 }
 
-// The factor, which long rows and many rows find computed.
+// Computes the factor of a mean, if it is asked for, and the total, if it is not null.
 template <typename T>
 void start_total(const LossRows& rows, bool of_mean, void* total, cudaStream_t stream) {
   const LossTotal params{rows.rows,    rows.classes, rows.ignore_index, rows.kind,   of_mean,

@@ -375,12 +375,11 @@ bool start(const LossRows& params, cudaStream_t stream) {
 }  // namespace
 
 bool start_rows_in_shared_memory(const LossRows& params, cudaStream_t stream) {
-  const bool is_plain = params.weight == nullptr && params.label_smoothing == 0 &&
-                        params.softcap == 0 && params.z_loss == 0;
   bool is_started = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    is_started = is_plain ? start<T, true>(params, stream) : start<T, false>(params, stream);
+    is_started =
+        is_plain(params) ? start<T, true>(params, stream) : start<T, false>(params, stream);
   });
   return is_started;
 }

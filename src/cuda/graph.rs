@@ -187,7 +187,7 @@ impl Graph {
     }
 
     /// The name of each of these kernels, and how often a replay launches it. Names are as C++ writes
-    /// them, with template arguments; a driver before CUDA 12.3 does not know them, and they are empty.
+    /// them, with template arguments; one that the driver does not know is empty.
     ///
     /// ```no_run
     /// # use tch_extension::cuda::Graph;

@@ -224,10 +224,10 @@ pub(crate) fn empty<const N: usize>(
     }))
 }
 
-/// Makes a new contiguous tensor, as `Tensor::f_empty` does through the dispatcher.
+/// `Tensor::f_empty` without a call of the dispatcher, for up to four dimensions.
 ///
 /// # Errors
-/// When memory is exhausted, or the device is none of libtorch's.
+/// When a size is negative, memory is exhausted, or this build has no such device.
 pub(crate) fn empty_of(sizes: &[i64], (kind, device): (Kind, Device)) -> Result<Tensor> {
     let index = match device {
         Device::Cpu => Some(CPU),
@@ -338,6 +338,15 @@ mod tests {
             );
             assert!(first.is_contiguous() && none.is_none() && last.size() == [1, 0, 7]);
             assert!(empty([Some(&[1, -1])], &like).is_err());
+            // One alone, of any number of dimensions.
+            for sizes in [&[][..], &[2, 3], &[1, 0, 7], &[1, 2, 1, 2, 1, 2]] {
+                let made = empty_of(sizes, (Kind::Int64, device)).unwrap();
+                assert_eq!(
+                    (made.size(), made.kind(), made.device()),
+                    (sizes.to_vec(), Kind::Int64, device)
+                );
+            }
+            assert!(empty_of(&[1, -1], (Kind::Float, device)).is_err());
         }
     }
 }

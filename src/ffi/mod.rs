@@ -32,6 +32,7 @@ mod value;
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use tch::{Device, Kind, Tensor};
+use tensor::Extent;
 
 /// Copies an error message from C++ and frees it. A null pointer means success.
 pub(crate) fn take_message(message: *mut c_char) -> Option<String> {
@@ -63,7 +64,8 @@ pub(crate) fn checked(
     shape: &[i64],
     like: (Kind, Device),
 ) -> Result<*mut c_void> {
-    tensor::array(tensor, like, Ok(shape)).ok_or_else(|| unfit(name, tensor, shape, like))
+    tensor::array(tensor, like, Extent::Sizes(shape))
+        .ok_or_else(|| unfit(name, tensor, shape, like))
 }
 
 /// [`checked`] for an array whose number of elements has to fit, but not its shape. Null for an absent
@@ -75,9 +77,9 @@ pub(crate) fn flat(
     like: (Kind, Device),
 ) -> Result<*mut c_void> {
     let Some(tensor) = tensor else { return Ok(std::ptr::null_mut()) };
-    let len = usize::try_from(numel).ok();
-    len.and_then(|len| tensor::array(tensor, like, Err(len)))
-        .ok_or_else(|| unfit(name, tensor, &[numel], like))
+    let extent = usize::try_from(numel).ok().map(Extent::Elements);
+    let address = extent.and_then(|extent| tensor::array(tensor, like, extent));
+    address.ok_or_else(|| unfit(name, tensor, &[numel], like))
 }
 
 #[cold]
@@ -133,5 +135,14 @@ mod tests {
             assert!(error.contains("a kernel's x should be a contiguous [2, 3]"), "{error}");
         }
         assert!(kind_code(Kind::Int64).is_err());
+        // Of a number of elements in any shape.
+        assert_eq!(flat("x", Some(&good), 6, like).expect("fits"), good.data_ptr());
+        assert!(flat("x", None, 6, like).expect("none").is_null());
+        for (bad, numel) in [(&good, 5), (&good, -6), (&good.transpose(0, 1), 6)] {
+            let error = flat("x", Some(bad), numel, like).expect_err("does not fit").to_string();
+            assert!(error.contains(&format!("a kernel's x should be a contiguous [{numel}]")));
+        }
+        assert!(flat("x", Some(&good), 6, (Kind::Int, Device::Cpu)).is_err());
+        assert!(flat("x", Some(&good), 6, (Kind::Float, Device::Cuda(0))).is_err());
     }
 }

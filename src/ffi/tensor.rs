@@ -81,21 +81,29 @@ pub(crate) fn is_plain(tensor: &Tensor) -> bool {
     unsafe { tch_extension_is_plain(tensor.as_ptr()) }
 }
 
+/// How large an array has to be.
+#[derive(Clone, Copy)]
+pub(crate) enum Extent<'a> {
+    Sizes(&'a [i64]),
+    /// So many elements, in any shape.
+    Elements(usize),
+}
+
 /// The address of the tensor's first element, for a kernel, if the tensor is plain, of this kind and
-/// device, and of these sizes or, with `Err`, of so many elements.
+/// device, and as large.
 pub(crate) fn array(
     tensor: &Tensor,
     (kind, device): (Kind, Device),
-    sizes: std::result::Result<&[i64], usize>,
+    extent: Extent<'_>,
 ) -> Option<*mut c_void> {
     let device = match device {
         Device::Cpu => -1,
         Device::Cuda(index) => i32::try_from(index).ok()?,
         _ => return None,
     };
-    let (sizes, len) = match sizes {
-        Ok(sizes) => (sizes.as_ptr(), sizes.len()),
-        Err(len) => (std::ptr::null(), len),
+    let (sizes, len) = match extent {
+        Extent::Sizes(sizes) => (sizes.as_ptr(), sizes.len()),
+        Extent::Elements(len) => (std::ptr::null(), len),
     };
     let (tensor, mut data) = (tensor.as_ptr(), std::ptr::null_mut());
     // SAFETY: the pointer is borrowed from a live tensor, there are `len` sizes unless they are null,

@@ -207,8 +207,10 @@ impl Extension {
     }
 
     /// Declares in C++ what a Rust file shares with the kernels: its `#[repr(C)]` structs and
-    /// `#[repr(i32)]` enums, with their comments. Each is typed once, in Rust. Needs the feature
-    /// `headers` of this crate.
+    /// `#[repr(i32)]` enums, with their comments, and the kernels that `kernels!` names, so that the
+    /// compiler refuses a kernel that takes another struct. Those for the CPU are `noexcept`, as
+    /// `TCH_EXTENSION_CPU_KERNEL` makes them, and their structs must be in the same file. Each is
+    /// typed once, in Rust. Needs the feature `headers` of this crate.
     ///
     /// `.params("src/softcap/kernels.rs")` generates `src/softcap/kernels.rs.h`, which the sources
     /// include by that name. Names begin with the folder's name, or with the file's if the folder

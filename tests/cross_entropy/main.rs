@@ -87,6 +87,7 @@ impl Case {
         // longest rows of a warp, with and without whole vectors; rows in shared memory, and longer ones.
         let large = [
             [5, 1000],
+            [300, 3],
             [1030, 3],
             [1100, 70],
             [300, 257],

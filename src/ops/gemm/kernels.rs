@@ -15,6 +15,8 @@ use torch_sys::C_tensor;
 mod from_cpp;
 
 unsafe extern "C" {
+    /// Describes `lhs rhs + bias` or, if `is_linear`, `lhs rhsᵀ + bias`, whose bias may be null. What is
+    /// not supported, wrong arguments included, is left to libtorch, which reports them.
     fn tch_extension_gemm_describe(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
@@ -24,11 +26,14 @@ unsafe extern "C" {
         is_supported: *mut bool,
         result: *mut Description,
     ) -> *mut c_char;
+    /// Allocates the output and computes it. The result is null if cuBLASLt or the driver refuses.
     fn tch_extension_gemm_run(
         described: *const Description,
         way: Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
+    /// gelu(z) of the product z, with tanh, and z itself if it is wanted, by one call of cuBLASLt. Both
+    /// are null if there is no such call.
     fn tch_extension_gemm_run_gelu(
         described: *const Description,
         wants_z: bool,

@@ -203,7 +203,6 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     let wide_grads = grad_kind != kind;
     let grad_like = if wide_grads { compute } else { like };
     let (logits, row_stride) = checked_rows("logits", operands.logits, like)?;
-    let on_cuda = |total: &Tensor| device.is_cuda().then(|| total.shallow_clone());
     let params = Rows {
         rows,
         classes,
@@ -235,7 +234,7 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
             },
             None => std::ptr::null_mut(),
         },
-        total: optional_ptr("total", total.as_deref().and_then(on_cuda).as_ref(), &[], like)?,
+        total: optional_ptr("total", total.as_deref().filter(|_| device.is_cuda()), &[], like)?,
     };
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
     // are written are borrowed exclusively, or were made for this call as the factor, so they overlap no
