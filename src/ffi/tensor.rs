@@ -162,6 +162,25 @@ pub(crate) fn plain(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
+/// Whether 16-byte loads can read the tensor's memory from its first element on; the CPU's can from
+/// anywhere.
+pub(crate) fn is_in_vectors(tensor: &Tensor) -> bool {
+    const BYTES: usize = 16;
+    !tensor.device().is_cuda()
+        || !is_in_memory(tensor)
+        || tensor.data_ptr().addr().is_multiple_of(BYTES)
+}
+
+/// The tensor for kernels that load 16 bytes at a time: plain, and on CUDA at a multiple of 16 bytes.
+pub(crate) fn in_vectors(tensor: &Tensor) -> Result<Tensor> {
+    let tensor = plain(tensor)?;
+    if is_in_vectors(&tensor) {
+        return Ok(tensor);
+    }
+    // This product is exact. A copy would be CUDA's, which moves single bytes from such an address.
+    Ok(tensor.f_mul_scalar(1.0)?)
+}
+
 /// A tensor on the CPU with these values. tch's `f_from_slice` fills the memory of a tensor that an
 /// operation makes, which has none of its own within transforms of torch.func.
 pub(crate) fn from_slice(values: &[i64]) -> Result<Tensor> {

@@ -9,7 +9,7 @@ use super::plan::Way;
 use super::rule::{check_dropout, is_half};
 use crate::autograd::{GradOptions, grad};
 use crate::ffi::facts::empty_of;
-use crate::ffi::tensor::{kind, plain};
+use crate::ffi::tensor::{in_vectors, is_in_vectors, kind, plain};
 use crate::operator::{Borrowed, Each, Meta};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -128,7 +128,10 @@ impl AddNorm<'_> {
         let (shape, device) = (self.shape(), self.branch.device());
         let needs_graph = moments.rstd.is_some();
         let allocate = |moment: Option<Meta<i64>>| moment.as_ref().map(Meta::allocate).transpose();
-        let is_one_kernel = self.kinds().are_one_kernel(shape, device, needs_graph)?;
+        // An addition reads any address, and costs less than a copy. Dropout's numbers do not depend on it.
+        let is_read = || [addends.input, addends.residual].into_iter().all(is_in_vectors);
+        let is_one_kernel = self.kinds().are_one_kernel(shape, device, needs_graph)?
+            && (self.dropout > 0.0 || is_read());
         let is_outside = self.dropout > 0.0 && (device == Device::Cpu || !is_one_kernel);
         let (mut dropped, mut after_dropout) = (None, None);
         if is_outside {
@@ -354,17 +357,4 @@ impl AddNorm<'_> {
         };
         Ok([input, of_sum.filter(|_| of_residual.is_some()), weight, bias])
     }
-}
-
-/// The tensor in memory that the kernels can read: contiguous and, on CUDA, from a multiple of 16
-/// bytes on.
-fn in_vectors(tensor: &Tensor) -> Result<Tensor> {
-    let tensor = plain(tensor)?;
-    let is_odd = tensor.device().is_cuda() && tensor.data_ptr().addr() % 16 != 0;
-    if !is_odd {
-        return Ok(tensor);
-    }
-    let mut copy = tensor.f_empty_like()?;
-    copy.f_copy_(&tensor)?;
-    Ok(copy)
 }

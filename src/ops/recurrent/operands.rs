@@ -2,7 +2,7 @@
 
 use crate::Result;
 use crate::ffi::facts::empty_of;
-use crate::ffi::tensor::plain;
+use crate::ffi::tensor::in_vectors;
 use tch::{Device, Kind, Tensor};
 
 /// The kind in which kernels compute tensors of this kind: on the CPU there are none for the half
@@ -21,12 +21,7 @@ pub(in crate::ops) fn worked(tensor: &Tensor) -> Result<Tensor> {
 
 /// The same, in this kind.
 pub(in crate::ops) fn worked_as(kind: Kind, tensor: &Tensor) -> Result<Tensor> {
-    const BYTES: usize = 16;
-    let plain = plain(&tensor.f_to_kind(kind)?)?;
-    if plain.device().is_cuda() && plain.data_ptr().addr() % BYTES != 0 {
-        return row_major_copy(&plain, kind);
-    }
-    Ok(plain)
+    in_vectors(&tensor.f_to_kind(kind)?)
 }
 
 /// A copy with memory of its own.
