@@ -164,6 +164,7 @@ char* tch_extension_cuda_record_stream(const at::Tensor* tensor,
 char* tch_extension_cuda_synchronize(int32_t device);
 char* tch_extension_cuda_device_properties(int32_t device,
                                            tch_extension::DeviceFacts* result);
+char* tch_extension_cuda_version(int32_t* result);
 char* tch_extension_cuda_memory_stats(int32_t device, tch_extension::MemoryStats* result);
 char* tch_extension_cuda_reset_peak_memory_stats(int32_t device);
 char* tch_extension_cuda_empty_cache();

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "../ffi.h"
+#include "attribute.h"
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -38,22 +39,9 @@ struct tch_extension::KernelGrid {
 
 namespace {
 
-// CUDA keeps an error until somebody asks, so it is cleared here. A later launch would report it.
-void check(cudaError_t error) {
-  if (error == cudaSuccess) return;
-  cudaGetLastError();
-  throw std::runtime_error(cudaGetErrorString(error));
-}
-
 // Loading allocates, which CUDA refuses in a thread that captures unless it asks for it. Neither
 // the loading nor what it allocates becomes part of the graph.
 using Relaxed = c10::cuda::CUDAStreamCaptureModeGuard;
-
-int attribute(cudaDeviceAttr which, int device) {
-  int value = 0;
-  check(cudaDeviceGetAttribute(&value, which, device));
-  return value;
-}
 
 // Larger clusters do not fit on every GPU with clusters, and CUDA refuses them unless a kernel is
 // said to allow them.

@@ -52,6 +52,10 @@ pub(crate) fn device_properties(op: &str, _: i32) -> Result<DeviceProperties> {
     Err(not_compiled(op))
 }
 
+pub(crate) fn version(op: &str) -> Result<i32> {
+    Err(not_compiled(op))
+}
+
 pub(crate) fn memory_stats(op: &str, _: i32) -> Result<MemoryStats> {
     Err(not_compiled(op))
 }

@@ -49,6 +49,11 @@ pub fn device_count() -> usize {
     if is_compiled() { usize::try_from(tch::Cuda::device_count()).unwrap_or(0) } else { 0 }
 }
 
+/// The version of the CUDA runtime: 13000 for 13.0.
+pub(crate) fn runtime_version() -> Result<u32> {
+    ffi::version("runtime_version").map(i32::cast_unsigned)
+}
+
 /// Waits, on the CPU, until all work on `device` is done, on all of its streams.
 ///
 /// ```no_run

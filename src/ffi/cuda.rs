@@ -52,6 +52,7 @@ unsafe extern "C" {
 
     // csrc/cuda/device.cpp
     fn tch_extension_cuda_device_properties(device: i32, result: *mut DeviceFacts) -> *mut c_char;
+    fn tch_extension_cuda_version(result: *mut i32) -> *mut c_char;
 
     // csrc/cuda/memory.cpp
     fn tch_extension_cuda_memory_stats(device: i32, result: *mut MemoryStats) -> *mut c_char;
@@ -222,6 +223,9 @@ struct DeviceFacts {
     total_memory: u64,
     l2_cache_size: u64,
     shared_memory_per_multiprocessor: u64,
+    clock_rate: u32,
+    memory_clock_rate: u32,
+    memory_bus_width: u32,
 }
 
 pub(crate) fn device_properties(op: &str, device: i32) -> Result<DeviceProperties> {
@@ -233,6 +237,9 @@ pub(crate) fn device_properties(op: &str, device: i32) -> Result<DevicePropertie
         total_memory: 0,
         l2_cache_size: 0,
         shared_memory_per_multiprocessor: 0,
+        clock_rate: 0,
+        memory_clock_rate: 0,
+        memory_bus_width: 0,
     };
     // SAFETY: C++ writes `facts` on success.
     check(op, unsafe { tch_extension_cuda_device_properties(device, &mut facts) })?;
@@ -245,7 +252,17 @@ pub(crate) fn device_properties(op: &str, device: i32) -> Result<DevicePropertie
         total_memory: facts.total_memory,
         l2_cache_size: facts.l2_cache_size,
         shared_memory_per_multiprocessor: facts.shared_memory_per_multiprocessor,
+        clock_rate: facts.clock_rate,
+        memory_clock_rate: facts.memory_clock_rate,
+        memory_bus_width: facts.memory_bus_width,
     })
+}
+
+/// The version of the CUDA runtime that is loaded: 13000 for 13.0.
+pub(crate) fn version(op: &str) -> Result<i32> {
+    let mut version = 0;
+    // SAFETY: C++ writes `version` on success.
+    check(op, unsafe { tch_extension_cuda_version(&mut version) }).map(|()| version)
 }
 
 pub(crate) fn memory_stats(op: &str, device: i32) -> Result<MemoryStats> {

@@ -20,6 +20,13 @@ pub struct DeviceProperties {
     pub l2_cache_size: u64,
     /// In bytes.
     pub shared_memory_per_multiprocessor: u64,
+    /// The highest rate of the multiprocessors' clock, in kHz; 0 if CUDA does not tell it, as for the
+    /// following two.
+    pub clock_rate: u32,
+    /// The highest rate of the memory's clock, in kHz. Two bits per line move in each cycle.
+    pub memory_clock_rate: u32,
+    /// The number of lines between the device and its memory.
+    pub memory_bus_width: u32,
 }
 
 /// How much of a device's memory libtorch's allocator holds. All fields are zero under

@@ -19,6 +19,10 @@ fn cuda_device_properties_are_those_that_cuda_has() {
         assert_eq!(found.l2_cache_size.try_into(), Ok(attribute(38, index)), "{found:?}");
         let shared = found.shared_memory_per_multiprocessor;
         assert_eq!(shared.try_into(), Ok(attribute(81, index)), "{found:?}");
+        // cudaDevAttrClockRate, cudaDevAttrMemoryClockRate and cudaDevAttrGlobalMemoryBusWidth.
+        assert_eq!(i64::from(found.clock_rate), attribute(13, index), "{found:?}");
+        assert_eq!(i64::from(found.memory_clock_rate), attribute(36, index), "{found:?}");
+        assert_eq!(i64::from(found.memory_bus_width), attribute(37, index), "{found:?}");
         // No GPU with tensor cores has less.
         assert!(found.total_memory > 1 << 30, "{found:?}");
     }
