@@ -91,7 +91,20 @@ impl OnTheGpu {
     /// If the call cannot be captured on this stream.
     pub fn capture(stream: &Stream, bytes: usize, call: &mut impl FnMut()) -> Result<Self> {
         let long = host(stream.device(), call) > LONG;
-        let calls = if bytes < SMALL && !long { CALLS_IN_A_GRAPH } else { 1 };
+        Self::capture_calls(stream, bytes, if long { 1 } else { CALLS_IN_A_GRAPH }, call)
+    }
+
+    /// The same with this many calls, if the data are small.
+    ///
+    /// # Errors
+    /// As for `capture`.
+    pub fn capture_calls(
+        stream: &Stream,
+        bytes: usize,
+        calls: usize,
+        call: &mut impl FnMut(),
+    ) -> Result<Self> {
+        let calls = if bytes < SMALL { calls } else { 1 };
         let flush = (bytes >= SMALL).then(|| Tensor::empty([FLUSH], (Kind::Int8, stream.device())));
         let (start, end) = (Event::external(stream.device())?, Event::external(stream.device())?);
         let (graph, ()) = Graph::capture_on(stream, || {
@@ -135,6 +148,12 @@ impl OnTheGpu {
                 count => format!("{count} × {}", short(name)),
             })
             .collect()
+    }
+
+    /// The whole names of the kernels, and how often each is launched.
+    pub fn all_kernel_names(&self) -> Vec<String> {
+        let names = self.graph.kernel_names().unwrap_or_default();
+        names.iter().map(|(name, count)| format!("{} {name}", count / self.calls)).collect()
     }
 
     /// The number of kernels in a call.

@@ -10,6 +10,7 @@
 //! - `cargo xtask bench gelu_mlp ways` measures cuBLASLt's epilogue next to a pass.
 //! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures any operator, or `optim`, `embedding`
 //!   or `attention`, at random sizes.
+//! - `cargo xtask tune` measures the ways of operators, and fits the costs by which plans choose.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
 //!   also the autograd bridge and the dispatcher.
 
@@ -50,6 +51,7 @@ mod rnn_sweep;
 mod rope;
 mod swiglu_mlp;
 mod table;
+mod tune;
 
 use common::Case;
 use tch::Device;
@@ -95,6 +97,9 @@ fn main() {
             if first == "table" && operator == "gelu_mlp" && ways == "ways" =>
         {
             mlp_ways::run(words).expect("a GPU that can be measured");
+        }
+        [first, second, words @ ..] if first == "table" && second == "tune" => {
+            tune::run(words).expect("a GPU that can be measured");
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

@@ -35,7 +35,7 @@ const KINDS: [(Kind, bool); 5] = [
 ];
 
 /// Draws a case of an operator.
-type Drawn = fn(&mut Draw, Kind, Device) -> Case;
+pub type Drawn = fn(&mut Draw, Kind, Device) -> Case;
 
 macro_rules! drawn {
     ($($operator:ident of $family:literal { $($rest:tt)* })*) => {
@@ -84,18 +84,18 @@ impl Options<'_> {
 }
 
 /// One point of the sweep: a drawn case, and whether gradients are computed.
-struct Point {
-    case: Case,
+pub struct Point {
+    pub case: Case,
     /// The kind that was asked for.
     kind: Kind,
-    direction: Direction,
-    offset: i64,
-    title: String,
+    pub direction: Direction,
+    pub offset: i64,
+    pub title: String,
 }
 
 impl Point {
     /// `number` counts through the kinds first.
-    fn new(drawn: Drawn, seed: u64, number: u64, direction: Direction) -> Self {
+    pub fn new(drawn: Drawn, seed: u64, number: u64, direction: Direction) -> Self {
         let (kind, tf32) = KINDS[(number % KINDS.len() as u64) as usize];
         let mut draw = Draw::of(seed, number);
         let offset = draw.offset();
@@ -106,7 +106,7 @@ impl Point {
 
     /// Whether it is measured. tf32 makes a difference only to products, and the optimizer has one
     /// kind.
-    fn is_wanted(&self) -> bool {
+    pub fn is_wanted(&self) -> bool {
         let has_products = self.case.work(self.direction).operations > 0;
         let is_of_kind = self.case.kind == self.kind && (has_products || !self.case.tf32);
         self.case.has(self.direction) && is_of_kind

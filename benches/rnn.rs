@@ -80,7 +80,7 @@ impl Layer {
         })
     }
 
-    fn case(self, kind: Kind, device: Device, sizes: Sizes) -> Case {
+    pub fn case(self, kind: Kind, device: Device, sizes: Sizes) -> Case {
         let (t, b, h) = sizes;
         let (t_b_h, h_h) = (t * b * h, h * h);
         let (gates, values) = (self.gates, self.gates + 2);

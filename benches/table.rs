@@ -114,10 +114,20 @@ fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
 /// A provider's call as a graph, with the tensors that it reads.
 pub struct Captured<'a> {
     pub graph: OnTheGpu,
-    _tensors: Runner<'a>,
+    pub tensors: Runner<'a>,
 }
 
 pub fn capture<'a>(case: &Case, runner: &Runner<'a>, direction: Direction) -> Option<Captured<'a>> {
+    capture_calls(case, runner, direction, None)
+}
+
+/// The same with this many calls in the graph.
+pub fn capture_calls<'a>(
+    case: &Case,
+    runner: &Runner<'a>,
+    direction: Direction,
+    calls: Option<usize>,
+) -> Option<Captured<'a>> {
     if !case.device.is_cuda() {
         return None;
     }
@@ -126,8 +136,12 @@ pub fn capture<'a>(case: &Case, runner: &Runner<'a>, direction: Direction) -> Op
         let _guard = StreamGuard::new(&stream).ok()?;
         runner.on_this_stream(direction)
     };
-    let graph = OnTheGpu::capture(&stream, runner.bytes(), &mut || tensors.run(direction)).ok()?;
-    Some(Captured { graph, _tensors: tensors })
+    let (bytes, mut call) = (runner.bytes(), || tensors.run(direction));
+    let graph = match calls {
+        Some(calls) => OnTheGpu::capture_calls(&stream, bytes, calls, &mut call),
+        None => OnTheGpu::capture(&stream, bytes, &mut call),
+    };
+    graph.ok().map(|graph| Captured { graph, tensors })
 }
 
 /// A new stream that waits for everything that the current stream has queued.

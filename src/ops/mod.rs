@@ -20,6 +20,8 @@ mod add_layer_norm;
 mod add_rms_norm;
 #[cfg(feature = "gemm")]
 mod column_sums;
+#[cfg(feature = "gemm")]
+mod costs;
 #[cfg(feature = "loss")]
 mod cross_entropy;
 #[cfg(feature = "mlp")]
@@ -68,6 +70,9 @@ mod rms_norm;
 mod rope;
 #[cfg(feature = "mlp")]
 mod swiglu_mlp;
+#[cfg(feature = "recurrent")]
+#[doc(hidden)]
+pub mod tune;
 mod way;
 #[cfg(all(test, feature = "recurrent", feature = "norm"))]
 mod ways;
@@ -76,6 +81,8 @@ mod ways;
 pub use add_layer_norm::AddLayerNormOptions;
 #[cfg(feature = "norm")]
 pub use add_rms_norm::AddRmsNormOptions;
+#[cfg(feature = "gemm")]
+pub use costs::{CostSource, Tuning, tuning};
 #[cfg(feature = "loss")]
 pub use cross_entropy::CrossEntropyOptions;
 #[cfg(feature = "mlp")]

@@ -34,6 +34,8 @@ cargo xtask COMMAND [ARGUMENTS]
                      With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
+  tune [SEED] [OPERATOR...] [240s]
+                     measures on this GPU what each way costs, in 300 s, and writes the table by which operators choose
   plot FILE...       bench.json, and the rivals.json next to it, as pictures in docs/plots
   ci [--full] [STEP...]
                      what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
@@ -69,11 +71,8 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
             }
             args => test(args),
         },
-        Some("bench") => {
-            let ops = ["--profile", "dev", "--bench", "ops", "--", "table"];
-            let bench = [&["bench"], &cargo::ALL_BUT_GPT[..], &ops].concat();
-            start(&bench, own_args(args))
-        }
+        Some("bench") => bench(&[], args),
+        Some("tune") => bench(&["tune"], args),
         Some("plot") => plots(args),
         Some("ci") => ci::run(Repo::find()?, args),
         Some("headers") => no_args("headers", args).and_then(|()| {
@@ -96,6 +95,13 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         }
         Some(other) => Err(Usage(format!("there is no command `{other}`")).into()),
     }
+}
+
+/// Runs the benchmarks, or what is one of them.
+fn bench(first: &[&str], args: &[String]) -> Result<ExitCode> {
+    let ops = ["--profile", "dev", "--bench", "ops", "--", "table"];
+    let bench = [&["bench"], &cargo::ALL_BUT_GPT[..], &ops, first].concat();
+    start(&bench, own_args(args))
 }
 
 fn demo(args: &[String]) -> Result<ExitCode> {
@@ -260,8 +266,8 @@ mod tests {
     #[test]
     fn help_names_every_command() {
         for name in [
-            "demo", "test", "bench", "ci", "python", "ways", "doctor", "cache", "bundle", "wheel",
-            "setup", "help",
+            "demo", "test", "bench", "tune", "ci", "python", "ways", "doctor", "cache", "bundle",
+            "wheel", "setup", "help",
         ] {
             assert!(HELP.contains(&format!("\n  {name} ")), "{name}");
         }

@@ -5,6 +5,7 @@ use crate::compiler;
 use crate::cuda::{self, Cuda, Search};
 use crate::libtorch::{self, Libtorch, Rule};
 use crate::pip::{self, Pip};
+use crate::place;
 use crate::programs::{first_line, free_gib, stdout};
 use crate::repo::Repo;
 use crate::report;
@@ -54,8 +55,39 @@ pub fn run(repo: &Repo) -> Result<ExitCode> {
     check_tools(&mut findings);
     findings.check("compile cache", cache::describe());
     check_libtorch(&mut findings, repo);
+    check_costs(&mut findings, repo);
     report::print(&findings.text());
     Ok(if findings.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Says for each GPU where the costs come from by which operators choose their kernels.
+fn check_costs(findings: &mut Findings, repo: &Repo) {
+    let names = stdout("nvidia-smi", &["--query-gpu=name", "--format=csv,noheader"]);
+    let mut names: Vec<String> = names.unwrap_or_default().lines().map(String::from).collect();
+    names.dedup();
+    let shipped = texts(&repo.root.join("src/ops/costs"));
+    let measured =
+        place::folder(None).map(|folder| texts(&folder.join("costs"))).unwrap_or_default();
+    for name in names {
+        findings.row("costs", costs_of(&name, &measured, &shipped));
+    }
+}
+
+/// The texts of all tables in a folder.
+fn texts(folder: &Path) -> Vec<String> {
+    let files = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|file| file.path());
+    let tables = files.filter(|path| path.extension().is_some_and(|extension| extension == "txt"));
+    tables.filter_map(|path| std::fs::read_to_string(path).ok()).collect()
+}
+
+fn costs_of(name: &str, measured: &[String], shipped: &[String]) -> String {
+    let line = format!("card = {name}");
+    let has = |tables: &[String]| tables.iter().any(|text| text.lines().any(|of| of == line));
+    match (has(measured), has(shipped)) {
+        (true, _) => format!("{name}: measured here, if libtorch and CUDA are still those"),
+        (_, true) => format!("{name}: its table is part of tch-extension"),
+        _ => format!("{name}: untuned; `cargo xtask tune` measures it in 5 minutes"),
+    }
 }
 
 /// The summary with which `setup` ends.
@@ -273,6 +305,16 @@ mod tests {
             "{text}"
         );
         assert!(!text.contains("all is well"), "{text}");
+    }
+
+    #[test]
+    fn a_card_without_a_table_is_told() {
+        let [h200, l4] = ["NVIDIA H200", "NVIDIA L4"];
+        let table = |name: &str| format!("# costs\ncard = {name}\nclock = 1980\n");
+        let shipped = [table(h200)];
+        assert!(costs_of(h200, &[], &shipped).ends_with("part of tch-extension"));
+        assert!(costs_of(h200, &[table(h200)], &shipped).contains("measured here"));
+        assert!(costs_of(l4, &[table(h200)], &shipped).contains("untuned; `cargo xtask tune`"));
     }
 
     #[test]

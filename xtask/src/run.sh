@@ -13,6 +13,7 @@ run.sh COMMAND [ARGUMENTS]
 
   test [NAME…] [-- ARGUMENTS]   every test program, or the named ones; ARGUMENTS go to each
   bench [WORD…]                 each operator against its rivals, as a table and as bench.json
+  tune [SEED] [OPERATOR…] [240s]   measures what each way costs on this GPU, and writes the table by which operators choose
   rivals [WORD…]                what a Python user would call instead (torch.compile; Liger, Quack where installed): rivals.json
   gpt [ARGUMENTS]               GPT-2: `gpt train`, `gpt sample` and others (examples/gpt)
   versus-pytorch [ARGUMENTS]    GPT-2 in Rust and in PyTorch, in turns: versus.json and versus.svg; --size char|124m, --steps N
@@ -390,6 +391,10 @@ case $command in
     prepare
     # The benchmark records the commit with its figures.
     OUT=$out TCH_EXTENSION_COMMIT=$(cat "$here/commit" 2>/dev/null) run_program "$here/benches/ops" table "$@"
+    ;;
+  tune)
+    prepare
+    OUT=$out run_program "$here/benches/ops" table tune "$@"
     ;;
   rivals)
     OUT=$out exec "${PYTHON:-python3}" "$here/files/benches/rivals.py" "$@"

@@ -5,21 +5,24 @@
 #[cfg(not(tch_extension_cuda))]
 #[cfg_attr(not(feature = "mlp"), allow(dead_code))]
 mod absent;
+pub(super) mod costs;
 #[cfg(tch_extension_cuda)]
 #[cfg_attr(not(feature = "mlp"), allow(dead_code))]
 mod kernels;
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
-mod plan;
+pub(super) mod plan;
 
 #[cfg(test)]
 pub(super) use plan::ways_on_h200;
 #[doc(hidden)]
 pub use plan::{Counters, Way};
 
+use super::costs::multiprocessors;
 use crate::Result;
+use costs::COSTS;
 use plan::{Description, choose};
 use std::marker::PhantomData;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 #[cfg(not(tch_extension_cuda))]
 use absent as calls;
@@ -92,10 +95,14 @@ fn compute(operands: Operands<'_>, way: Way) -> Result<Option<Tensor>> {
     }
     let Some(described) = calls::describe(operands)? else { return Ok(None) };
     match way {
-        Way::Automatic => match choose(&described.facts) {
-            Way::Composite => Ok(None),
-            chosen => calls::run(&described, chosen),
-        },
+        Way::Automatic => {
+            let device =
+                Device::Cuda(usize::try_from(described.facts.device).unwrap_or(usize::MAX));
+            match choose(&described.facts, COSTS.of(device)?, multiprocessors(device)?) {
+                Way::Composite => Ok(None),
+                chosen => calls::run(&described, chosen),
+            }
+        }
         forced if described.facts.can(forced) => calls::run(&described, forced),
         _ => Ok(None),
     }

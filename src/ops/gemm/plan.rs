@@ -2,7 +2,9 @@
 //! read; this module only compares costs. Which of cuBLASLt's algorithms a `Plan` takes is decided
 //! in `csrc/gemm/choice.cpp`, because that is where cuBLASLt's heuristic is queried.
 
+use super::costs::{Aligned, Costs, Load, Padded};
 use crate::ffi::kind_code;
+use crate::ops::costs::cheapest;
 use std::ffi::c_void;
 use tch::Kind;
 
@@ -48,7 +50,7 @@ crate::ops::way::ways!(Way);
 /// A batch of matrices with strides in elements. A stride is 0 along a dimension that is broadcast.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Matrices {
+pub(in crate::ops) struct Matrices {
     pub data: *const c_void,
     pub row: i64,
     pub column: i64,
@@ -61,7 +63,7 @@ pub(super) struct Matrices {
 /// `out[b, m, n] = relu?(Σ_k lhs[b, m, k] rhs[b, k, n] + bias[b, m, n])`
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Product {
+pub(in crate::ops) struct Product {
     /// B.
     pub batch: i64,
     pub m: i64,
@@ -84,7 +86,7 @@ pub(super) struct Product {
 /// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Skinny {
+pub(in crate::ops) struct Skinny {
     /// The rows of the long factor.
     pub rows: i64,
     /// The rows of the short factor.
@@ -98,7 +100,7 @@ pub(super) struct Skinny {
 /// How many elements `Padded` would read, write and copy.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Padding {
+pub(in crate::ops) struct Padding {
     pub lhs: f64,
     pub rhs: f64,
     pub out: f64,
@@ -114,7 +116,7 @@ const MOST_DIMS: usize = 8;
 /// A product, and what each way can do with it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Description {
+pub(in crate::ops) struct Description {
     /// Without an output, which `tch_extension_gemm_run` allocates.
     pub product: Product,
     /// `rows` is 0 if `Skinny` cannot compute the product.
@@ -134,36 +136,27 @@ pub(super) struct Description {
     pub hopper: bool,
 }
 
-/// The way that was measured to be fastest. `Composite` stands for libtorch's product.
-pub(super) fn choose(described: &Description) -> Way {
+/// The fastest way on a GPU with these costs and multiprocessors. `Composite` stands for libtorch's
+/// product.
+pub(super) fn choose(described: &Description, costs: &Costs, processors: i64) -> Way {
     if described.small_is_faster() {
         return Way::Small;
     }
     if described.skinny_is_faster() {
         return Way::Skinny;
     }
-    if described.padded_is_faster() {
-        return Way::Padded;
-    }
     if described.hopper_is_faster() {
         return Way::Hopper;
     }
-    if described.libtorch_is_faster() { Way::Composite } else { Way::Plan }
-}
-
-/// Rates that were measured on an H200, per microsecond.
-mod rate {
-    /// Bytes that a copy reads and writes.
-    pub const BANDWIDTH: f64 = 2.4e6;
-    /// Operations of padded products by cuBLASLt: tf32, half kinds.
-    pub const PADDED: [f64; 2] = [200e6, 400e6];
-    /// Operations of unpadded products by cuBLAS; bias and ReLU are a separate kernel.
-    pub const PLAIN: [f64; 2] = [60e6, 75e6];
-    /// Operations of unpadded products by cuBLASLt with a fused bias: it has fewer kernels for such
-    /// rows.
-    pub const WITH_BIAS: [f64; 2] = [60e6, 40e6];
-    /// What a launch takes, in microseconds.
-    pub const LAUNCH: f64 = 1.5;
+    // Costs of the two are too alike to choose by them. Without a bias, libtorch's product is cuBLAS's,
+    // which has more kernels than cuBLASLt.
+    let product = &described.product;
+    let is_slow = product.is_large_double() || described.has_uneven_bias();
+    let library = if product.has_bias() && !is_slow { Way::Plan } else { Way::Composite };
+    let padded = described.may_be_padded().then_some(Way::Padded);
+    let possible = [library].into_iter().chain(padded);
+    let priced = possible.filter_map(|way| Some((way, described.cost(way, costs, processors)?)));
+    cheapest(priced).map_or(library, |(way, _)| way)
 }
 
 /// `Small` computes a tile of 16×16 per block.
@@ -203,6 +196,13 @@ impl Product {
 
     fn has_bias(&self) -> bool {
         !self.bias.data.is_null()
+    }
+
+    /// Whether this is a product in f64 of more than 2²⁴ multiplications, for some of which cuBLASLt's
+    /// heuristic proposes kernels that take five times as long as cuBLAS's.
+    fn is_large_double(&self) -> bool {
+        const MOST: i64 = 1 << 24;
+        self.is_double() && self.outputs() > MOST / self.k.max(1)
     }
 }
 
@@ -278,31 +278,94 @@ impl Description {
         }
     }
 
-    fn padded_is_faster(&self) -> bool {
-        let Self { product, padding, .. } = self;
-        // A narrow product reads its large factor only once; a copy of that factor would add a read
-        // and a write.
-        let narrowest = if product.is_half() { 64 } else { 128 };
-        let is_narrow = product.m.min(product.n) < narrowest;
-        if padding.launches == 0 || is_narrow || !self.uses_tensor_cores() {
-            return false;
-        }
-        let of_kind = |rates: [f64; 2]| rates[usize::from(product.is_half())];
+    /// Whether the product has a bias of full shape whose rows do not begin at multiples of 16
+    /// bytes. Only slow tensor-core kernels read such a bias along with the product, whereas
+    /// libtorch's product with a kernel of ours after it is never slower than the composite of
+    /// libtorch's operations.
+    fn has_uneven_bias(&self) -> bool {
+        let product = &self.product;
+        let is_full = product.m > 1 && product.bias.row != 0;
+        is_full && product.n * product.element_size() % 16 != 0 && self.uses_tensor_cores()
+    }
+
+    /// The bytes of which all addresses are multiples at which rows and matrices begin: 16 at most.
+    fn alignment(&self) -> u32 {
+        let product = &self.product;
+        let size = product.element_size();
+        let of = |matrices: &Matrices| {
+            let strides = [matrices.row, matrices.column, matrices.batch];
+            let apart = strides
+                .into_iter()
+                .filter(|&stride| stride != 1)
+                .fold(0, |all, stride| all | stride);
+            matrices.data.addr() as i64 | apart.wrapping_mul(size)
+        };
+        let bias = if product.bias.row == 0 { 0 } else { of(&product.bias) };
+        let all = of(&product.lhs) | of(&product.rhs) | bias | product.n.wrapping_mul(size);
+        1 << all.trailing_zeros().min(4)
+    }
+
+    fn load(&self, processors: i64) -> Load {
+        let product = &self.product;
         let [batch, m, n, k] =
             [product.batch, product.m, product.n, product.k].map(|size| size as f64);
-        let work = 2.0 * batch * m * n * k;
-        let micros = |elements: f64| elements * product.element_size() as f64 / rate::BANDWIDTH;
-        // Each copy is a read and a write.
-        let pass =
-            |elements: f64, launches: i64| micros(2.0 * elements) + rate::LAUNCH * launches as f64;
-        let plain = work / of_kind(rate::PLAIN);
-        let unpadded = match product.has_bias() {
-            true => (work / of_kind(rate::WITH_BIAS)).min(plain + pass(padding.out, 1)),
-            false => plain,
+        let of = |matrices: &Matrices| if matrices.batch == 0 { 1.0 } else { batch };
+        let megabytes = |elements: f64| megabytes(product, elements);
+        let out = batch * m * n;
+        let full_bias = if product.has_bias() && product.bias.row != 0 { out } else { 0.0 };
+        let tiles = |size: f64| (size / HOPPER_TILE as f64).ceil();
+        Load {
+            operations: 2e-6 * out * k,
+            bytes: megabytes(of(&product.lhs) * m * k + of(&product.rhs) * k * n + out + full_bias),
+            output: megabytes(out + full_bias),
+            depth: k / 1000.0,
+            waves: (batch * tiles(m) * tiles(n) / processors.max(1) as f64).ceil(),
+        }
+    }
+
+    /// The GPU's time; `None` for ways without costs.
+    pub fn cost(&self, way: Way, costs: &Costs, processors: i64) -> Option<f64> {
+        let product = &self.product;
+        let arithmetic = match self.uses_tensor_cores() {
+            true if product.is_half() => &costs.half,
+            true => &costs.tf32,
+            false if product.is_double() => &costs.double,
+            false => &costs.float,
         };
-        let padded =
-            (work / of_kind(rate::PADDED)).max(micros(padding.lhs + padding.rhs + padding.out));
-        unpadded > padded + pass(padding.copied, padding.launches)
+        let aligned = |of: &Aligned| match self.alignment() {
+            16 => of.of_16,
+            8 => of.of_8,
+            _ => of.of_less,
+        };
+        let load = self.load(processors);
+        match way {
+            Way::Plan => Some(aligned(&arithmetic.plan).of(&load)),
+            Way::Composite => {
+                // It reads what the product wrote, and writes it again.
+                let once_more = load.output + megabytes(product, product.outputs() as f64);
+                let pass = if product.has_bias() { costs.pass.of(1.0, once_more) } else { 0.0 };
+                Some(aligned(&arithmetic.libtorch).of(&load) + pass)
+            }
+            Way::Padded if self.can(way) => {
+                let Padding { lhs, rhs, out, copied, launches } = self.padding;
+                let load = Load { bytes: megabytes(product, lhs + rhs + out), ..load };
+                let Padded { product: times, copies } = &arithmetic.padded;
+                Some(times.of(&load) + copies.of(launches as f64, 2.0 * megabytes(product, copied)))
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether copies for tensor cores can win. A narrow product reads its large factor only once, so a
+    /// copy of that factor would add a read and a write, unless only an address is off, for which
+    /// cuBLASLt has slow kernels; cuBLAS has good ones for narrow products without a bias.
+    fn may_be_padded(&self) -> bool {
+        let product = &self.product;
+        let narrowest = if product.is_half() { 64 } else { 128 };
+        let is_narrow = product.m.min(product.n) < narrowest;
+        let is_whole = |size: i64| size.wrapping_mul(product.element_size()) % 16 == 0;
+        let is_only_off = product.has_bias() && is_whole(product.k) && is_whole(product.n);
+        self.can(Way::Padded) && self.uses_tensor_cores() && (!is_narrow || is_only_off)
     }
 
     fn hopper_is_faster(&self) -> bool {
@@ -328,32 +391,20 @@ impl Description {
         let in_tiles = tiles.saturating_mul(HOPPER_TILE * HOPPER_TILE / 16 * 15);
         tiles >= FEWEST && product.outputs() >= in_tiles
     }
-
-    /// Whether libtorch's product, with a kernel of ours after it, is faster than a plan.
-    fn libtorch_is_faster(&self) -> bool {
-        let product = &self.product;
-        // In f64, cuBLASLt's fused kernels are slower than cuBLAS's followed by a kernel of ours,
-        // but they take less time to launch, so that only small products use them.
-        const MOST: i64 = 1 << 24;
-        let is_large_double = product.is_double() && product.outputs() > MOST / product.k.max(1);
-        !product.has_bias() || self.has_uneven_bias() || is_large_double
-    }
-
-    /// Whether the product has a bias of full shape whose rows do not begin at multiples of 16
-    /// bytes. Only slow tensor-core kernels read such a bias along with the product, whereas
-    /// libtorch's product with a kernel of ours after it is never slower than the composite of
-    /// libtorch's operations.
-    fn has_uneven_bias(&self) -> bool {
-        let product = &self.product;
-        let is_full = product.m > 1 && product.bias.row != 0;
-        is_full && product.n * product.element_size() % 16 != 0 && self.uses_tensor_cores()
-    }
 }
 
+/// MB of so many elements.
+fn megabytes(product: &Product, elements: f64) -> f64 {
+    elements * product.element_size() as f64 / 1e6
+}
+
+mod contiguous;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
 mod ways;
+
+pub(in crate::ops) use contiguous::{Bias, Layout, contiguous};
 
 #[cfg(test)]
 pub(in crate::ops) use ways::ways_on_h200;

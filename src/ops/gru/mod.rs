@@ -3,9 +3,12 @@
 mod costs;
 mod kernels;
 
+pub(super) use costs::{COSTS, CUDNN};
+
+use super::costs::Place;
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
-use super::recurrent::layer::{self, Cell, State};
+use super::recurrent::layer::{self, Cell, Cudnn, State};
 use super::recurrent::plan::Costs;
 use super::recurrent::{RnnOptions, RnnWeights};
 use crate::operator::{
@@ -177,7 +180,8 @@ impl Cell for Gru {
     const KEEPS_STATE: &'static [(i64, f64)] = &[];
     const CPU: CpuCell = kernels::CPU;
     const CUDA: Option<CudaCell> = kernels::CUDA;
-    const COSTS: &'static Costs = &costs::COSTS;
+    const COSTS: &'static Place<Costs> = &COSTS;
+    const CUDNN: &'static Place<Cudnn> = &CUDNN;
 
     fn step(input_gates: &Tensor, hidden_gates: &Tensor, (h, _): &State) -> Result<State> {
         let of_input = input_gates.f_chunk(Self::GATES, 1)?;

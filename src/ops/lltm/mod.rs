@@ -19,6 +19,7 @@ use crate::operator::{
 };
 use crate::{Error, Result};
 use cell::Shapes;
+pub(super) use costs::COSTS;
 use functions::{Operands, Saved};
 #[cfg(test)]
 pub(super) use plan::way_on_h200;

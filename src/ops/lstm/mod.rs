@@ -3,9 +3,12 @@
 mod costs;
 mod kernels;
 
+pub(super) use costs::{COSTS, CUDNN};
+
+use super::costs::Place;
 use super::recurrent::kernels::cpu::CpuCell;
 use super::recurrent::kernels::cuda::CudaCell;
-use super::recurrent::layer::{self, Cell, State};
+use super::recurrent::layer::{self, Cell, Cudnn, State};
 use super::recurrent::plan::Costs;
 use super::recurrent::{RnnOptions, RnnWeights};
 use crate::operator::{
@@ -185,7 +188,8 @@ impl Cell for Lstm {
     const KEEPS_STATE: &'static [(i64, f64)] = &[(0, f64::NEG_INFINITY), (1, f64::INFINITY)];
     const CPU: CpuCell = kernels::CPU;
     const CUDA: Option<CudaCell> = kernels::CUDA;
-    const COSTS: &'static Costs = &costs::COSTS;
+    const COSTS: &'static Place<Costs> = &COSTS;
+    const CUDNN: &'static Place<Cudnn> = &CUDNN;
 
     fn step(input_gates: &Tensor, hidden_gates: &Tensor, (_, c): &State) -> Result<State> {
         let gates = input_gates.f_add(hidden_gates)?.f_chunk(Self::GATES, 1)?;

@@ -1,5 +1,6 @@
+use super::super::costs::COSTS;
 use super::*;
-use std::ptr::{dangling, dangling_mut, null};
+use std::ptr::{dangling_mut, null, without_provenance};
 
 /// What is known besides the product.
 #[derive(Clone, Copy, Debug, Default)]
@@ -13,7 +14,7 @@ struct Known {
 const PLAIN: Known = Known { tf32: false, skinny: None, padding: None, hopper: false };
 
 fn choose(product: &Product, known: &Known) -> Way {
-    super::choose(&Description {
+    let described = Description {
         product: *product,
         skinny: known.skinny.unwrap_or_default(),
         padding: known.padding.unwrap_or_default(),
@@ -23,19 +24,13 @@ fn choose(product: &Product, known: &Known) -> Way {
         tf32: known.tf32,
         small: true,
         hopper: known.hopper,
-    })
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Bias {
-    None,
-    Row,
-    Full,
+    };
+    super::choose(&described, COSTS.h200(), 132)
 }
 
 /// A product of contiguous matrices.
 fn product(kind: Kind, [m, k, n]: [i64; 3], bias: Bias) -> Product {
-    let matrices = |row: i64| Matrices { data: dangling(), row, column: 1, batch: 0 };
+    let matrices = |row: i64| Matrices { data: without_provenance(256), row, column: 1, batch: 0 };
     let bias = match bias {
         Bias::None => Matrices { data: null(), ..matrices(0) },
         Bias::Row => matrices(0),
@@ -134,6 +129,22 @@ fn padded_copies_pay_off_where_the_product_is_long() {
     assert_eq!(way(Kind::Float, [1501, 1501, 1501], Bias::Row, true), Way::Padded);
     assert_eq!(way(Kind::Float, [1501, 1501, 1501], Bias::Row, false), Way::Plan);
     assert_eq!(way(Kind::Double, [1501, 1501, 1501], Bias::None, true), Way::Composite);
+}
+
+/// Found by `cargo xtask tune`: an address off 16 bytes, and narrow products of whole rows.
+#[test]
+fn narrow_products_are_padded_where_only_an_address_is_off() {
+    let way = |sizes, bias, offset| {
+        let kinds = (Kind::BFloat16, false);
+        let described = contiguous(([1, 1], sizes), bias, kinds, offset, Layout::Linear);
+        super::choose(&described, COSTS.h200(), 132)
+    };
+    assert_eq!(way([1024, 5952, 64], Bias::Row, 3), Way::Padded);
+    assert_eq!(way([16, 2488, 16], Bias::Row, 1), Way::Padded);
+    assert_eq!(way([1024, 5952, 64], Bias::Row, 0), Way::Plan);
+    // Without a bias, and where rows are not whole.
+    assert_eq!(way([1024, 5952, 48], Bias::None, 3), Way::Composite);
+    assert_ne!(way([4631, 5890, 50], Bias::Row, 0), Way::Padded);
 }
 
 #[test]

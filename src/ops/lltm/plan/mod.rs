@@ -6,14 +6,14 @@ mod tests;
 
 pub(super) use crate::ops::recurrent::plan::{Direction, Sizes, Way};
 
-use super::costs::{COSTS, is_faster};
+use super::costs::{COSTS, VALUES, is_faster};
 use crate::Result;
 use crate::ffi::precision::matmul_allow_tf32;
 use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
 use crate::ops::recurrent::kernels::cpu::Team;
 use crate::ops::recurrent::kernels::cuda::Kernel;
-use crate::ops::recurrent::plan::{Gpu, Pass, are_too_few_to_pack, is_half, team};
+use crate::ops::recurrent::plan::{Costs, Gpu, Pass, are_too_few_to_pack, is_half, team};
 use tch::{Device, Kind};
 use tensor_cores::Tiles;
 
@@ -54,6 +54,7 @@ pub(crate) enum Chip {
 pub(crate) struct Hopper {
     gpu: Gpu,
     tensor_cores: TensorCores,
+    costs: Option<&'static Costs>,
     /// Whether products of `Float` may use tf32.
     tf32: bool,
 }
@@ -61,7 +62,8 @@ pub(crate) struct Hopper {
 impl Hopper {
     #[cfg(test)]
     fn h200(tf32: bool) -> Hopper {
-        Hopper { gpu: Gpu::H200, tensor_cores: TensorCores::H200, tf32 }
+        let costs = Some(COSTS.h200());
+        Hopper { gpu: Gpu::H200, tensor_cores: TensorCores::H200, costs, tf32 }
     }
 }
 
@@ -72,7 +74,8 @@ impl Chip {
             Device::Cuda(index) => {
                 let (gpu, tensor_cores) = (Gpu::of(device)?, TensorCores::of(device)?);
                 let tf32 = product == Kind::Float && matmul_allow_tf32()?;
-                Chip::Cuda { device: index, hopper: Hopper { gpu, tensor_cores, tf32 } }
+                let costs = Some(COSTS.of(device)?);
+                Chip::Cuda { device: index, hopper: Hopper { gpu, tensor_cores, costs, tf32 } }
             }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         })
@@ -110,7 +113,7 @@ impl Plan {
             }
             (_, Chip::Cpu { threads }) => {
                 let Sizes { steps, batch, hidden, .. } = sizes;
-                Plan::Cpu(team([steps, batch, hidden], COSTS.values, kinds.1, threads))
+                Plan::Cpu(team([steps, batch, hidden], VALUES, kinds.1, threads))
             }
             (_, Chip::Cuda { device, hopper }) => {
                 Plan::on_hopper(way, direction, sizes, kinds, hopper).unwrap_or_else(|| {
@@ -129,7 +132,8 @@ impl Plan {
         (product, state): (Kind, Kind),
         hopper: Hopper,
     ) -> Option<Plan> {
-        let Hopper { gpu, tensor_cores, tf32 } = hopper;
+        let Hopper { gpu, tensor_cores, costs, tf32 } = hopper;
+        let costs = costs?;
         let pass = Pass { direction, sizes, kind: product, tf32, gpu };
         // Under autocast there are two kinds, and the tensor-core kernel takes only one.
         let is_for_tiles = direction == Direction::Forward && product == state;
@@ -137,17 +141,18 @@ impl Plan {
         match way {
             Way::TensorCores => tiles.map(|_| Plan::TensorCores),
             Way::Automatic => {
-                let kernels = COSTS.all(&pass).filter(|kernel| is_faster(kernel, &pass));
-                let kernels = kernels.map(|(kernel, cost)| (cost, Plan::Kernel(kernel)));
+                let kernels = costs.all(&pass).filter(|kernel| is_faster(kernel, &pass));
+                let kernels = kernels.map(|(kernel, cost)| (Plan::Kernel(kernel), cost));
                 let tiles = tiles.filter(Tiles::are_faster);
-                let tiles = tiles.map(|tiles| (tiles.cost_without_input(), Plan::TensorCores));
-                kernels.chain(tiles).min_by_key(|(cost, _)| *cost).map(|(_, plan)| plan)
+                let tiles = tiles.map(|tiles| (Plan::TensorCores, tiles.cost_without_input()));
+                let all = kernels.chain(tiles);
+                all.min_by(|(_, one), (_, other)| one.total_cmp(other)).map(|(plan, _)| plan)
             }
             Way::WideGrid => {
-                let grid = || COSTS.grid(&pass).map(|(kernel, _)| kernel);
-                COSTS.forced(way, &pass).or_else(grid).map(Plan::Kernel)
+                let grid = || costs.grid(&pass).map(|(kernel, _)| kernel);
+                costs.forced(way, &pass).or_else(grid).map(Plan::Kernel)
             }
-            _ => COSTS.forced(way, &pass).map(Plan::Kernel),
+            _ => costs.forced(way, &pass).map(Plan::Kernel),
         }
     }
 

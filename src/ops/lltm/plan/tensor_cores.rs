@@ -46,23 +46,22 @@ impl Tiles {
         self.sizes.batch as f64 * self.sizes.hidden as f64 * PROCESSORS / self.processors
     }
 
-    /// About what a step costs, in hundredths of a microsecond like all costs here, as measured on
-    /// an H200.
+    /// About what a step costs, as measured on an H200.
     fn cost(&self) -> f64 {
         let rounds = self.tiles / self.processors;
-        let products = self.columns() * (0.66 + 0.85 * (rounds.ceil() - 1.0));
-        700.0 + products + (100.0 + 0.07 * self.columns()) * rounds
+        let products = self.columns() * (0.0066 + 0.0085 * (rounds.ceil() - 1.0));
+        7.0 + products + (1.0 + 0.0007 * self.columns()) * rounds
     }
 
     /// What the input's part of a step costs where it is multiplied for all steps at once.
     fn cost_of_input(&self) -> f64 {
-        self.cells() * (self.sizes.features as f64 * 8e-7 + 2.4e-4)
+        self.cells() * (self.sizes.features as f64 * 8e-9 + 2.4e-6)
     }
 
     /// What a step costs with libtorch's products: one for the input of all steps, and one per
     /// step, which a kernel follows.
     fn cost_by_products(&self) -> f64 {
-        570.0 + self.cells() * (self.columns() * 9.2e-7 + 9.7e-4)
+        5.7 + self.cells() * (self.columns() * 9.2e-9 + 9.7e-6)
     }
 
     /// Whether the tiles beat the other ways to compute one step after the other.
@@ -72,8 +71,8 @@ impl Tiles {
 
     /// What a step costs without the input's product, to compare it with ways whose cost excludes
     /// that product.
-    pub fn cost_without_input(&self) -> i64 {
-        (self.cost() - self.cost_of_input()) as i64
+    pub fn cost_without_input(&self) -> f64 {
+        self.cost() - self.cost_of_input()
     }
 }
 

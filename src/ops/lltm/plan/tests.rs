@@ -262,7 +262,7 @@ mod cluster {
     ) -> Option<i64> {
         let pass =
             Pass { gpu: Gpu { clusters, ..Gpu::H200 }, ..pass(direction, sizes, kind, tf32) };
-        COSTS.cluster(&pass).map(|found| counts(found).0)
+        COSTS.h200().cluster(&pass).map(|found| counts(found).0)
     }
 
     #[test]
@@ -292,7 +292,7 @@ mod cluster {
     #[test]
     fn float_is_multiplied_in_tf32_where_that_is_allowed() {
         let of = |kind, tf32| {
-            COSTS.cluster(&pass(Direction::Forward, square(512, 16, 128), kind, tf32)).map(
+            COSTS.h200().cluster(&pass(Direction::Forward, square(512, 16, 128), kind, tf32)).map(
                 |(kernel, _)| matches!(kernel, Kernel::Cluster { product: Product::Scaled, .. }),
             )
         };
@@ -320,7 +320,7 @@ mod cluster {
     fn they_are_taken_where_they_are_faster() {
         let faster = |direction, steps, batch, hidden, kind| {
             let pass = pass(direction, square(steps, batch, hidden), kind, false);
-            COSTS.cluster(&pass).is_some_and(|found| is_faster(&found, &pass))
+            COSTS.h200().cluster(&pass).is_some_and(|found| is_faster(&found, &pass))
         };
         for direction in [Direction::Forward, Direction::Backward] {
             assert!(faster(direction, 512, 16, 128, Kind::Double));
@@ -362,7 +362,7 @@ mod grid {
 
     fn share(batch: i64, hidden: i64, kind: Kind, tf32: bool, grid: Grid) -> Option<(i64, i64)> {
         let pass = pass(Direction::Forward, square(512, batch, hidden), kind, tf32);
-        COSTS.grid(&Pass { gpu: Gpu { grid, ..Gpu::H200 }, ..pass }).map(counts)
+        COSTS.h200().grid(&Pass { gpu: Gpu { grid, ..Gpu::H200 }, ..pass }).map(counts)
     }
 
     #[test]
@@ -402,6 +402,7 @@ mod grid {
     fn blocks_are_wide_in_the_backward() {
         let of = |batch, hidden, kind| {
             COSTS
+                .h200()
                 .grid(&pass(Direction::Backward, square(512, batch, hidden), kind, true))
                 .map(counts)
         };
@@ -419,7 +420,7 @@ mod grid {
         use Direction::{Backward, Forward};
         let faster = |direction, steps, batch, hidden, kind| {
             let pass = pass(direction, square(steps, batch, hidden), kind, true);
-            COSTS.grid(&pass).is_some_and(|found| is_faster(&found, &pass))
+            COSTS.h200().grid(&pass).is_some_and(|found| is_faster(&found, &pass))
         };
         assert!(
             faster(Forward, 8, 16, 264, Kind::Half)
@@ -462,7 +463,10 @@ mod plain_grid {
     use super::*;
 
     fn share(direction: Direction, batch: i64, hidden: i64, kind: Kind) -> Option<(i64, i64)> {
-        COSTS.plain_grid(&pass(direction, square(512, batch, hidden), kind, false)).map(counts)
+        COSTS
+            .h200()
+            .plain_grid(&pass(direction, square(512, batch, hidden), kind, false))
+            .map(counts)
     }
 
     /// The share that was the fastest of those measured.
@@ -497,7 +501,7 @@ mod plain_grid {
         assert_eq!(of(i64::MAX, 8, Kind::Float), None);
         assert_eq!(of(1 << 16, 8, Kind::Float), None);
         let tf32 = pass(Direction::Forward, square(512, 16, 512), Kind::Float, true);
-        assert_eq!(COSTS.plain_grid(&tf32), None);
+        assert_eq!(COSTS.h200().plain_grid(&tf32), None);
     }
 
     #[test]
@@ -505,7 +509,7 @@ mod plain_grid {
         for direction in [Direction::Forward, Direction::Backward] {
             let faster = |steps, batch, hidden, kind| {
                 let pass = pass(direction, square(steps, batch, hidden), kind, false);
-                COSTS.plain_grid(&pass).is_some_and(|found| is_faster(&found, &pass))
+                COSTS.h200().plain_grid(&pass).is_some_and(|found| is_faster(&found, &pass))
             };
             for hidden in [128, 256, 512, 768, 1024] {
                 assert!(faster(8, 16, hidden, Kind::Float) && faster(512, 64, hidden, Kind::Float));
@@ -529,7 +533,7 @@ mod wide_grid {
         grid: Grid,
     ) -> Option<i64> {
         let pass = pass(direction, square(512, batch, hidden), kind, false);
-        let found = COSTS.wide_grid(&Pass { gpu: Gpu { grid, ..Gpu::H200 }, ..pass });
+        let found = COSTS.h200().wide_grid(&Pass { gpu: Gpu { grid, ..Gpu::H200 }, ..pass });
         found.map(|found| counts(found).1)
     }
 
@@ -552,7 +556,7 @@ mod wide_grid {
         for direction in [Direction::Forward, Direction::Backward] {
             let faster = |steps, batch, hidden| {
                 let pass = pass(direction, square(steps, batch, hidden), Kind::Half, false);
-                COSTS.wide_grid(&pass).is_some_and(|found| is_faster(&found, &pass))
+                COSTS.h200().wide_grid(&pass).is_some_and(|found| is_faster(&found, &pass))
             };
             assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
             assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
@@ -564,7 +568,7 @@ mod wide_grid {
     fn float_is_for_those_who_allow_tf32() {
         let faster = |direction, batch, hidden, tf32| {
             let pass = pass(direction, square(512, batch, hidden), Kind::Float, tf32);
-            COSTS.wide_grid(&pass).map(|found| is_faster(&found, &pass))
+            COSTS.h200().wide_grid(&pass).map(|found| is_faster(&found, &pass))
         };
         for direction in [Direction::Forward, Direction::Backward] {
             for (batch, hidden) in [(256, 1024), (512, 1024), (1024, 512), (1536, 512)] {

@@ -1,7 +1,9 @@
 //! What differs between the layers of torch.nn.
 
 use super::RnnWeights;
+use super::products::Cudnn;
 use crate::Result;
+use crate::ops::costs::Place;
 use crate::ops::recurrent::kernels::cpu::CpuCell;
 use crate::ops::recurrent::kernels::cuda::CudaCell;
 use crate::ops::recurrent::plan::Costs;
@@ -29,8 +31,11 @@ pub(in crate::ops) trait Cell: Send + Sync + 'static {
     const CPU: CpuCell;
     /// Those on CUDA, if this build has them.
     const CUDA: Option<CudaCell>;
+
     /// What the latter cost.
-    const COSTS: &'static Costs;
+    const COSTS: &'static Place<Costs>;
+    /// What cuDNN's layer costs.
+    const CUDNN: &'static Place<Cudnn>;
 
     /// One step in plain tch operations. `input_gates` is `x W_ihᵀ + b_ih` and `hidden_gates` is
     /// `h W_hhᵀ + b_hh`, each `[B, G·H]`.

@@ -25,6 +25,8 @@ pub(in crate::ops) use padded::reference;
 #[cfg(test)]
 pub(in crate::ops) use plan::way_on_h200;
 pub(crate) use plan::with_half_of_the_gpu;
+pub(in crate::ops) use plan::{Forced, predicted};
+pub(in crate::ops) use products::{Cudnn, LAYER};
 
 use crate::Error;
 use tch::{Kind, Tensor};

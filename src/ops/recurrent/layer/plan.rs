@@ -1,10 +1,11 @@
 //! Which way computes a layer.
 
 use super::libtorch::are_flat_for_cudnn;
-use super::products::{Call, HOST, Host, Products, STEP_OF_OURS};
+use super::products::{Call, Cudnn, HostCosts, LAYER, LayerCosts, Products};
 use super::tf32::Tf32;
 use super::{Arguments, Cell};
 use crate::Result;
+use crate::ops::costs::cheapest;
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::kernels::{cudnn, onednn};
 use crate::ops::recurrent::plan::{
@@ -110,30 +111,31 @@ pub(super) fn library<C: Cell>(
     Ok(match way {
         Way::Cudnn if may_be_cudnn => Library::Cudnn,
         Way::Automatic | Way::Packed | Way::Onednn if may_be_cudnn => {
-            let is_flat = are_flat_for_cudnn(arguments)?;
-            let gpu = Gpu::of(device)?;
-            let products = Products::new(C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
+            let (gpu, layer) = (Gpu::of(device)?, LAYER.of(device)?);
+            let products = Products::new(layer, C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
+            let costs = C::COSTS.of(device)?;
             let directions = [Direction::Forward, Direction::Backward];
             let directions = &directions[..if keep { 2 } else { 1 }];
-            let ours = Call::of_all(directions, sizes.steps, |direction| {
-                let (kernel, cost) = automatic(C::COSTS, direction, sizes, products, (gpu, room));
-                (cost, if kernel == Kernel::Step { STEP_OF_OURS.of(direction) } else { 0.0 })
+            let ours = Call::of_all(directions, |direction| {
+                automatic(costs, direction, sizes, products, (gpu, room)).1
             });
-            let cudnn = Call::of_all(directions, sizes.steps, |direction| {
-                let [costs, host] = products.of_cudnn();
-                (costs.of(direction), host.of(direction))
-            });
-            faster([ours, cudnn], &HOST[usize::from(keep)], is_flat)
+            let cudnn = C::CUDNN.of(device)?;
+            let cudnn = Call::of_all(directions, |direction| products.of_cudnn(cudnn, direction));
+            let host = &layer.host;
+            // Also within a capture, so that a replay computes what a call computes.
+            let host = if keep { &host.both } else { &host.forward };
+            faster([ours, cudnn], host, are_flat_for_cudnn(arguments)?)
         }
         _ => Library::Ours,
     })
 }
 
 /// The faster one for a call.
-fn faster([ours, cudnn]: [Call; 2], host: &Host, is_flat: bool) -> Library {
+fn faster([ours, cudnn]: [Call; 2], host: &HostCosts, is_flat: bool) -> Library {
     let flattening = if is_flat { 0.0 } else { host.flattening };
-    let is_ours = ours.time(host.of_ours) <= cudnn.time(host.of_cudnn + flattening);
-    if is_ours { Library::Ours } else { Library::Cudnn }
+    let of_cudnn = cudnn.time(host.cudnn + flattening);
+    let both = [(Library::Cudnn, of_cudnn), (Library::Ours, ours.time(host.ours))];
+    cheapest(both).map_or(Library::Ours, |(library, _)| library)
 }
 
 /// The kernel for a direction of a layer that is ours.
@@ -145,16 +147,16 @@ pub(super) fn kernel<C: Cell>(
     device: Device,
 ) -> Result<Kernel> {
     let Choice { way, room } = choice;
-    let gpu = Gpu::of(device)?;
-    let products = Products::new(C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
+    let (gpu, costs) = (Gpu::of(device)?, C::COSTS.of(device)?);
+    let tf32 = choice.tf32(kind, sizes)?;
+    let products = Products::new(LAYER.of(device)?, C::GATES, sizes, kind, tf32);
     Ok(match way {
         Way::Automatic | Way::Packed | Way::Onednn => {
-            automatic(C::COSTS, direction, sizes, products, (gpu, room)).0
+            automatic(costs, direction, sizes, products, (gpu, room)).0
         }
         way => {
-            let tf32 = products.tf32.steps(direction);
-            let pass = Pass { direction, sizes, kind, tf32, gpu };
-            C::COSTS.forced(way, &pass).unwrap_or(Kernel::Step)
+            let pass = Pass { direction, sizes, kind, tf32: tf32.steps(direction), gpu };
+            costs.forced(way, &pass).unwrap_or(Kernel::Step)
         }
     })
 }
@@ -163,46 +165,89 @@ pub(super) fn kernel<C: Cell>(
 /// change between the two passes of a call: tf32 counts as allowed.
 pub(super) fn is_step_cheapest<C: Cell>(sizes: Sizes, kind: Kind, device: Device) -> Result<bool> {
     let tf32 = if kind == Kind::Float { Tf32::ALL } else { Tf32::NONE };
-    let products = Products::new(C::GATES, sizes, kind, tf32);
+    let costs = C::COSTS.of(device)?;
+    let products = Products::new(LAYER.of(device)?, C::GATES, sizes, kind, tf32);
     let of = (Gpu::of(device)?, Room::Whole);
-    let is_step = |direction| automatic(C::COSTS, direction, sizes, products, of).0 == Kernel::Step;
+    let is_step = |direction| automatic(costs, direction, sizes, products, of).0 == Kernel::Step;
     Ok([Direction::Forward, Direction::Backward].into_iter().any(is_step))
 }
 
-/// The kernel whose steps cost least, and what one costs with its share of all products.
+/// The kernel with which all steps cost least, and what the direction costs with it and all products.
 fn automatic(
     costs: &Costs,
     direction: Direction,
     sizes: Sizes,
-    products: Products,
+    products: Products<'_>,
     (gpu, room): (Gpu, Room),
-) -> (Kernel, f64) {
-    /// Fewer steps are over before the wide grid's weights have been loaded.
-    const FEW: i64 = 8;
-    /// What one more launch takes the host, for scales: in few steps exact products are faster.
-    const SCALING: f64 = 8.0;
+) -> (Kernel, Call) {
+    let host = &products.costs.host;
     let tf32 = products.tf32.steps(direction);
+    let steps = sizes.steps as f64;
     let on = |gpu| {
         let pass = Pass { direction, sizes, kind: products.kind, tf32, gpu };
-        let is_worth =
-            |kernel: &Kernel| sizes.steps >= FEW || !matches!(kernel, Kernel::WideGrid { .. });
-        let scaling = if tf32 { SCALING / sizes.steps as f64 } else { 0.0 };
-        let scaled = costs.all(&pass).filter(move |(kernel, _)| is_worth(kernel));
-        let scaled = scaled.map(move |(kernel, cost)| (kernel, cost as f64 / 100.0 + scaling));
+        let scaled = costs.all(&pass).map(move |(kernel, step)| (kernel, step, tf32));
         let exact = costs.cluster(&Pass { tf32: false, ..pass }).filter(|_| tf32);
-        scaled.chain(exact.map(|(kernel, cost)| (kernel, cost as f64 / 100.0)))
+        scaled.chain(exact.map(|(kernel, step)| (kernel, step, false)))
     };
     let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
     // Kernels that fill the GPU take turns with the other layer's.
     let turns = if room == Room::Half { 2.0 } else { 1.0 };
-    let of_all = halves.chain(on(gpu).map(|(kernel, cost)| (kernel, turns * cost)));
-    let of_step = products.step_by_step(direction);
+    let whole = on(gpu).map(|(kernel, step, is_scaled)| (kernel, turns * step, is_scaled));
+    let of_all = halves.chain(whole).map(|(kernel, step, is_scaled)| {
+        (kernel, products.costs.before_steps(kernel, is_scaled) + steps * step)
+    });
     // The host may be slower than the GPU.
-    let by_step = (Kernel::Step, of_step.max(STEP_OF_OURS.of(direction)));
-    let (kernel, cost) =
-        of_all.fold(by_step, |best, other| if other.1 < best.1 { other } else { best });
-    let cost = if kernel == Kernel::Step { of_step } else { cost };
-    (kernel, cost + products.at_once(direction))
+    let launches = host.step[usize::from(direction == Direction::Backward)];
+    let of_step = products.step_by_step(direction);
+    let by_step = (Kernel::Step, steps * of_step.max(launches));
+    let (kernel, cost) = cheapest([by_step].into_iter().chain(of_all)).unwrap_or(by_step);
+    let (cost, launches) = match kernel {
+        Kernel::Step => (steps * of_step, steps * launches),
+        _ => (cost, 0.0),
+    };
+    (kernel, Call { gpu: cost + products.at_once(direction), launches })
+}
+
+/// A call of a layer, computed in a way that is forced.
+#[derive(Clone, Copy)]
+pub(in crate::ops) struct Forced {
+    pub way: Way,
+    pub sizes: Sizes,
+    pub kind: Kind,
+    /// Whether libtorch's switch allows it.
+    pub tf32: bool,
+    /// Whether the backward pass follows.
+    pub keep: bool,
+}
+
+/// The GPU's time of a call by these costs; `None` if the way has no kernel for it.
+pub(in crate::ops) fn predicted<C: Cell>(
+    call: &Forced,
+    (costs, cudnn, layer): (&Costs, &Cudnn, &LayerCosts),
+    gpu: Gpu,
+) -> Option<f64> {
+    let Forced { way, sizes, kind, tf32, keep } = *call;
+    let is_tf32 = tf32 && kind == Kind::Float;
+    let tf32 = if is_tf32 { Tf32::on(way, sizes) } else { Tf32::NONE };
+    let products = Products::new(layer, C::GATES, sizes, kind, tf32);
+    let of = |direction| {
+        if way == Way::Cudnn {
+            return Some(products.of_cudnn(cudnn, direction).gpu);
+        }
+        let tf32 = tf32.steps(direction);
+        let pass = Pass { direction, sizes, kind, tf32, gpu };
+        let steps = match costs.priced(way, &pass) {
+            Some((kernel, step)) => sizes.steps as f64 * step + layer.before_steps(kernel, tf32),
+            None => sizes.steps as f64 * products.step_by_step(direction),
+        };
+        Some(steps + products.at_once(direction))
+    };
+    let exists = [Way::Cudnn, Way::Step].contains(&way) || {
+        let tf32 = tf32.steps(Direction::Forward);
+        costs.priced(way, &Pass { direction: Direction::Forward, sizes, kind, tf32, gpu }).is_some()
+    };
+    let backward = if keep { of(Direction::Backward)? } else { 0.0 };
+    exists.then_some(of(Direction::Forward)? + backward)
 }
 
 /// The way of our kernels for these sizes on an H200.
@@ -214,8 +259,8 @@ pub(in crate::ops) fn way_on_h200<C: Cell>(
     allows_tf32: bool,
 ) -> &'static str {
     let tf32 = if allows_tf32 { Tf32::where_allowed(sizes) } else { Tf32::NONE };
-    let products = Products::new(C::GATES, sizes, kind, tf32);
-    automatic(C::COSTS, direction, sizes, products, (Gpu::H200, Room::Whole)).0.name()
+    let products = Products::new(LAYER.h200(), C::GATES, sizes, kind, tf32);
+    automatic(C::COSTS.h200(), direction, sizes, products, (Gpu::H200, Room::Whole)).0.name()
 }
 
 #[cfg(test)]
@@ -227,24 +272,41 @@ mod tests {
     const H200: Gpu = Gpu::H200;
 
     /// A cell with one kernel of each way, whose costs are those of a GRU.
-    const COSTS: Costs = Costs {
-        values: 4,
-        clusters: &[cluster::Entry::new(Multiplied::Half, 256, 8, [2, 2], [Some(96), Some(150)])],
-        grids: &[grid::Entry::new(Direction::Forward, 32, Line { fixed: 50, each: 12 }, [2, 2])],
-        plain_grids: &[],
-        wide_grids: &[wide_grid::Entry {
-            direction: Direction::Forward,
-            product: Multiplied::Half,
-            columns: 32,
-            rows: 64,
-            round: [225, 18, 72],
-        }],
-    };
+    fn costs() -> Costs {
+        let cluster = |product, hidden, step: [f64; 2]| cluster::Entry {
+            product,
+            hidden,
+            cluster: 8,
+            share: [2, 2],
+            step: step.map(Some),
+        };
+        let iteration = Line { fixed: 0.5, each: 0.12 };
+        let mut wide = wide_grid::Entry::new((Direction::Forward, Multiplied::Half), 32, 64);
+        wide.round = wide_grid::Round { fixed: 2.25, column: 0.0018, block: 0.0072 };
+        Costs {
+            values: 4,
+            clusters: vec![
+                cluster(Multiplied::Half, 256, [0.96, 1.5]),
+                cluster(Multiplied::Scaled, 128, [0.5, 0.95]),
+                cluster(Multiplied::Float, 128, [0.9, 1.4]),
+            ],
+            grids: vec![grid::Entry {
+                iteration,
+                ..grid::Entry::new(Direction::Forward, 32, [2, 2])
+            }],
+            plain_grids: Vec::new(),
+            wide_grids: vec![wide],
+        }
+    }
+
+    fn layer() -> &'static LayerCosts {
+        LAYER.h200()
+    }
 
     fn planned(steps: i64, batch: i64, hidden: i64, room: Room) -> Kernel {
         let sizes = Sizes { steps, batch, features: hidden, hidden };
-        let products = Products::new(3, sizes, Kind::BFloat16, Tf32::NONE);
-        automatic(&COSTS, Direction::Forward, sizes, products, (H200, room)).0
+        let products = Products::new(layer(), 3, sizes, Kind::BFloat16, Tf32::NONE);
+        automatic(&costs(), Direction::Forward, sizes, products, (H200, room)).0
     }
 
     #[test]
@@ -259,40 +321,57 @@ mod tests {
         assert_eq!(planned(512, 64, 512, Room::Whole), grid(4));
         let wide = |row_groups| Kernel::WideGrid { columns: 32, row_groups, product };
         assert_eq!(planned(512, 256, 1024, Room::Whole), wide(4));
-        assert_ne!(planned(7, 256, 1024, Room::Whole), wide(4));
+        // One step is over before its weights have been loaded.
+        assert_ne!(planned(1, 256, 1024, Room::Whole), wide(4));
         // No kernel holds these weights.
         assert_eq!(planned(512, 64, 2048, Room::Whole), Kernel::Step);
         // Rows that are no whole vectors.
         assert_eq!(planned(512, 64, 1001, Room::Whole), Kernel::Step);
     }
 
+    /// Those of another compute capability have none of these kernels.
+    #[test]
+    fn cards_without_kernels_for_all_steps_take_single_steps() {
+        let cells = [costs(), costs()];
+        for (steps, batch, hidden) in [(1, 1, 64), (512, 16, 128), (512, 256, 1024)] {
+            for (kind, tf32) in [(Kind::Half, Tf32::NONE), (Kind::Float, Tf32::ALL)] {
+                let sizes = Sizes { steps, batch, features: hidden, hidden };
+                let products = Products::new(layer(), 4, sizes, kind, tf32);
+                for (cell, room) in cells.iter().zip([Room::Whole, Room::Half]) {
+                    for direction in [Direction::Forward, Direction::Backward] {
+                        let of = (Gpu::default(), room);
+                        let (kernel, call) = automatic(cell, direction, sizes, products, of);
+                        assert_eq!(kernel, Kernel::Step);
+                        assert!(call.gpu.is_finite() && call.gpu > 0.0);
+                    }
+                }
+            }
+        }
+    }
+
     #[test]
     fn cudnn_is_called_where_it_is_faster() {
-        let [forward, _] = &HOST;
+        let host = HostCosts { ours: 50.0, cudnn: 70.0, flattening: 350.0 };
         let gpu = |gpu| Call { gpu, launches: 0.0 };
-        assert_eq!(faster([gpu(2000.0), gpu(1900.0)], forward, true), Library::Cudnn);
-        assert_eq!(faster([gpu(1900.0), gpu(2000.0)], forward, true), Library::Ours);
+        let of = |ours, cudnn, is_flat| faster([ours, cudnn], &host, is_flat);
+        assert_eq!(of(gpu(2000.0), gpu(1900.0), true), Library::Cudnn);
+        assert_eq!(of(gpu(1900.0), gpu(2000.0), true), Library::Ours);
         // Few steps are over before the host has made another call.
-        assert_eq!(faster([gpu(20.0), gpu(10.0)], forward, true), Library::Ours);
-        assert_eq!(faster([gpu(100.0), gpu(70.0)], forward, true), Library::Cudnn);
-        assert_eq!(faster([gpu(100.0), gpu(70.0)], forward, false), Library::Ours);
+        assert_eq!(of(gpu(20.0), gpu(10.0), true), Library::Ours);
+        assert_eq!(of(gpu(100.0), gpu(70.0), true), Library::Cudnn);
+        assert_eq!(of(gpu(100.0), gpu(70.0), false), Library::Ours);
         // Launches of single steps take the host longer than the GPU takes to run them.
         let by_step = |launches| Call { gpu: 20.0, launches };
-        assert_eq!(faster([by_step(88.0), by_step(56.0)], forward, true), Library::Cudnn);
-        assert_eq!(faster([by_step(22.0), by_step(14.0)], forward, true), Library::Ours);
+        assert_eq!(of(by_step(88.0), by_step(56.0), true), Library::Cudnn);
+        assert_eq!(of(by_step(22.0), by_step(14.0), true), Library::Ours);
     }
 
     #[test]
     fn few_steps_in_tf32_are_computed_without_scales() {
-        const CLUSTERS: [cluster::Entry; 2] = [
-            cluster::Entry::new(Multiplied::Scaled, 128, 8, [2, 2], [Some(50), Some(95)]),
-            cluster::Entry::new(Multiplied::Float, 128, 8, [2, 1], [Some(90), Some(140)]),
-        ];
-        let costs = Costs { clusters: &CLUSTERS, ..COSTS };
         let product_of = |steps| {
             let sizes = Sizes { steps, batch: 16, features: 64, hidden: 64 };
-            let products = Products::new(3, sizes, Kind::Float, Tf32::ALL);
-            automatic(&costs, Direction::Forward, sizes, products, (H200, Room::Whole)).0
+            let products = Products::new(layer(), 3, sizes, Kind::Float, Tf32::ALL);
+            automatic(&costs(), Direction::Forward, sizes, products, (H200, Room::Whole)).0
         };
         let product = |steps| match product_of(steps) {
             Kernel::Cluster { product, .. } => Some(product),

@@ -1,21 +1,136 @@
 //! What a call of ours and of cuDNN cost: products, kernels per step and the host.
 
 use super::tf32::Tf32;
+use crate::ops::costs::{Place, coefficients};
+use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::plan::{Direction, Sizes};
 use tch::Kind;
 
-/// A cost in microseconds, forward and backward.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Both(pub(super) [f64; 2]);
-
-impl Both {
-    pub(super) fn of(self, direction: Direction) -> f64 {
-        self.0[if direction == Direction::Forward { 0 } else { 1 }]
+coefficients! {
+    /// What layers cost beside the kernels of a cell.
+    #[derive(Default)]
+    pub(in crate::ops) struct LayerCosts {
+        /// A million operations of a product over all steps.
+        Parts product: Rates,
+        /// A product and a kernel for each step, by libtorch's product.
+        Latency step: [f64; 2],
+        /// A million operations of the product of a step, which is never in tf32.
+        Parts step_product: StepRates,
+        /// What is done once in a call, apart from what follows.
+        Latency call: [f64; 2],
+        /// A MB of gates, which the products over all steps write or read.
+        Memory gates: [f64; 2],
+        /// Scales of the weights, for fp16 values in place of tf32.
+        Latency scaling: f64,
+        /// What each way does before its first step.
+        Parts once: Once,
+        Parts host: Hosts,
     }
 }
 
-/// What all steps of a call cost in microseconds: the GPU, and the host for its launches of single
-/// steps.
+coefficients! {
+    #[derive(Default)]
+    pub(in crate::ops) struct Rates {
+        Work half: f64,
+        Work tf32: f64,
+        Work float: f64,
+        Work double: f64,
+    }
+}
+
+coefficients! {
+    #[derive(Default)]
+    pub(in crate::ops) struct StepRates {
+        Work half: f64,
+        Work float: f64,
+        Work double: f64,
+    }
+}
+
+coefficients! {
+    #[derive(Default)]
+    pub(in crate::ops) struct Once {
+        Latency cluster: f64,
+        Latency grid: f64,
+        Latency plain_grid: f64,
+        Latency wide_grid: f64,
+    }
+}
+
+coefficients! {
+    /// cuDNN's calls of a cell: by its kernels that keep small weights on the chip, by their widest H, and
+    /// by those for each step.
+    #[derive(Default)]
+    pub(in crate::ops) struct Cudnn {
+        Latency call: [f64; 2],
+        Parts half_64: [Steps; 2],
+        Parts half_192: [Steps; 2],
+        Parts float_64: [Steps; 2],
+        Parts float_192: [Steps; 2],
+        Parts half: [Steps; 2],
+        Parts bfloat16: [Steps; 2],
+        Parts tf32: [Steps; 2],
+        Parts float: [Steps; 2],
+        Parts double: [Steps; 2],
+    }
+}
+
+coefficients! {
+    /// A step: a fixed part, and what a row, a MB of gates, a MB of weights and a million operations add.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct Steps {
+        Latency fixed: f64,
+        Latency row: f64,
+        Memory gates: f64,
+        Memory weights: f64,
+        Work product: f64,
+    }
+}
+
+coefficients! {
+    /// What a call takes the host: the forward pass alone, and both.
+    #[derive(Default)]
+    pub(in crate::ops) struct Hosts {
+        Parts forward: HostCosts,
+        Parts both: HostCosts,
+        /// Launches of a step: a product and a kernel of ours, and cuDNN's.
+        Host step: [f64; 2],
+        Host step_of_cudnn: [f64; 2],
+    }
+}
+
+coefficients! {
+    #[derive(Default)]
+    pub(in crate::ops) struct HostCosts {
+        Host ours: f64,
+        Host cudnn: f64,
+        /// What cuDNN takes in addition if the parameters have to be moved to one piece of memory.
+        Host flattening: f64,
+    }
+}
+
+/// What layers cost on a device.
+pub(in crate::ops) static LAYER: Place<LayerCosts> = Place::new("layer", LayerCosts::default);
+
+impl LayerCosts {
+    /// What a kernel does before its first step.
+    pub(super) fn before_steps(&self, kernel: Kernel, is_scaled: bool) -> f64 {
+        let once = match kernel {
+            Kernel::Cluster { .. } => self.once.cluster,
+            Kernel::Grid { .. } => self.once.grid,
+            Kernel::WideGrid { .. } => self.once.wide_grid,
+            Kernel::PlainGrid { .. } => self.once.plain_grid,
+            Kernel::Step => 0.0,
+        };
+        once + if is_scaled { self.scaling } else { 0.0 }
+    }
+}
+
+fn of<T: Copy>(both: [T; 2], direction: Direction) -> T {
+    both[usize::from(direction == Direction::Backward)]
+}
+
+/// What a call costs in microseconds: the GPU, and the host for its launches of single steps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Call {
     pub(super) gpu: f64,
@@ -23,17 +138,12 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// `of` says what a step costs both.
-    pub(super) fn of_all(
-        directions: &[Direction],
-        steps: i64,
-        of: impl Fn(Direction) -> (f64, f64),
-    ) -> Call {
+    /// `of` says what a direction costs.
+    pub(super) fn of_all(directions: &[Direction], of: impl Fn(Direction) -> Call) -> Call {
         let none = Call { gpu: 0.0, launches: 0.0 };
         directions.iter().fold(none, |sum, &direction| {
-            let (gpu, host) = of(direction);
-            let all = |of_step: f64| steps as f64 * of_step;
-            Call { gpu: sum.gpu + all(gpu), launches: sum.launches + all(host) }
+            let Call { gpu, launches } = of(direction);
+            Call { gpu: sum.gpu + gpu, launches: sum.launches + launches }
         })
     }
 
@@ -43,141 +153,116 @@ impl Call {
     }
 }
 
-/// What a call takes the host, in microseconds, apart from launches of single steps.
-pub(super) struct Host {
-    pub(super) of_ours: f64,
-    pub(super) of_cudnn: f64,
-    /// What cuDNN takes in addition if the parameters have to be moved to one piece of memory.
-    pub(super) flattening: f64,
-}
-
-// The host's times were measured next to an H200 and an H100 (docs/lab/lstm.md).
-
-/// The forward alone, and both directions.
-pub(super) const HOST: [Host; 2] = [
-    Host { of_ours: 50.0, of_cudnn: 70.0, flattening: 350.0 },
-    Host { of_ours: 480.0, of_cudnn: 630.0, flattening: 850.0 },
-];
-
-/// Its launches for a step: by our kernels, a product and a kernel; by cuDNN.
-pub(super) const STEP_OF_OURS: Both = Both([22.0, 30.0]);
-pub(super) const STEP_OF_CUDNN: Both = Both([14.0, 22.0]);
-
-/// What products cost, and what those ways cost that have no tables, all per step in microseconds.
-/// These are lines through measurements on an H200 (docs/lab/lstm.md).
+/// The products of a layer, and what they cost.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Products {
+pub(super) struct Products<'a> {
+    pub(super) costs: &'a LayerCosts,
     pub(super) kind: Kind,
     pub(super) tf32: Tf32,
-    pub(super) gates: i64,
     pub(super) batch: f64,
     pub(super) hidden: i64,
-    /// The product with h in half kinds, forward. The one with the input takes as long if there are
-    /// as many features; there are two of each, backward.
-    pub(super) one: f64,
-    pub(super) of_input: f64,
+    pub(super) steps: f64,
+    /// Millions of operations of a step's product with h, forward, and of the one with the input. There
+    /// are two of each, backward.
+    one: f64,
+    of_input: f64,
+    /// MB of a step's gates, and of both weights.
+    gates_bytes: f64,
+    weights_bytes: f64,
 }
 
-impl Products {
-    pub(super) fn new(gates: i64, sizes: Sizes, kind: Kind, tf32: Tf32) -> Products {
-        const OPERATIONS: f64 = 550e6;
-        let Sizes { batch, features, hidden, .. } = sizes;
-        let column = 2.0 * batch as f64 * (gates * hidden) as f64 / OPERATIONS;
+impl<'a> Products<'a> {
+    pub(super) fn new(
+        costs: &'a LayerCosts,
+        gates: i64,
+        sizes: Sizes,
+        kind: Kind,
+        tf32: Tf32,
+    ) -> Products<'a> {
+        let Sizes { steps, batch, features, hidden } = sizes;
+        let bytes = 1e-6 * (gates * hidden) as f64 * kind.elt_size_in_bytes() as f64;
+        let column = 2e-6 * batch as f64 * (gates * hidden) as f64;
         Products {
+            costs,
             kind,
             tf32,
-            gates,
             batch: batch as f64,
             hidden,
+            steps: steps as f64,
             one: column * hidden as f64,
             of_input: column * features as f64,
+            gates_bytes: bytes * batch as f64,
+            weights_bytes: bytes * (features + hidden) as f64,
         }
-    }
-
-    /// How many times as long libtorch's products take in this kind as in half kinds.
-    pub(super) fn slowdown(self) -> f64 {
-        if matches!(self.kind, Kind::Half | Kind::BFloat16) { 1.0 } else { 13.0 }
     }
 
     /// How many times as long a product of a step takes as its share of a large one: in strict `Float`
     /// tiles have more rows than there are.
-    pub(super) fn share_of_tiles(self, is_tf32: bool) -> f64 {
+    fn share_of_tiles(self, is_tf32: bool) -> f64 {
         const OTHER_ROWS: f64 = 32.0;
         const MOST: f64 = 2.0;
         let is_strict = self.kind == Kind::Float && !is_tf32;
         if is_strict { 1.0 + (OTHER_ROWS / self.batch.max(1.0)).min(MOST) } else { 1.0 }
     }
 
-    /// Those over all steps at once.
+    /// What a call does once, and its products over all steps.
     pub(super) fn at_once(self, direction: Direction) -> f64 {
-        let slowdown = |is_tf32| if is_tf32 { 2.0 } else { self.slowdown() };
-        let of_input = slowdown(self.tf32.input) * self.of_input;
-        let of_weights = slowdown(self.tf32.weights) * (self.of_input + self.one);
-        match direction {
+        let rates = &self.costs.product;
+        let rate = |is_tf32| match self.kind {
+            Kind::Half | Kind::BFloat16 => self.steps * rates.half,
+            Kind::Float if is_tf32 => self.steps * rates.tf32,
+            Kind::Double => self.steps * rates.double,
+            _ => self.steps * rates.float,
+        };
+        let of_input = rate(self.tf32.input) * self.of_input;
+        let of_weights = rate(self.tf32.weights) * (self.of_input + self.one);
+        let products = match direction {
             Direction::Forward => of_input,
             Direction::Backward => of_input + of_weights,
-        }
+        };
+        let gates = of(self.costs.gates, direction) * self.steps * self.gates_bytes;
+        of(self.costs.call, direction) + gates + products
     }
 
     /// A product and a kernel for each step, without what is done at once.
     pub(super) fn step_by_step(self, direction: Direction) -> f64 {
-        let product = self.slowdown() * self.one * self.share_of_tiles(self.tf32.steps(direction));
-        match direction {
-            Direction::Forward => 11.0 + product,
-            Direction::Backward => 12.0 + product,
-        }
+        let is_tf32 = self.tf32.steps(direction);
+        let StepRates { half, float, double } = self.costs.step_product;
+        let rate = match self.kind {
+            Kind::Half | Kind::BFloat16 => half,
+            Kind::Double => double,
+            _ => float,
+        };
+        of(self.costs.step, direction) + rate * self.one * self.share_of_tiles(is_tf32)
     }
 
-    /// cuDNN's whole step, and what its launches take the host.
-    pub(super) fn of_cudnn(self) -> [Both; 2] {
-        match self.of_cudnns_persistent() {
-            Some(costs) => [Both(costs), Both([0.0; 2])],
-            None => [Both(self.of_cudnns()), STEP_OF_CUDNN],
-        }
-    }
-
-    /// Its kernels that keep small weights on the chip, if it has any, forward and backward.
-    pub(super) fn of_cudnns_persistent(self) -> Option<[f64; 2]> {
-        const NARROWEST: i64 = 64;
-        const NARROW: i64 = 128;
-        const WIDE: i64 = 1024;
-        const FEW_ROWS: f64 = 32.0;
-        let (rows, is_lstm) = (self.batch, self.gates == 4);
-        let line = |fixed: f64, rows_per_microsecond: f64| fixed + rows / rows_per_microsecond;
-        // Wide ones have whole tiles.
-        let is_tiled = self.hidden % 128 == 0 && rows % 8.0 == 0.0;
-        match (self.kind, self.hidden) {
-            (Kind::Half, ..=NARROWEST) if is_lstm => Some([line(1.0, 2500.0), line(1.4, 95.0)]),
-            (Kind::Half, ..=NARROWEST) => Some([line(1.0, 2000.0), line(1.0, 39.0)]),
-            (Kind::Half, ..=NARROW) if is_lstm => Some([line(1.4, 88.0), line(2.3, 36.0)]),
-            (Kind::Half, ..=NARROW) => Some([line(0.6, 165.0), line(1.0, 34.0)]),
-            (Kind::Half, ..=WIDE) if is_lstm && is_tiled && rows <= FEW_ROWS => {
-                let columns = self.hidden as f64;
-                Some([1.1 + columns / 1000.0, 2.2 + columns / 300.0])
-            }
-            (Kind::Float, ..=NARROWEST) if is_lstm => Some([line(0.4, 400.0), line(1.5, 110.0)]),
-            (Kind::Float, ..=NARROWEST) => Some([line(0.45, 400.0), line(1.0, 22.0)]),
-            (Kind::Float, ..=NARROW) if is_lstm => Some([line(1.6, 78.0), line(2.2, 36.0)]),
-            (Kind::Float, ..=NARROW) => Some([line(0.6, 150.0), line(1.6, 20.0)]),
-            _ => None,
-        }
-    }
-
-    /// Its kernels for each step, forward and backward.
-    pub(super) fn of_cudnns(self) -> [f64; 2] {
-        const SOME_ROWS: f64 = 128.0;
-        const WIDE: i64 = 1024;
-        let is_tf32 = self.tf32.is_allowed;
-        let once = (self.one + self.of_input) * self.share_of_tiles(is_tf32);
-        let rows = self.batch;
-        let is_tiled = self.hidden % 128 == 0 && self.hidden <= WIDE && rows % 8.0 == 0.0;
-        match self.kind {
-            Kind::Half if self.gates == 4 && is_tiled && rows < SOME_ROWS => {
-                [4.8 + 1.5 * once, 8.5 + 2.5 * once]
-            }
-            Kind::Half | Kind::BFloat16 => [8.0 + once, 10.0 + 2.0 * once + rows / 100.0],
-            Kind::Float if is_tf32 => [8.0 + 2.2 * once, 18.0 + 5.0 * once],
-            _ => [13.0 + 11.5 * once, 25.0 + 23.5 * once],
-        }
+    /// cuDNN's whole call.
+    pub(super) fn of_cudnn(self, cudnn: &Cudnn, direction: Direction) -> Call {
+        /// Up to these H libtorch asks for cuDNN's kernels that keep the weights on the chip.
+        const SMALL: [i64; 2] = [192, 128];
+        const NARROW: i64 = 64;
+        let is_small = self.hidden <= of(SMALL, direction);
+        let is_narrow = self.hidden <= NARROW;
+        let steps = match self.kind {
+            Kind::Half if is_small && is_narrow => cudnn.half_64,
+            Kind::Half if is_small => cudnn.half_192,
+            Kind::Half => cudnn.half,
+            Kind::BFloat16 => cudnn.bfloat16,
+            Kind::Float if is_small && is_narrow => cudnn.float_64,
+            Kind::Float if is_small => cudnn.float_192,
+            Kind::Float if self.tf32.is_allowed => cudnn.tf32,
+            Kind::Float => cudnn.float,
+            _ => cudnn.double,
+        };
+        let is_persistent = is_small && matches!(self.kind, Kind::Half | Kind::Float);
+        let launches =
+            if is_persistent { 0.0 } else { of(self.costs.host.step_of_cudnn, direction) };
+        let Steps { fixed, row, gates, weights, product } = of(steps, direction);
+        let step = fixed
+            + row * self.batch
+            + gates * self.gates_bytes
+            + weights * self.weights_bytes
+            + product * (self.one + self.of_input);
+        Call { gpu: of(cudnn.call, direction) + self.steps * step, launches: self.steps * launches }
     }
 }

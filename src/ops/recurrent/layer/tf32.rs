@@ -34,12 +34,17 @@ impl Tf32 {
         if kind != Kind::Float || !rnn_allow_tf32()? {
             return Ok(Tf32::NONE);
         }
-        Ok(match way {
+        Ok(Tf32::on(way, sizes))
+    }
+
+    /// The same where it is allowed.
+    pub fn on(way: Way, sizes: Sizes) -> Tf32 {
+        match way {
             Way::Resident | Way::Cluster | Way::Grid | Way::WideGrid | Way::CrowdedGrid => {
                 Tf32::ALL
             }
             _ => Tf32::where_allowed(sizes),
-        })
+        }
     }
 
     /// Whether the product with h in each step is in tf32.

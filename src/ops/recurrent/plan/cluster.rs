@@ -2,11 +2,13 @@
 
 use super::resident::{Gpu, Pass};
 use super::sizes::{Direction, Product, counts_in_32_bits};
+use crate::ops::costs::{Each, Unit, Visit, cheapest};
 
 /// How many rows of the batch a cluster computes.
 const ROWS: i64 = 8;
 
 /// A kernel that is compiled, up to some hidden size, and what a step of it costs.
+#[derive(Clone, Debug)]
 pub(in crate::ops) struct Entry {
     pub product: Product,
     /// The largest H.
@@ -15,20 +17,27 @@ pub(in crate::ops) struct Entry {
     pub cluster: i64,
     /// How many blocks share a multiprocessor, forward and backward: small blocks may.
     pub share: [i64; 2],
-    /// What a step costs, forward and backward, in hundredths of a microsecond, as measured on an
-    /// H200; `None` if there is no kernel.
-    pub step: [Option<i64>; 2],
+    /// What a step costs, forward and backward; `None` if there is no kernel.
+    pub step: [Option<f64>; 2],
 }
 
 impl Entry {
-    pub const fn new(
-        product: Product,
-        hidden: i64,
-        cluster: i64,
+    /// A kernel for these directions.
+    pub fn new(
+        (product, hidden, cluster): (Product, i64, i64),
         share: [i64; 2],
-        step: [Option<i64>; 2],
+        directions: &[Direction],
     ) -> Entry {
+        let of = |direction| directions.contains(&direction).then_some(0.0);
+        let step = [Direction::Forward, Direction::Backward].map(of);
         Entry { product, hidden, cluster, share, step }
+    }
+}
+
+impl Each for Entry {
+    fn each(&mut self, name: &str, unit: Unit, visit: &mut Visit<'_>) {
+        let Entry { product, hidden, cluster, .. } = *self;
+        self.step.each(&format!("{name}.{}_{hidden}_{cluster}", product.name()), unit, visit);
     }
 }
 
@@ -41,8 +50,8 @@ pub(in crate::ops) struct Kernel {
     pub has_room: bool,
     /// How many clusters run at a time.
     at_a_time: i64,
-    /// What one step of a cluster costs, in hundredths of a microsecond, as measured on an H200.
-    step: i64,
+    /// What one step of a cluster costs.
+    step: f64,
 }
 
 impl Kernel {
@@ -70,7 +79,7 @@ impl Kernel {
             })
         });
         let there = kernels.filter(|kernel| kernel.at_a_time > 0);
-        there.min_by_key(|kernel| kernel.cost(sizes.batch))
+        cheapest(there.map(|kernel| (kernel, kernel.cost(sizes.batch)))).map(|(kernel, _)| kernel)
     }
 
     /// How many rounds of clusters run one after the other.
@@ -80,7 +89,7 @@ impl Kernel {
     }
 
     /// What a step costs for all rows of the batch.
-    pub fn cost(&self, batch: i64) -> i64 {
-        self.rounds(batch).saturating_mul(self.step)
+    pub fn cost(&self, batch: i64) -> f64 {
+        self.rounds(batch) as f64 * self.step
     }
 }

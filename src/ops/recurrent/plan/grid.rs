@@ -2,6 +2,7 @@
 
 use super::resident::Pass;
 use super::sizes::{Direction, Line, Sizes, counts_in_32_bits, is_half};
+use crate::ops::costs::{Each, Unit, Visit, cheapest};
 use tch::Kind;
 
 /// Rows that a block computes at a time.
@@ -9,8 +10,8 @@ const ROWS: i64 = 8;
 /// How many iterations of a step a block has room for, unless its table says less.
 const MOST_ITERATIONS: i64 = 64;
 
-/// What a step of a kernel costs by its number of vectors, in hundredths of a microsecond, as
-/// measured on an H200.
+/// What a step of a kernel costs by its number of vectors.
+#[derive(Clone, Debug)]
 pub(in crate::ops) struct Entry {
     pub direction: Direction,
     /// How many columns of h a block has.
@@ -19,9 +20,9 @@ pub(in crate::ops) struct Entry {
     pub iteration: Line,
     /// The same with scaled fp16 values, if it differs.
     pub scaled_iteration: Option<Line>,
-    /// What a step costs at least: a single iteration takes longer than its share of several,
-    /// because it waits for messages.
-    pub least: Line,
+    /// What a step costs at least, if it does: a single iteration takes longer than its share of
+    /// several, because it waits for messages.
+    pub least: Option<Line>,
     /// For fewer vectors, the kernel for this many is used.
     pub fewest_vectors: i64,
     /// How many iterations a step has at least. Two take no longer than one, in which all threads
@@ -36,23 +37,27 @@ pub(in crate::ops) struct Entry {
 impl Entry {
     /// A kernel with room for 64 iterations, of which a step has at least `fewest[1]` by a kernel of at least
     /// `fewest[0]` vectors.
-    pub const fn new(
-        direction: Direction,
-        columns: i64,
-        iteration: Line,
-        fewest: [i64; 2],
-    ) -> Entry {
+    pub fn new(direction: Direction, columns: i64, fewest: [i64; 2]) -> Entry {
         Entry {
             direction,
             columns,
-            iteration,
+            iteration: Line::default(),
             scaled_iteration: None,
-            least: Line { fixed: 0, each: 0 },
+            least: None,
             fewest_vectors: fewest[0],
             fewest_iterations: fewest[1],
             most_iterations: MOST_ITERATIONS,
             full_vectors: 0,
         }
+    }
+}
+
+impl Each for Entry {
+    fn each(&mut self, name: &str, unit: Unit, visit: &mut Visit<'_>) {
+        let name = format!("{name}.{}_{}", self.direction.name(), self.columns);
+        self.iteration.each(&format!("{name}.iteration"), unit, visit);
+        self.scaled_iteration.each(&format!("{name}.scaled_iteration"), unit, visit);
+        self.least.each(&format!("{name}.least"), unit, visit);
     }
 }
 
@@ -63,14 +68,14 @@ pub(in crate::ops) fn are_for_a_grid(sizes: Sizes, values: i64) -> bool {
 }
 
 /// How the blocks of a grid share a sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::ops) struct Share {
     /// How many columns of h a block has.
     pub columns: i64,
     /// How many groups of blocks there are, each with some rows of the batch.
     pub row_groups: i64,
-    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
-    pub cost: i64,
+    /// About what a step costs.
+    pub cost: f64,
 }
 
 impl Share {
@@ -106,11 +111,14 @@ impl Share {
             let most = gpu.grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
             Share::of_kernel(kernel, is_scaled, vectors, tiles, most)
         };
-        kernels
+        let fitting = kernels
             .iter()
-            .filter(|kernel| kernel.direction == direction && vectors * kernel.columns <= 128)
-            .filter_map(of)
-            .min_by_key(|share| share.cost)
+            .filter(|kernel| kernel.direction == direction && vectors * kernel.columns <= 128);
+        Share::cheapest(fitting.filter_map(of))
+    }
+
+    pub fn cheapest(shares: impl Iterator<Item = Share> + Clone) -> Option<Share> {
+        cheapest(shares.map(|share| (share, share.cost))).map(|(share, _)| share)
     }
 
     /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
@@ -129,7 +137,8 @@ impl Share {
         let iterations = ((tiles - 1) / most + 1).max(kernel.fewest_iterations);
         let scaled = kernel.scaled_iteration.filter(|_| is_scaled);
         let iteration = scaled.unwrap_or(kernel.iteration);
-        let cost = (iterations * iteration.at(vectors)).max(kernel.least.at(vectors));
+        let least = kernel.least.map_or(0.0, |least| least.at(vectors));
+        let cost = (iterations as f64 * iteration.at(vectors)).max(least);
         let row_groups = (tiles - 1) / iterations + 1;
         let share = Share { columns: kernel.columns, row_groups, cost };
         let is_full = vectors >= kernel.full_vectors;

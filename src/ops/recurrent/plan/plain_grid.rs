@@ -4,13 +4,14 @@
 use super::grid::{Share, are_for_a_grid};
 use super::resident::Pass;
 use super::sizes::{Direction, Line, Sizes};
+use crate::ops::costs::{Each, Unit, Visit};
 use tch::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
 
-/// What a step of a kernel costs by its number of vectors, in hundredths of a microsecond, as
-/// measured on an H200.
+/// What a step of a kernel costs by its number of vectors.
+#[derive(Clone, Debug)]
 pub(in crate::ops) struct Entry {
     pub direction: Direction,
     /// How many columns of h a block has. With few, a block's product is short, but more blocks
@@ -28,15 +29,22 @@ pub(in crate::ops) struct Entry {
 }
 
 impl Entry {
-    pub const fn new(
+    pub fn new(
         direction: Direction,
         columns: i64,
         vectors: [i64; 2],
-        only: Line,
-        each: Line,
         fewest_iterations: i64,
     ) -> Entry {
+        let (only, each) = Default::default();
         Entry { direction, columns, vectors, only, each, fewest_iterations }
+    }
+}
+
+impl Each for Entry {
+    fn each(&mut self, name: &str, unit: Unit, visit: &mut Visit<'_>) {
+        let name = format!("{name}.{}_{}", self.direction.name(), self.columns);
+        self.only.each(&format!("{name}.only"), unit, visit);
+        self.each.each(&format!("{name}.each"), unit, visit);
     }
 }
 
@@ -59,12 +67,11 @@ pub(in crate::ops) fn share((kernels, values): (&[Entry], i64), pass: &Pass) -> 
         let most = gpu.grid.blocks() / ((hidden - 1) / kernel.columns + 1);
         of_kernel(kernel, vectors, tiles, most)
     };
-    kernels
+    let fitting = kernels
         .iter()
         .filter(|kernel| kernel.direction == direction)
-        .filter(|kernel| (kernel.vectors[0]..=kernel.vectors[1]).contains(&vectors))
-        .filter_map(of)
-        .min_by_key(|share| share.cost)
+        .filter(|kernel| (kernel.vectors[0]..=kernel.vectors[1]).contains(&vectors));
+    Share::cheapest(fitting.filter_map(of))
 }
 
 /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
@@ -79,7 +86,7 @@ fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<Shar
     let iterations = ((tiles - 1) / most + 1).max(least);
     let cost = match iterations {
         1 => kernel.only.at(vectors),
-        _ => iterations * kernel.each.at(vectors),
+        _ => iterations as f64 * kernel.each.at(vectors),
     };
     let row_groups = (tiles - 1) / iterations + 1;
     let share = Share { columns: kernel.columns, row_groups, cost };

@@ -4,19 +4,32 @@
 use super::way::Way;
 use super::{Direction, Sizes, cluster, grid, plain_grid, wide_grid};
 use crate::Result;
+use crate::ops::costs::{Each, Unit, Visit};
 use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
 use tch::{Device, Kind};
 
-/// A cell's tables. All were measured on an H200.
-#[derive(Clone, Copy)]
+/// A cell's kernels, and what they cost.
+#[derive(Clone, Debug)]
 pub(in crate::ops) struct Costs {
     /// How many values of a column a step reads or writes: either gates or what is saved.
     pub values: i64,
-    pub clusters: &'static [cluster::Entry],
-    pub grids: &'static [grid::Entry],
-    pub plain_grids: &'static [plain_grid::Entry],
-    pub wide_grids: &'static [wide_grid::Entry],
+    pub clusters: Vec<cluster::Entry>,
+    pub grids: Vec<grid::Entry>,
+    pub plain_grids: Vec<plain_grid::Entry>,
+    pub wide_grids: Vec<wide_grid::Entry>,
+}
+
+impl Each for Costs {
+    fn each(&mut self, name: &str, unit: Unit, visit: &mut Visit<'_>) {
+        fn all<T: Each>(of: &mut [T], name: String, unit: Unit, visit: &mut Visit<'_>) {
+            of.iter_mut().for_each(|entry| entry.each(&name, unit, visit));
+        }
+        all(&mut self.clusters, format!("{name}.cluster"), unit, visit);
+        all(&mut self.grids, format!("{name}.grid"), unit, visit);
+        all(&mut self.plain_grids, format!("{name}.plain_grid"), unit, visit);
+        all(&mut self.wide_grids, format!("{name}.wide_grid"), unit, visit);
+    }
 }
 
 /// How many clusters and blocks a GPU runs at a time.
@@ -62,56 +75,60 @@ impl Pass {
     }
 }
 
-/// A kernel, and what a step costs in hundredths of a microsecond.
-pub(in crate::ops) type Priced = (Kernel, i64);
+/// A kernel, and what a step costs.
+pub(in crate::ops) type Priced = (Kernel, f64);
 
 impl Costs {
     pub fn cluster(&self, pass: &Pass) -> Option<Priced> {
-        let found = cluster::Kernel::new((self.clusters, self.values), pass)?;
+        let found = cluster::Kernel::new((&self.clusters, self.values), pass)?;
         let (cluster, product) = (found.cluster as i32, pass.product());
         let kernel = Kernel::Cluster { cluster, alone: found.has_room, product };
         Some((kernel, found.cost(pass.sizes.batch)))
     }
 
     pub fn grid(&self, pass: &Pass) -> Option<Priced> {
-        let found = grid::Share::new((self.grids, self.values), pass)?;
+        let found = grid::Share::new((&self.grids, self.values), pass)?;
         let ((columns, row_groups), product) = (found.counts(), pass.product());
         Some((Kernel::Grid { columns, row_groups, product }, found.cost))
     }
 
     pub fn plain_grid(&self, pass: &Pass) -> Option<Priced> {
-        let found = plain_grid::share((self.plain_grids, self.values), pass)?;
+        let found = plain_grid::share((&self.plain_grids, self.values), pass)?;
         let (columns, row_groups) = found.counts();
         Some((Kernel::PlainGrid { columns, row_groups }, found.cost))
     }
 
     pub fn wide_grid(&self, pass: &Pass) -> Option<Priced> {
-        let found = wide_grid::share((self.wide_grids, self.values), pass)?;
+        let found = wide_grid::share((&self.wide_grids, self.values), pass)?;
         let ((columns, row_groups), product) = (found.counts(), pass.product());
         Some((Kernel::WideGrid { columns, row_groups, product }, found.cost))
     }
 
     /// One kernel of each way that there is.
-    pub fn all(&self, pass: &Pass) -> impl Iterator<Item = Priced> + use<> {
+    pub fn all(&self, pass: &Pass) -> impl Iterator<Item = Priced> + Clone + use<> {
         let of_all =
             [self.cluster(pass), self.grid(pass), self.plain_grid(pass), self.wide_grid(pass)];
         of_all.into_iter().flatten()
     }
 
-    /// The kernel of a way that is forced, if there is one.
-    pub fn forced(&self, way: Way, pass: &Pass) -> Option<Kernel> {
-        /// Each row group has at least one block, and no GPU has this many multiprocessors.
-        const CROWD: i32 = 1024;
+    /// The kernel of a way, if there is one.
+    pub fn priced(&self, way: Way, pass: &Pass) -> Option<Priced> {
         let any_grid = || self.grid(pass).or_else(|| self.plain_grid(pass));
-        let found = match way {
+        match way {
             Way::Resident => self.cluster(pass).or_else(any_grid),
             Way::Cluster => self.cluster(pass),
             Way::Grid | Way::CrowdedGrid => any_grid(),
             Way::PlainGrid => self.plain_grid(pass),
             Way::WideGrid => self.wide_grid(pass),
             _ => None,
-        };
-        found.map(|(kernel, _)| match kernel {
+        }
+    }
+
+    /// The kernel of a way that is forced, if there is one.
+    pub fn forced(&self, way: Way, pass: &Pass) -> Option<Kernel> {
+        /// Each row group has at least one block, and no GPU has this many multiprocessors.
+        const CROWD: i32 = 1024;
+        self.priced(way, pass).map(|(kernel, _)| match kernel {
             Kernel::Grid { columns, product, .. } if way == Way::CrowdedGrid => {
                 Kernel::Grid { columns, row_groups: CROWD, product }
             }

@@ -1,5 +1,6 @@
 //! What every plan is given, and how all of them count.
 
+use crate::ops::costs::coefficients;
 use tch::Kind;
 
 /// The direction in which a kernel goes through the sequence.
@@ -7,6 +8,12 @@ use tch::Kind;
 pub(in crate::ops) enum Direction {
     Forward,
     Backward,
+}
+
+impl Direction {
+    pub fn name(self) -> &'static str {
+        if self == Direction::Forward { "forward" } else { "backward" }
+    }
 }
 
 /// The sizes of a sequence.
@@ -29,16 +36,18 @@ pub(in crate::ops) fn counts_in_32_bits(
     values.is_some_and(|values| i32::try_from(values).is_ok())
 }
 
-/// A cost that grows with one size, in hundredths of a microsecond.
-#[derive(Clone, Copy, Debug)]
-pub(in crate::ops) struct Line {
-    pub fixed: i64,
-    pub each: i64,
+coefficients! {
+    /// A cost that grows with one size.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct Line {
+        Latency fixed: f64,
+        Latency each: f64,
+    }
 }
 
 impl Line {
-    pub fn at(self, size: i64) -> i64 {
-        self.fixed + self.each * size
+    pub fn at(self, size: i64) -> f64 {
+        self.fixed + self.each * size as f64
     }
 }
 
@@ -53,6 +62,15 @@ pub(in crate::ops) enum Product {
 }
 
 impl Product {
+    pub fn name(self) -> &'static str {
+        match self {
+            Product::Half => "half",
+            Product::Scaled => "scaled",
+            Product::Float => "float",
+            Product::Double => "double",
+        }
+    }
+
     /// `None` for kinds without kernels.
     pub fn of(kind: Kind, tf32: bool) -> Option<Product> {
         match kind {

@@ -4,9 +4,20 @@
 use super::grid::{Share, are_for_a_grid};
 use super::resident::Pass;
 use super::sizes::{Direction, Product, Sizes};
+use crate::ops::costs::{Each, Unit, Visit, coefficients};
 
-/// A kernel, and what a step costs in hundredths of a microsecond, as measured on an H200.
-#[derive(Clone, Copy)]
+coefficients! {
+    /// One round of a kernel's rows: a fixed part, and what a hidden column adds and a block.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct Round {
+        Latency fixed: f64,
+        Latency column: f64,
+        Latency block: f64,
+    }
+}
+
+/// A kernel, and what a step costs.
+#[derive(Clone, Copy, Debug)]
 pub(in crate::ops) struct Entry {
     pub direction: Direction,
     pub product: Product,
@@ -14,8 +25,20 @@ pub(in crate::ops) struct Entry {
     pub columns: i64,
     /// How many rows of the batch it computes at a time.
     pub rows: i64,
-    /// One round of these rows: a fixed part, and what 100 hidden columns add and 100 blocks.
-    pub round: [i64; 3],
+    pub round: Round,
+}
+
+impl Entry {
+    pub fn new((direction, product): (Direction, Product), columns: i64, rows: i64) -> Entry {
+        Entry { direction, product, columns, rows, round: Round::default() }
+    }
+}
+
+impl Each for Entry {
+    fn each(&mut self, name: &str, unit: Unit, visit: &mut Visit<'_>) {
+        let name = format!("{name}.{}_{}", self.direction.name(), self.product.name());
+        self.round.each(&name, unit, visit);
+    }
 }
 
 /// How the blocks of a wide grid share a sequence, if the weights fit into shared memory and the
@@ -45,9 +68,9 @@ pub(in crate::ops) fn share((kernels, values): (&[Entry], i64), pass: &Pass) -> 
     // A group computes all steps of some rows, and then all steps of others.
     let row_groups = (tiles - 1) / rounds + 1;
     let blocks = row_groups * ((hidden - 1) / kernel.columns + 1);
-    let [fixed, of_columns, of_blocks] = kernel.round;
-    let whole = fixed + (padded * of_columns + blocks * of_blocks) / 100;
+    let Round { fixed, column, block } = kernel.round;
+    let whole = fixed + padded as f64 * column + blocks as f64 * block;
     // With padding, each vector of a row has to be checked.
-    let a_round = if hidden == padded { whole } else { whole * 5 / 4 };
-    Some(Share { columns: kernel.columns, row_groups, cost: rounds * a_round })
+    let a_round = if hidden == padded { whole } else { whole * 1.25 };
+    Some(Share { columns: kernel.columns, row_groups, cost: rounds as f64 * a_round })
 }

@@ -1,0 +1,202 @@
+//! Costs from measured times, for `cargo xtask tune`: each family predicts the times of its ways from
+//! its costs, and [`fit`] changes the costs until they agree with what was measured.
+
+mod families;
+mod measured;
+mod solve;
+
+pub use measured::Measured;
+
+use super::costs::{Facts, Loaded, Table, cheapest};
+use super::recurrent::kernels::device::{Clusters, Grid};
+use super::recurrent::plan::Gpu as RnnGpu;
+use crate::{Error, Result};
+use families::{FAMILIES, Family, OTHERS};
+use solve::Fit;
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::PathBuf;
+use tch::Device;
+
+/// The operators whose costs are fitted.
+pub fn operators() -> impl Iterator<Item = &'static str> {
+    FAMILIES.iter().flat_map(|family| family.operators).copied()
+}
+
+/// A table that was fitted, where plans look for it, and what it predicts.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct Fitted {
+    pub text: String,
+    pub path: Option<PathBuf>,
+    pub report: String,
+}
+
+/// A card: what it is, and what plans ask it beside its costs.
+#[derive(Clone, Debug)]
+pub(super) struct Card {
+    facts: Facts,
+    pub rows: RnnGpu,
+}
+
+impl Card {
+    pub fn processors(&self) -> i64 {
+        self.facts.multiprocessors.into()
+    }
+}
+
+/// The first lines of a file with measured times, which say on which card they were measured.
+///
+/// # Errors
+/// When `device` is not an existing CUDA device.
+pub fn head(device: Device) -> Result<String> {
+    let RnnGpu { clusters, grid } = RnnGpu::of(device)?;
+    let table = Table { facts: Facts::of(device)?, costs: Vec::new() };
+    let counts = [clusters.of_8, clusters.of_16, grid.blocks];
+    Ok(format!("{}{RUNNING}{counts:?}\n", table.text()))
+}
+
+/// Before the numbers of clusters of 8 and of 16 blocks, and of blocks, that run at the same time.
+const RUNNING: &str = "running = ";
+
+/// Fits the costs of a card to the times that were measured on it: the text of [`head`], and a line for
+/// each of them. Costs stay as they were as far as nothing was measured.
+///
+/// # Errors
+/// When the text is another one.
+pub fn fit(text: &str) -> Result<Fitted> {
+    let other = || Error::msg("this file does not begin as those with measured times do");
+    let (head, rest) = text.split_once(RUNNING).ok_or_else(other)?;
+    let (counts, lines) = rest.split_once('\n').ok_or_else(other)?;
+    let counts: Option<Vec<i64>> =
+        counts.trim_matches(['[', ']']).split(", ").map(|count| count.parse().ok()).collect();
+    let Some(&[of_8, of_16, blocks]) = counts.as_deref() else { return Err(other()) };
+    let measured: Result<Vec<Measured>> = lines.lines().map(Measured::read).collect();
+    let rows = RnnGpu { clusters: Clusters { of_8, of_16 }, grid: Grid { blocks } };
+    let card = Card { facts: Table::read(head)?.facts, rows };
+    let mut table = Table { facts: card.facts.clone(), costs: Vec::new() };
+    let before = Loaded::of(&card.facts);
+    for place in FAMILIES.iter().flat_map(|family| family.places).chain(&OTHERS) {
+        table.costs.extend(place.costs(&before));
+    }
+    let report = fit_all(&mut table, &card, &measured?)?;
+    Ok(Fitted { text: table.text(), path: table.facts.file(), report })
+}
+
+/// Fewer times say too little about as many costs as a family has.
+const FEWEST: usize = 300;
+
+/// Changes a table's costs, and says how well they predict.
+fn fit_all(table: &mut Table, card: &Card, measured: &[Measured]) -> Result<String> {
+    let mut report = String::new();
+    for family in &FAMILIES {
+        let rows = family.rows(measured);
+        if rows.len() < FEWEST {
+            let names = family.operators.join(", ");
+            let _ =
+                writeln!(report, "{names}: {} times are too few, so the costs stay", rows.len());
+            continue;
+        }
+        let micros: Vec<f64> = rows.iter().map(|row| row.micros).collect();
+        let before = report_of(family, table, card, &rows)?;
+        let places = family.places.iter().flat_map(|place| place.names());
+        let names: Vec<String> = places.map(|(name, _)| name).collect();
+        let predict = |costs: &[f64]| {
+            let mut table = table.clone();
+            table.set(&names, costs);
+            (family.predict)(&table, &rows, card).unwrap_or_else(|_| vec![None; rows.len()])
+        };
+        let start: Vec<f64> = names.iter().map(|name| table.cost(name).unwrap_or(0.0)).collect();
+        let found = Fit { micros: &micros, predict: &predict }.solve(&start);
+        table.set(&names, &found);
+        let after = report_of(family, table, card, &rows)?;
+        let ways = report_of_ways(&rows, &(family.predict)(table, &rows, card)?);
+        let _ = write!(report, "before:\n{before}after:\n{after}{ways}");
+    }
+    Ok(report)
+}
+
+/// How far predictions are off, and what the plans lose by it.
+fn report_of(family: &Family, table: &Table, card: &Card, rows: &[&Measured]) -> Result<String> {
+    let predicted = (family.predict)(table, rows, card)?;
+    let mut text = String::new();
+    for operator in family.operators {
+        for both in [false, true] {
+            let of: Vec<(&Measured, f64)> = rows
+                .iter()
+                .zip(&predicted)
+                .filter(|(row, _)| row.operator == *operator && row.both == both)
+                .filter_map(|(row, predicted)| Some((*row, (*predicted)?)))
+                .collect();
+            let direction = if both { "both" } else { "forward" };
+            let off: Vec<f64> =
+                of.iter().map(|(row, cost)| (cost / row.micros).ln().abs()).collect();
+            let mean = off.iter().sum::<f64>() / off.len().max(1) as f64;
+            let [regret, worst, before] = regrets(&of, rows);
+            let _ = writeln!(
+                text,
+                "{operator} {direction}: {} times, off by {:.0} %; chosen ways take {regret:.3} of the best, at worst {worst:.2}; {before:.3} of the former plan's",
+                of.len(),
+                100.0 * mean.exp_m1(),
+            );
+        }
+    }
+    Ok(text)
+}
+
+/// How far predictions of each way are off, and to which side.
+fn report_of_ways(rows: &[&Measured], predicted: &[Option<f64>]) -> String {
+    let mut ways: BTreeMap<String, Vec<f64>> = BTreeMap::new();
+    for (row, predicted) in rows.iter().zip(predicted) {
+        let Some(predicted) = predicted else { continue };
+        let Measured { operator, both, kind, tf32, way, micros, .. } = row;
+        let (direction, tf32) =
+            (if *both { "both" } else { "forward" }, if *tf32 { " tf32" } else { "" });
+        let name = format!("{operator} {direction} {kind:?}{tf32} {way}");
+        ways.entry(name).or_default().push((predicted / micros).ln());
+    }
+    let line = |(name, off): (&String, &Vec<f64>)| {
+        let mean = |of: fn(f64) -> f64| off.iter().copied().map(of).sum::<f64>() / off.len() as f64;
+        let (far, side) = (mean(f64::abs), mean(|off| off));
+        format!(
+            "  {name}: {} times, off by {:.0} %, {:+.0} %\n",
+            off.len(),
+            100.0 * far,
+            100.0 * side
+        )
+    };
+    ways.iter().map(line).collect()
+}
+
+/// The geometric mean, over calls, of the time of the way with the least predicted time over that of the
+/// fastest way; the largest of these; and the mean over the time of the plan that measured.
+fn regrets(of: &[(&Measured, f64)], rows: &[&Measured]) -> [f64; 3] {
+    let mut groups: Vec<Vec<&(&Measured, f64)>> = Vec::new();
+    for row in of {
+        match groups.last_mut().filter(|group| group[0].0.is_like(row.0)) {
+            Some(group) => group.push(row),
+            None => groups.push(vec![row]),
+        }
+    }
+    let (mut logs, mut worst, mut before, mut count) = (0.0, 1.0_f64, 0.0, 0);
+    for group in groups.iter().filter(|group| group.len() > 1) {
+        let is_plan = |row: &&&Measured| row.way == "Automatic" && row.is_like(group[0].0);
+        let plan = rows.iter().find(is_plan).map(|row| row.micros);
+        // A way without a prediction, which the plan chose by a rule of its own.
+        let is_other = |plan| group.iter().all(|(row, _)| row.micros != plan);
+        if plan.is_some_and(is_other) {
+            continue;
+        }
+        let Some((chosen, _)) = cheapest(group.iter().map(|(row, cost)| (row.micros, *cost)))
+        else {
+            continue;
+        };
+        let best = group.iter().map(|(row, _)| row.micros).fold(f64::INFINITY, f64::min);
+        logs += (chosen / best).ln();
+        worst = worst.max(chosen / best);
+        before += plan.map_or(0.0, |plan| (chosen / plan).ln());
+        count += 1;
+    }
+    let mean = |logs: f64| (logs / f64::from(count.max(1))).exp();
+    [mean(logs), worst, mean(before)]
+}
