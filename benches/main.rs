@@ -99,7 +99,11 @@ fn main() {
             mlp_ways::run(words).expect("a GPU that can be measured");
         }
         [first, second, words @ ..] if first == "table" && second == "tune" => {
-            tune::run(words).expect("a GPU that can be measured");
+            // Users call it, also where there is no GPU.
+            if let Err(error) = tune::run(words) {
+                eprintln!("error: {error}");
+                std::process::exit(1);
+            }
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

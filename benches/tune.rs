@@ -85,7 +85,9 @@ pub fn run(words: &[String]) -> Result<()> {
         return fit(file);
     }
     if !tch::Cuda::is_available() {
-        return Err(Error::other("costs are those of a GPU, and there is none"));
+        return Err(Error::other(
+            "tune measures a GPU, and there is none here; `cargo xtask bundle` makes dist/, whose `run.sh tune` runs where there is one",
+        ));
     }
     let seconds = |word: &String| word.strip_suffix('s').and_then(|number| number.parse().ok());
     let limit = words.iter().find_map(seconds).unwrap_or(300);

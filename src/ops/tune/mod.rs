@@ -200,3 +200,94 @@ fn regrets(of: &[(&Measured, f64)], rows: &[&Measured]) -> [f64; 3] {
     let mean = |logs: f64| (logs / f64::from(count.max(1))).exp();
     [mean(logs), worst, mean(before)]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Kind;
+
+    const SHIPPED: &str = include_str!("../costs/nvidia_h200.txt");
+
+    fn card() -> Card {
+        Card { facts: Table::read(SHIPPED).expect("a table").facts, rows: RnnGpu::H200 }
+    }
+
+    /// Products of half kinds, by cuBLASLt and by padded copies, with these costs.
+    fn times(table: &Table) -> Vec<Measured> {
+        let sizes = [16_i64, 64, 256, 1000, 1024, 3000, 4096];
+        let of = |way: &str, [m, k, n]: [i64; 3]| Measured {
+            operator: "linear".into(),
+            both: false,
+            kind: Kind::BFloat16,
+            tf32: false,
+            inputs: vec![vec![m, k], vec![n, k], vec![n]],
+            offset: i64::from(way == "Padded"),
+            way: way.into(),
+            micros: 1.0,
+        };
+        let mut all = Vec::new();
+        for m in sizes {
+            for k in sizes {
+                all.extend(
+                    sizes.iter().flat_map(|&n| ["Plan", "Padded"].map(|way| of(way, [m, k, n]))),
+                );
+            }
+        }
+        let rows: Vec<&Measured> = all.iter().collect();
+        let predicted = (FAMILIES[1].predict)(table, &rows, &card()).expect("predictions");
+        all.iter_mut().zip(predicted).for_each(|(row, time)| row.micros = time.expect("a time"));
+        all
+    }
+
+    #[test]
+    fn a_table_is_fitted_to_times() {
+        let shipped = Table::read(SHIPPED).expect("a table");
+        let mut other = shipped.clone();
+        let names = ["gemm.half.plan.of_16.fixed", "gemm.half.padded.product.product"];
+        let costs: Vec<f64> = names
+            .iter()
+            .zip([2.0, 1.5])
+            .map(|(name, times)| times * shipped.cost(name).expect("a cost"))
+            .collect();
+        other.set(&names.map(String::from), &costs);
+        let measured = times(&other);
+        let head = Table { facts: shipped.facts.clone(), costs: Vec::new() }.text();
+        let lines: String = measured.iter().map(|row| row.line() + "\n").collect();
+        let fitted = fit(&format!("{head}{RUNNING}[15, 7, 132]\n{lines}")).expect("a table");
+        let found = Table::read(&fitted.text).expect("a table");
+        assert_eq!((&found.facts, found.costs.len()), (&shipped.facts, shipped.costs.len()));
+        let predicted = times(&found);
+        let mean = predicted
+            .iter()
+            .zip(&measured)
+            .map(|(found, row)| (found.micros / row.micros).ln().abs());
+        let off = mean.sum::<f64>() / measured.len() as f64;
+        assert!(off < 0.03, "off by {off:.3}\n{}", fitted.report);
+        // Nothing was measured of these.
+        for name in [
+            "gemm.float.plan.of_16.fixed",
+            "lstm.cluster.half_128_8.forward",
+            "lltm.cluster.half_128_8.forward",
+        ] {
+            let [before, after] = [&shipped, &found].map(|table| table.cost(name).expect("a cost"));
+            assert!((after / before - 1.0).abs() < 1e-3, "{name}: {before} became {after}");
+        }
+    }
+
+    #[test]
+    fn other_files_are_no_times() {
+        let head = Table { facts: card().facts, costs: Vec::new() }.text();
+        for text in [
+            "",
+            "words",
+            &head,
+            &format!("{head}{RUNNING}[1, 2]\n"),
+            &format!("{head}{RUNNING}[1, 2, 3]\nline\n"),
+        ] {
+            assert!(fit(text).is_err(), "{text}");
+        }
+        // Without times every cost stays.
+        let fitted = fit(&format!("{head}{RUNNING}[15, 7, 132]\n")).expect("a table");
+        assert!(fitted.report.contains("too few"), "{}", fitted.report);
+    }
+}
