@@ -171,7 +171,8 @@ pub(crate) fn is_in_vectors(tensor: &Tensor) -> bool {
         || tensor.data_ptr().addr().is_multiple_of(BYTES)
 }
 
-/// The tensor for kernels that load 16 bytes at a time: plain, and on CUDA at a multiple of 16 bytes.
+/// The tensor, of a floating kind, for kernels that load 16 bytes at a time: plain, and on CUDA at a
+/// multiple of 16 bytes.
 pub(crate) fn in_vectors(tensor: &Tensor) -> Result<Tensor> {
     let tensor = plain(tensor)?;
     if is_in_vectors(&tensor) {

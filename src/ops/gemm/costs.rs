@@ -9,8 +9,6 @@ coefficients! {
     pub(in crate::ops) struct Costs {
         Parts half: Arithmetic,
         Parts tf32: Arithmetic,
-        Parts float: Arithmetic,
-        Parts double: Arithmetic,
         /// What follows libtorch's product: bias and ReLU.
         Parts pass: Pass,
         /// The sum of columns that is a bias' gradient, for predictions alone.
@@ -19,7 +17,7 @@ coefficients! {
 }
 
 coefficients! {
-    /// One kind, or `Float` in tf32.
+    /// Half kinds, or `Float` in tf32: copies pay off for tensor cores alone.
     #[derive(Default)]
     pub(in crate::ops) struct Arithmetic {
         /// One call of cuBLASLt.

@@ -98,7 +98,8 @@ fn compute(operands: Operands<'_>, way: Way) -> Result<Option<Tensor>> {
         Way::Automatic => {
             let device =
                 Device::Cuda(usize::try_from(described.facts.device).unwrap_or(usize::MAX));
-            match choose(&described.facts, COSTS.of(device)?, multiprocessors(device)?) {
+            let costs = || Ok((COSTS.of(device)?, multiprocessors(device)?));
+            match choose(&described.facts, costs)? {
                 Way::Composite => Ok(None),
                 chosen => calls::run(&described, chosen),
             }

@@ -3,6 +3,7 @@
 //! in `csrc/gemm/choice.cpp`, because that is where cuBLASLt's heuristic is queried.
 
 use super::costs::{Aligned, Costs, Load, Padded};
+use crate::Result;
 use crate::ffi::kind_code;
 use crate::ops::costs::cheapest;
 use std::ffi::c_void;
@@ -136,27 +137,34 @@ pub(in crate::ops) struct Description {
     pub hopper: bool,
 }
 
-/// The fastest way on a GPU with these costs and multiprocessors. `Composite` stands for libtorch's
-/// product.
-pub(super) fn choose(described: &Description, costs: &Costs, processors: i64) -> Way {
+/// The fastest way. `Composite` stands for libtorch's product. `costs` are asked for only where they
+/// decide: those of the GPU, and how many multiprocessors it has.
+pub(super) fn choose<'a>(
+    described: &Description,
+    costs: impl FnOnce() -> Result<(&'a Costs, i64)>,
+) -> Result<Way> {
     if described.small_is_faster() {
-        return Way::Small;
+        return Ok(Way::Small);
     }
     if described.skinny_is_faster() {
-        return Way::Skinny;
+        return Ok(Way::Skinny);
     }
     if described.hopper_is_faster() {
-        return Way::Hopper;
+        return Ok(Way::Hopper);
     }
     // Costs of the two are too alike to choose by them. Without a bias, libtorch's product is cuBLAS's,
     // which has more kernels than cuBLASLt.
     let product = &described.product;
     let is_slow = product.is_large_double() || described.has_uneven_bias();
     let library = if product.has_bias() && !is_slow { Way::Plan } else { Way::Composite };
-    let padded = described.may_be_padded().then_some(Way::Padded);
-    let possible = [library].into_iter().chain(padded);
-    let priced = possible.filter_map(|way| Some((way, described.cost(way, costs, processors)?)));
-    cheapest(priced).map_or(library, |(way, _)| way)
+    if !described.may_be_padded() {
+        return Ok(library);
+    }
+    let (costs, processors) = costs()?;
+    let priced = [library, Way::Padded]
+        .into_iter()
+        .filter_map(|way| Some((way, described.cost(way, costs, processors)?)));
+    Ok(cheapest(priced).map_or(library, |(way, _)| way))
 }
 
 /// `Small` computes a tile of 16×16 per block.
@@ -329,8 +337,7 @@ impl Description {
         let arithmetic = match self.uses_tensor_cores() {
             true if product.is_half() => &costs.half,
             true => &costs.tf32,
-            false if product.is_double() => &costs.double,
-            false => &costs.float,
+            false => return None,
         };
         let aligned = |of: &Aligned| match self.alignment() {
             16 => of.of_16,

@@ -9,30 +9,22 @@ pub(in crate::ops) static CUDNN: Place<Cudnn> = Place::new("gru_cudnn", Cudnn::d
 
 fn kernels() -> Costs {
     use Direction::{Backward, Forward};
-    use Product::{Double, Float, Half, Scaled};
+    use Product::{Double, Float};
     const BOTH: [Direction; 2] = [Forward, Backward];
     let backward = |columns| grid::Entry {
         scaled_iteration: Some(Line::default()),
         least: Some(Line::default()),
         ..grid::Entry::new(Backward, columns, [2, 1])
     };
-    let wide = |direction, product| wide_grid::Entry::new((direction, product), 32, 64);
     Costs {
         values: 4,
-        clusters: vec![
-            cluster::Entry::new((Half, 128, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Half, 256, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Half, 512, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Half, 512, 8), [1, 1], &BOTH),
-            cluster::Entry::new((Half, 768, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 128, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Scaled, 256, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Scaled, 512, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 512, 8), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 768, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
-            cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
-        ],
+        clusters: cluster::Entry::of_tensor_cores(768)
+            .into_iter()
+            .chain([
+                cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
+                cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
+            ])
+            .collect(),
         grids: vec![
             grid::Entry::new(Forward, 32, [2, 2]),
             grid::Entry::new(Forward, 16, [3, 2]),
@@ -40,11 +32,6 @@ fn kernels() -> Costs {
             backward(16),
         ],
         plain_grids: Vec::new(),
-        wide_grids: vec![
-            wide(Forward, Half),
-            wide(Backward, Half),
-            wide(Forward, Scaled),
-            wide(Backward, Scaled),
-        ],
+        wide_grids: wide_grid::Entry::of_both_directions(),
     }
 }

@@ -17,33 +17,25 @@ pub(in crate::ops) static COSTS: Place<Costs> = Place::unscaled("lltm", kernels)
 
 fn kernels() -> Costs {
     use Direction::{Backward, Forward};
-    use Product::{Double, Float, Half, Scaled};
+    use Product::{Double, Float};
     const BOTH: [Direction; 2] = [Forward, Backward];
     let backward = |columns| grid::Entry {
         least: Some(Line::default()),
         ..grid::Entry::new(Backward, columns, [2, 1])
     };
-    let wide = |direction, product| wide_grid::Entry::new((direction, product), 32, 64);
     Costs {
         values: VALUES,
         // In strict `Float` and `Double`, two blocks per multiprocessor have not been measured in the
         // backward pass.
-        clusters: vec![
-            cluster::Entry::new((Half, 128, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Half, 256, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Half, 512, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Half, 512, 8), [1, 1], &BOTH),
-            cluster::Entry::new((Half, 768, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 128, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Scaled, 256, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Scaled, 512, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 512, 8), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 768, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
-            cluster::Entry::new((Float, 256, 16), [1, 1], &[Forward]),
-            cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
-            cluster::Entry::new((Double, 256, 16), [1, 1], &[Forward]),
-        ],
+        clusters: cluster::Entry::of_tensor_cores(768)
+            .into_iter()
+            .chain([
+                cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
+                cluster::Entry::new((Float, 256, 16), [1, 1], &[Forward]),
+                cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
+                cluster::Entry::new((Double, 256, 16), [1, 1], &[Forward]),
+            ])
+            .collect(),
         grids: vec![
             grid::Entry::new(Forward, 32, [2, 2]),
             grid::Entry::new(Forward, 16, [3, 2]),
@@ -56,12 +48,7 @@ fn kernels() -> Costs {
             plain_grid::Entry::new(Forward, 6, [5, 6], 2),
             plain_grid::Entry::new(Backward, 16, [1, MOST_VECTORS], 1),
         ],
-        wide_grids: vec![
-            wide(Forward, Half),
-            wide(Backward, Half),
-            wide(Forward, Scaled),
-            wide(Backward, Scaled),
-        ],
+        wide_grids: wide_grid::Entry::of_both_directions(),
     }
 }
 

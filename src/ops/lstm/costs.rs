@@ -14,18 +14,13 @@ fn kernels() -> Costs {
     let wide = |product| wide_grid::Entry::new((Forward, product), 16, 128);
     Costs {
         values: 4,
-        clusters: vec![
-            cluster::Entry::new((Half, 128, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Half, 256, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Half, 512, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Half, 512, 8), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 128, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Scaled, 256, 8), [2, 2], &BOTH),
-            cluster::Entry::new((Scaled, 512, 16), [1, 1], &BOTH),
-            cluster::Entry::new((Scaled, 512, 8), [1, 1], &BOTH),
-            cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
-            cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
-        ],
+        clusters: cluster::Entry::of_tensor_cores(512)
+            .into_iter()
+            .chain([
+                cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
+                cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
+            ])
+            .collect(),
         grids: vec![
             grid::Entry {
                 most_iterations: 14,

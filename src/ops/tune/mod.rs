@@ -265,7 +265,7 @@ mod tests {
         assert!(off < 0.03, "off by {off:.3}\n{}", fitted.report);
         // Nothing was measured of these.
         for name in [
-            "gemm.float.plan.of_16.fixed",
+            "gemm.tf32.plan.of_16.fixed",
             "lstm.cluster.half_128_8.forward",
             "lltm.cluster.half_128_8.forward",
         ] {

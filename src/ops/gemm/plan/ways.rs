@@ -22,6 +22,10 @@ fn describe(sizes: [i64; 3], bias: Bias, kind: Kind, tf32: bool) -> Description 
     contiguous(([1, 1], sizes), bias, (kind, tf32), 0, layout)
 }
 
+fn chosen(described: &Description) -> Way {
+    choose(described, || Ok((COSTS.h200(), 132))).expect("a way")
+}
+
 fn name(way: Way) -> &'static str {
     match way {
         Way::Plan => "cuBLASLt",
@@ -44,11 +48,8 @@ pub(in crate::ops) fn ways_on_h200(page: &mut String) -> std::fmt::Result {
     )?;
     for size in SIZES {
         for (kind_name, kind, tf32) in KINDS {
-            let of = |bias| {
-                intervals(|m| {
-                    name(choose(&describe([m, size, size], bias, kind, tf32), COSTS.h200(), 132))
-                })
-            };
+            let of =
+                |bias| intervals(|m| name(chosen(&describe([m, size, size], bias, kind, tf32))));
             let [row, full, none] = [Bias::Row, Bias::Full, Bias::None].map(of);
             writeln!(page, "| {size}, {kind_name} | {row} | {full} | {none} |")?;
         }

@@ -7,7 +7,7 @@ use crate::ops::recurrent::plan::{Direction, Sizes};
 use tch::Kind;
 
 coefficients! {
-    /// What layers cost beside the kernels of a cell.
+    /// What layers cost apart from the kernels of a cell.
     #[derive(Default)]
     pub(in crate::ops) struct LayerCosts {
         /// A million operations of a product over all steps.

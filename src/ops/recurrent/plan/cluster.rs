@@ -34,6 +34,21 @@ impl Entry {
     }
 }
 
+impl Entry {
+    /// Those of half kinds and of scaled values, up to this H.
+    pub fn of_tensor_cores(widest: i64) -> Vec<Entry> {
+        const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
+        let sizes = [(128, 8, 2), (256, 8, 2), (512, 16, 1), (512, 8, 1), (768, 16, 1)];
+        let of = |product| {
+            let sizes = sizes.into_iter().filter(move |(hidden, ..)| *hidden <= widest);
+            sizes.map(move |(hidden, cluster, share)| {
+                Entry::new((product, hidden, cluster), [share; 2], &BOTH)
+            })
+        };
+        of(Product::Half).chain(of(Product::Scaled)).collect()
+    }
+}
+
 impl Each for Entry {
     fn each(&mut self, name: &str, unit: Unit, visit: &mut Visit<'_>) {
         let Entry { product, hidden, cluster, .. } = *self;

@@ -29,6 +29,15 @@ pub(in crate::ops) struct Entry {
 }
 
 impl Entry {
+    /// Those of both directions, in half kinds and of scaled values.
+    pub fn of_both_directions() -> Vec<Entry> {
+        let directions = [Direction::Forward, Direction::Backward].into_iter();
+        let of = |direction| {
+            [Product::Half, Product::Scaled].map(|product| Entry::new((direction, product), 32, 64))
+        };
+        directions.flat_map(of).collect()
+    }
+
     pub fn new((direction, product): (Direction, Product), columns: i64, rows: i64) -> Entry {
         Entry { direction, product, columns, rows, round: Round::default() }
     }
