@@ -34,10 +34,11 @@ const COLUMNS: [i64; 7] = [64, 128, 256, 512, 768, 1024, 1536];
 const KINDS: [Kind; 3] = [Kind::BFloat16, Kind::Half, Kind::Float];
 /// A provider with its name: libtorch's layer, or a way of ours.
 type Named = (&'static str, Option<RnnWay>);
-const WAYS: [Named; 7] = [
+const WAYS: [Named; 8] = [
     ("libtorch", None),
     ("fused", Some(RnnWay::Automatic)),
     ("cudnn", Some(RnnWay::Cudnn)),
+    ("block", Some(RnnWay::Block)),
     ("cluster", Some(RnnWay::Cluster)),
     ("grid", Some(RnnWay::Grid)),
     ("wide grid", Some(RnnWay::WideGrid)),

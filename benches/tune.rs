@@ -28,7 +28,7 @@ macro_rules! ways {
     };
 }
 
-const LAYER: &[Named] = ways!(RnnWay: Automatic Cudnn Step Cluster Grid WideGrid);
+const LAYER: &[Named] = ways!(RnnWay: Automatic Cudnn Step Block Cluster Grid WideGrid);
 const LLTM: &[Named] =
     ways!(RnnWay: Automatic Cells Step Fused TensorCores Cluster Grid PlainGrid WideGrid);
 const CELL: &[Named] = ways!(LltmCellWay: Automatic Product Fused TensorCores);

@@ -6,6 +6,8 @@
 
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
+struct RecurrentBlockBackward;
+struct RecurrentBlockForward;
 struct RecurrentClusterBackward;
 struct RecurrentClusterForward;
 struct RecurrentCpuBackward;
@@ -25,6 +27,10 @@ tch_extension::LaunchStatus tch_extension_gru_step_forward_cuda(const RecurrentS
                                                                 cudaStream_t stream);
 tch_extension::LaunchStatus tch_extension_gru_step_backward_cuda(const RecurrentStepBackward* params,
                                                                  cudaStream_t stream);
+tch_extension::LaunchStatus tch_extension_gru_block_forward_cuda(const RecurrentBlockForward* params,
+                                                                 cudaStream_t stream);
+tch_extension::LaunchStatus tch_extension_gru_block_backward_cuda(const RecurrentBlockBackward* params,
+                                                                  cudaStream_t stream);
 tch_extension::LaunchStatus tch_extension_gru_cluster_forward_cuda(const RecurrentClusterForward* params,
                                                                    cudaStream_t stream);
 tch_extension::LaunchStatus tch_extension_gru_cluster_backward_cuda(const RecurrentClusterBackward* params,

@@ -13,12 +13,13 @@ use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_close, cuda_or_skip, devices, tolerance,
 };
 
-pub const WAYS: [RnnWay; 9] = [
+pub const WAYS: [RnnWay; 10] = [
     RnnWay::Automatic,
     RnnWay::Cudnn,
     RnnWay::Onednn,
     RnnWay::Packed,
     RnnWay::Step,
+    RnnWay::Block,
     RnnWay::Cluster,
     RnnWay::Grid,
     RnnWay::WideGrid,
@@ -28,8 +29,12 @@ pub const WAYS: [RnnWay; 9] = [
 /// Sizes for the kernels of each way: columns of each kernel's size, below it, and of one column;
 /// rows for one cluster or group, for several, and for a part of one; enough steps that all buffers
 /// are used again.
-pub const SIZES: [[i64; 4]; 15] = [
+pub const SIZES: [[i64; 4]; 19] = [
     [1, 1, 2, 1],
+    [9, 5, 3, 8],
+    [6, 1100, 13, 9],
+    [11, 3, 32, 17],
+    [5, 300, 20, 32],
     [2, 8, 3, 128],
     [7, 9, 5, 65],
     [33, 17, 8, 128],
@@ -228,7 +233,8 @@ impl Rnn {
     /// The same for a call so small that compute-sanitizer's racecheck, under which kernels are
     /// thousands of times as slow, comes to an end. It cannot judge the ways of a grid.
     pub fn small_ways_agree(&self, test: &str) {
-        self.ways_agree(&[RnnWay::Step, RnnWay::Cluster], &[[2, 8, 8, 128]], &[Kind::Half], test);
+        let ways = [RnnWay::Step, RnnWay::Block, RnnWay::Cluster];
+        self.ways_agree(&ways, &[[2, 8, 8, 128], [3, 2, 9, 11]], &[Kind::Half], test);
     }
 
     fn ways_agree(&self, ways: &[RnnWay], sizes: &[[i64; 4]], kinds: &[Kind], test: &str) {
@@ -264,14 +270,21 @@ impl Rnn {
     pub fn every_way_repeats(&self, test: &str) {
         let Some(device) = cuda_or_skip(test) else { return };
         let _strict = strict();
-        for way in [RnnWay::Automatic, RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid] {
+        let ways =
+            [RnnWay::Automatic, RnnWay::Block, RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid];
+        for way in ways {
             if !way.is_on(device).expect("an answer") {
                 let line = format!("SKIPPED {test}: no {way:?} on this GPU\n");
                 let _ = std::io::stderr().write_all(line.as_bytes());
                 continue;
             }
-            let sizes =
-                [[40, 24, 8, 128], [40, 24, 16, 512], [40, 64, 16, 768], [20, 300, 16, 1024]];
+            let sizes = [
+                [40, 300, 24, 32],
+                [40, 24, 8, 128],
+                [40, 24, 16, 512],
+                [40, 64, 16, 768],
+                [20, 300, 16, 1024],
+            ];
             for sizes in sizes {
                 let inputs = self.inputs(sizes, Kind::BFloat16, device);
                 let all = || force(way, || self.everything(self.fused, &inputs));
@@ -314,6 +327,7 @@ impl Rnn {
         let Some(device) = caching_or_skip(test) else { return };
         let _switch = Tf32::allow();
         for (way, [batch, features, hidden]) in [
+            (RnnWay::Block, [300, 8, 32]),
             (RnnWay::Cluster, [16, 8, 128]),
             (RnnWay::Cluster, [8, 16, 512]),
             (RnnWay::Grid, [40, 16, 768]),

@@ -126,7 +126,7 @@ impl Rnn {
         let _strict = strict();
         for device in devices() {
             let ways: &[RnnWay] = match device.is_cuda() {
-                true => &[RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid],
+                true => &[RnnWay::Block, RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid],
                 false => &[RnnWay::Automatic],
             };
             for &way in ways {

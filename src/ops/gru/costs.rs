@@ -2,7 +2,9 @@
 
 use crate::ops::costs::Place;
 use crate::ops::recurrent::layer::Cudnn;
-use crate::ops::recurrent::plan::{Costs, Direction, Line, Product, cluster, grid, wide_grid};
+use crate::ops::recurrent::plan::{
+    Costs, Direction, Line, Product, block, cluster, grid, wide_grid,
+};
 
 pub(in crate::ops) static COSTS: Place<Costs> = Place::new("gru", kernels);
 pub(in crate::ops) static CUDNN: Place<Cudnn> = Place::new("gru_cudnn", Cudnn::default);
@@ -18,6 +20,7 @@ fn kernels() -> Costs {
     };
     Costs {
         values: 4,
+        blocks: block::Entry::all(),
         clusters: cluster::Entry::of_tensor_cores(768)
             .into_iter()
             .chain([

@@ -27,6 +27,7 @@ fn kernels() -> Costs {
         values: VALUES,
         // In strict `Float` and `Double`, two blocks per multiprocessor have not been measured in the
         // backward pass.
+        blocks: Vec::new(),
         clusters: cluster::Entry::of_tensor_cores(768)
             .into_iter()
             .chain([
@@ -84,7 +85,7 @@ pub(super) fn is_faster(&(kernel, cost): &Priced, pass: &Pass) -> bool {
             (of([9.0, 16.0]) + work, NARROW, ONCE)
         }
         // `Double` has not been compared.
-        Kernel::PlainGrid { .. } | Kernel::Step => return false,
+        Kernel::Block { .. } | Kernel::PlainGrid { .. } | Kernel::Step => return false,
     };
     steps >= FEW && hidden > narrow && steps as f64 * (others - cost) >= once
 }

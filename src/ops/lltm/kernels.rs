@@ -27,6 +27,7 @@ pub(super) const CUDA: Option<CudaCell> = Some(CudaCell {
     shape: SHAPE,
     step_forward: cuda::tch_extension_lltm_step_forward_cuda,
     step_backward: cuda::tch_extension_lltm_step_backward_cuda,
+    block: None,
     cluster_forward: cuda::tch_extension_lltm_cluster_forward_cuda,
     cluster_backward: cuda::tch_extension_lltm_cluster_backward_cuda,
     grid_forward: cuda::tch_extension_lltm_grid_forward_cuda,

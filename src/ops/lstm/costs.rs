@@ -2,7 +2,9 @@
 
 use crate::ops::costs::Place;
 use crate::ops::recurrent::layer::Cudnn;
-use crate::ops::recurrent::plan::{Costs, Direction, Line, Product, cluster, grid, wide_grid};
+use crate::ops::recurrent::plan::{
+    Costs, Direction, Line, Product, block, cluster, grid, wide_grid,
+};
 
 pub(in crate::ops) static COSTS: Place<Costs> = Place::new("lstm", kernels);
 pub(in crate::ops) static CUDNN: Place<Cudnn> = Place::new("lstm_cudnn", Cudnn::default);
@@ -14,6 +16,7 @@ fn kernels() -> Costs {
     let wide = |product| wide_grid::Entry::new((Forward, product), 16, 128);
     Costs {
         values: 4,
+        blocks: block::Entry::all(),
         clusters: cluster::Entry::of_tensor_cores(512)
             .into_iter()
             .chain([

@@ -1,6 +1,8 @@
 //! The kernels of `csrc/lstm`.
 
 use crate::ops::recurrent::kernels::CellShape;
+#[cfg(tch_extension_cuda)]
+use crate::ops::recurrent::kernels::block::BlockCell;
 use crate::ops::recurrent::kernels::cpu::{CpuBackward, CpuCell, CpuForward};
 use crate::ops::recurrent::kernels::cuda::CudaCell;
 use crate::ops::recurrent::kernels::step::{StepBackward, StepForward};
@@ -27,6 +29,10 @@ pub(super) const CUDA: Option<CudaCell> = Some(CudaCell {
     shape: SHAPE,
     step_forward: cuda::tch_extension_lstm_step_forward_cuda,
     step_backward: cuda::tch_extension_lstm_step_backward_cuda,
+    block: Some(BlockCell {
+        forward: cuda::tch_extension_lstm_block_forward_cuda,
+        backward: cuda::tch_extension_lstm_block_backward_cuda,
+    }),
     cluster_forward: cuda::tch_extension_lstm_cluster_forward_cuda,
     cluster_backward: cuda::tch_extension_lstm_cluster_backward_cuda,
     grid_forward: cuda::tch_extension_lstm_grid_forward_cuda,
@@ -42,6 +48,7 @@ pub(super) const CUDA: Option<CudaCell> = None;
 #[cfg(tch_extension_cuda)]
 mod cuda {
     use crate::cuda::{LaunchStatus, cudaStream_t};
+    use crate::ops::recurrent::kernels::block::{BlockBackward, BlockForward};
     use crate::ops::recurrent::kernels::cluster::{ClusterBackward, ClusterForward};
     use crate::ops::recurrent::kernels::grid::{GridBackward, GridForward};
     use crate::ops::recurrent::kernels::step::{StepBackward, StepForward};
@@ -53,6 +60,14 @@ mod cuda {
         ) -> LaunchStatus;
         pub fn tch_extension_lstm_step_backward_cuda(
             params: *const StepBackward,
+            stream: cudaStream_t,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_block_forward_cuda(
+            params: *const BlockForward,
+            stream: cudaStream_t,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_block_backward_cuda(
+            params: *const BlockBackward,
             stream: cudaStream_t,
         ) -> LaunchStatus;
         pub fn tch_extension_lstm_cluster_forward_cuda(

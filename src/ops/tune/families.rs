@@ -99,6 +99,7 @@ fn layers(table: &Table, rows: &[&Measured], card: &Card) -> Result<Vec<Option<f
         let way = match row.way.as_str() {
             "Cudnn" => Way::Cudnn,
             "Step" => Way::Step,
+            "Block" => Way::Block,
             "Cluster" => Way::Cluster,
             "Grid" => Way::Grid,
             "WideGrid" => Way::WideGrid,

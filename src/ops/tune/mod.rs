@@ -50,7 +50,7 @@ impl Card {
 /// # Errors
 /// When `device` is not an existing CUDA device.
 pub fn head(device: Device) -> Result<String> {
-    let RnnGpu { clusters, grid } = RnnGpu::of(device)?;
+    let RnnGpu { clusters, grid, .. } = RnnGpu::of(device)?;
     let table = Table { facts: Facts::of(device)?, costs: Vec::new() };
     let counts = [clusters.of_8, clusters.of_16, grid.blocks];
     Ok(format!("{}{RUNNING}{counts:?}\n", table.text()))
@@ -72,8 +72,13 @@ pub fn fit(text: &str) -> Result<Fitted> {
         counts.trim_matches(['[', ']']).split(", ").map(|count| count.parse().ok()).collect();
     let Some(&[of_8, of_16, blocks]) = counts.as_deref() else { return Err(other()) };
     let measured: Result<Vec<Measured>> = lines.lines().map(Measured::read).collect();
-    let rows = RnnGpu { clusters: Clusters { of_8, of_16 }, grid: Grid { blocks } };
-    let card = Card { facts: Table::read(head)?.facts, rows };
+    let facts = Table::read(head)?.facts;
+    let rows = RnnGpu {
+        clusters: Clusters { of_8, of_16 },
+        grid: Grid { blocks },
+        processors: facts.multiprocessors.into(),
+    };
+    let card = Card { facts, rows };
     let mut table = Table { facts: card.facts.clone(), costs: Vec::new() };
     let before = Loaded::of(&card.facts);
     for place in FAMILIES.iter().flat_map(|family| family.places).chain(&OTHERS) {

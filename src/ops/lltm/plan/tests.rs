@@ -17,7 +17,7 @@ fn counts((kernel, _): Priced) -> (i64, i64) {
         | Kernel::WideGrid { columns, row_groups, .. }
         | Kernel::PlainGrid { columns, row_groups } => (columns.into(), row_groups.into()),
         Kernel::Cluster { cluster, .. } => (cluster.into(), 0),
-        Kernel::Step => (0, 0),
+        Kernel::Block { .. } | Kernel::Step => (0, 0),
     }
 }
 

@@ -1,6 +1,7 @@
 //! What the ways on CUDA, and step by step on the CPU, have in common: a cell's kernels, the arrays
 //! that they read, and those that they write.
 
+use super::block::BlockCell;
 use super::cluster::{ClusterBackward, ClusterForward};
 use super::grid::{GridBackward, GridForward};
 use super::step::{StepBackward, StepForward};
@@ -21,6 +22,8 @@ pub(crate) struct CudaCell {
     pub shape: CellShape,
     pub step_forward: Start<StepForward>,
     pub step_backward: Start<StepBackward>,
+    /// Absent for a cell that is no layer.
+    pub block: Option<BlockCell>,
     pub cluster_forward: Start<ClusterForward>,
     pub cluster_backward: Start<ClusterBackward>,
     pub grid_forward: OnAGrid<GridForward>,
@@ -46,6 +49,8 @@ pub(crate) type OnAGrid<Params> =
 pub(crate) enum Kernel {
     /// A product and a kernel for each step.
     Step,
+    /// One kernel of this many blocks for the whole layer.
+    Block { blocks: i32 },
     /// One kernel, with this many blocks for 8 rows, each `alone` on its multiprocessor.
     Cluster { cluster: i32, alone: bool, product: Product },
     /// One kernel; falls back to `Step` if there is none or not all its blocks can run at the same
@@ -63,6 +68,7 @@ impl Kernel {
     pub(crate) fn name(self) -> &'static str {
         match self {
             Kernel::Step => "step",
+            Kernel::Block { .. } => "block",
             Kernel::Cluster { .. } => "cluster",
             Kernel::Grid { .. } => "grid",
             Kernel::WideGrid { .. } => "wide grid",
@@ -295,7 +301,8 @@ pub(crate) fn forward(
             Some(start) => grid::forward(&source, start, (columns, row_groups), Product::Plain)?,
             None => None,
         },
-        Kernel::Step => None,
+        // The first is for a whole layer.
+        Kernel::Block { .. } | Kernel::Step => None,
     };
     made.map_or_else(|| step::forward(&source, step::Start::Cuda(cell.step_forward)), Ok)
 }
@@ -421,7 +428,7 @@ pub(crate) fn backward(
             Some(start) => grid::backward(&of, start, (columns, row_groups), Product::Plain)?,
             None => None,
         },
-        (Kernel::WideGrid { .. } | Kernel::Step, _) => None,
+        (Kernel::Block { .. } | Kernel::WideGrid { .. } | Kernel::Step, _) => None,
     };
     made.map_or_else(|| step::backward(&of, step::Start::Cuda(cell.step_backward)), Ok)
 }

@@ -1,6 +1,7 @@
 //! The kernels of `csrc/recurrent` that Rust calls itself.
 
 pub(crate) mod biases;
+pub(crate) mod block;
 pub(crate) mod cluster;
 pub(crate) mod cpu;
 pub(crate) mod cuda;

@@ -8,8 +8,9 @@ use super::{Arguments, Cell, Gradients, Needs, Plan, absent, place};
 use crate::Result;
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
+use crate::ops::recurrent::kernels::block::{self, BlockCell, BlockGradients};
 use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuSaved, InputGates};
-use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
+use crate::ops::recurrent::kernels::cuda::{self, CudaCell, Kernel, gates_kind};
 use crate::ops::recurrent::kernels::{Outputs, product, tf32_product};
 use crate::ops::recurrent::operands::{row_major_copy, worked};
 use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
@@ -151,6 +152,25 @@ pub(in crate::ops) fn input_gates(
     Ok((plain(&gates.f_view([steps, batch, -1])?)?, has_bias))
 }
 
+/// The cell's kernels and the one that the plan chooses, on CUDA.
+fn on_cuda<C: Cell>(
+    choice: Choice,
+    direction: Direction,
+    sizes: Sizes,
+    like: &Tensor,
+    is_padded: bool,
+) -> Result<Option<(CudaCell, Kernel)>> {
+    let Some(cell) = C::CUDA.filter(|_| like.device().is_cuda()) else { return Ok(None) };
+    let (kind, device) = (like.f_kind()?, like.device());
+    let kernel = plan::kernel::<C>(choice, direction, sizes, kind, device, is_padded)?;
+    Ok(Some((cell, kernel)))
+}
+
+fn of_block(operands: &Operands<'_>) -> Result<block::Arguments> {
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *operands;
+    block::Arguments::new([input, w_ih, w_hh, h], [b_ih, b_hh, c])
+}
+
 fn all_steps<C: Cell>(
     operands: &Operands<'_>,
     sizes: Sizes,
@@ -158,6 +178,12 @@ fn all_steps<C: Cell>(
     keep: bool,
 ) -> Result<Outputs> {
     let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, padding } = *operands;
+    let on_cuda = on_cuda::<C>(choice, Direction::Forward, sizes, h, padding.is_some())?;
+    if let Some((cell, Kernel::Block { blocks })) = &on_cuda
+        && let Some(BlockCell { forward, .. }) = cell.block
+    {
+        return block::forward(cell, forward, &of_block(operands)?, *blocks, keep);
+    }
     let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
@@ -170,7 +196,7 @@ fn all_steps<C: Cell>(
         }
         Ok((gates, has_bias))
     };
-    let Some(cell) = C::CUDA.filter(|_| h0.device().is_cuda()) else {
+    let Some((cell, kernel)) = on_cuda else {
         if plan::is_by_steps(choice, sizes) {
             let (gates, has_bias) = all_input_gates()?;
             let operands = cuda::Operands {
@@ -200,7 +226,6 @@ fn all_steps<C: Cell>(
         return cpu::forward(C::CPU, team, &operands, keep);
     };
     let (gates, has_bias) = all_input_gates()?;
-    let kernel = plan::kernel::<C>(choice, Direction::Forward, sizes, kind, h0.device())?;
     let operands = cuda::Operands {
         weight: &weight,
         input_gates: &gates,
@@ -276,6 +301,14 @@ fn backward_by_ours<C: Cell>(
     let (steps, batch, hidden) = saved.output.size3()?;
     let rows = steps * batch;
     let kind = saved.output.f_kind()?;
+    let features = operands.input.size3()?.2;
+    let sizes = Sizes { steps, batch, features, hidden };
+    let on_cuda = on_cuda::<C>(choice, Direction::Backward, sizes, saved.output, false)?;
+    if let Some((cell, Kernel::Block { blocks })) = &on_cuda
+        && let Some(of) = cell.block
+    {
+        return backward_by_block((cell, of, *blocks), grads, saved, needs);
+    }
     let (output, activations) = (worked(saved.output)?, worked(saved.activations)?);
     let (weight, h0) = (worked(operands.w_hh)?, worked(operands.h)?);
     let (states, first_state) = match saved.c.zip(operands.c) {
@@ -284,8 +317,6 @@ fn backward_by_ours<C: Cell>(
     };
     let [grad_output, grad_h, grad_c] = grads;
     let grad_output = grad_output.map(worked).transpose()?;
-    let features = operands.input.size3()?.2;
-    let sizes = Sizes { steps, batch, features, hidden };
     let read = CpuSaved {
         weight: &weight,
         activations: &activations,
@@ -293,7 +324,7 @@ fn backward_by_ours<C: Cell>(
         first_state: Some(&first_state),
     };
     let grads = [grad_output.as_ref(), grad_h, grad_c];
-    let (made, input_gradient) = match C::CUDA.filter(|_| device.is_cuda()) {
+    let (made, input_gradient) = match on_cuda {
         None if plan::is_by_steps(choice, sizes) => {
             (cpu::backward_by_steps(C::CPU, &read, grads, needs[place::H])?, None)
         }
@@ -304,8 +335,7 @@ fn backward_by_ours<C: Cell>(
             let w_ih = is_input_multiplied.then(|| worked(operands.w_ih)).transpose()?;
             cpu::backward(C::CPU, team, &read, w_ih.as_ref(), grads, needs[place::H])?
         }
-        Some(cell) => {
-            let kernel = plan::kernel::<C>(choice, Direction::Backward, sizes, kind, device)?;
+        Some((cell, kernel)) => {
             (cuda::backward(&cell, kernel, &read, grads, needs[place::H])?, None)
         }
     };
@@ -338,6 +368,27 @@ fn backward_by_ours<C: Cell>(
         wanted(place::B_IH, b_ih)?,
         wanted(place::B_HH, b_hh)?,
     ])
+}
+
+fn backward_by_block(
+    (cell, of, blocks): (&CudaCell, BlockCell, i32),
+    [grad_output, grad_h, grad_c]: [Option<&Tensor>; 3],
+    saved: &Saved<'_>,
+    needs: &Needs,
+) -> Result<Gradients> {
+    let plain_of = |of: Option<&Tensor>| of.map(plain).transpose();
+    let (output, activations) = (plain(saved.output)?, plain(saved.activations)?);
+    let c = plain_of(saved.c)?;
+    let kept = block::Kept {
+        output: &output,
+        c: c.as_ref(),
+        activations: &activations,
+        grads: [plain_of(grad_output)?, plain_of(grad_h)?, plain_of(grad_c)?],
+    };
+    let arguments = of_block(saved.operands)?;
+    let made = block::backward(cell, of.backward, &arguments, &kept, blocks, *needs)?;
+    let BlockGradients { input, h0, c0, w_ih, w_hh, b_ih, b_hh } = made;
+    Ok([input, h0, c0, w_ih, w_hh, b_ih, b_hh])
 }
 
 /// The gradients of a sequence without steps, rows or columns: those for the state are passed

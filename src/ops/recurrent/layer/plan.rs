@@ -60,6 +60,15 @@ impl Choice {
     }
 }
 
+/// What a direction of a layer runs on.
+#[derive(Clone, Copy)]
+struct On {
+    gpu: Gpu,
+    room: Room,
+    /// Whether gates are changed between the product with the input and the steps.
+    is_padded: bool,
+}
+
 /// Who computes a layer in both directions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Library {
@@ -114,10 +123,11 @@ pub(super) fn library<C: Cell>(
             let (gpu, layer) = (Gpu::of(device)?, LAYER.of(device)?);
             let products = Products::new(layer, C::GATES, sizes, kind, choice.tf32(kind, sizes)?);
             let costs = C::COSTS.of(device)?;
+            let on = On { gpu, room, is_padded: false };
             let directions = [Direction::Forward, Direction::Backward];
             let directions = &directions[..if keep { 2 } else { 1 }];
             let ours = Call::of_all(directions, |direction| {
-                automatic(costs, direction, sizes, products, (gpu, room)).1
+                automatic(costs, direction, sizes, products, on).1
             });
             let cudnn = C::CUDNN.of(device)?;
             let cudnn = Call::of_all(directions, |direction| products.of_cudnn(cudnn, direction));
@@ -138,13 +148,14 @@ fn faster([ours, cudnn]: [Call; 2], host: &HostCosts, is_flat: bool) -> Library 
     cheapest(both).map_or(Library::Ours, |(library, _)| library)
 }
 
-/// The kernel for a direction of a layer that is ours.
+/// The kernel for a direction of a layer that is ours; `is_padded` as in [`On`].
 pub(super) fn kernel<C: Cell>(
     choice: Choice,
     direction: Direction,
     sizes: Sizes,
     kind: Kind,
     device: Device,
+    is_padded: bool,
 ) -> Result<Kernel> {
     let Choice { way, room } = choice;
     let (gpu, costs) = (Gpu::of(device)?, C::COSTS.of(device)?);
@@ -152,8 +163,9 @@ pub(super) fn kernel<C: Cell>(
     let products = Products::new(LAYER.of(device)?, C::GATES, sizes, kind, tf32);
     Ok(match way {
         Way::Automatic | Way::Packed | Way::Onednn => {
-            automatic(costs, direction, sizes, products, (gpu, room)).0
+            automatic(costs, direction, sizes, products, On { gpu, room, is_padded }).0
         }
+        Way::Block if is_padded => Kernel::Step,
         way => {
             let pass = Pass { direction, sizes, kind, tf32: tf32.steps(direction), gpu };
             costs.forced(way, &pass).unwrap_or(Kernel::Step)
@@ -167,7 +179,7 @@ pub(super) fn is_step_cheapest<C: Cell>(sizes: Sizes, kind: Kind, device: Device
     let tf32 = if kind == Kind::Float { Tf32::ALL } else { Tf32::NONE };
     let costs = C::COSTS.of(device)?;
     let products = Products::new(LAYER.of(device)?, C::GATES, sizes, kind, tf32);
-    let of = (Gpu::of(device)?, Room::Whole);
+    let of = On { gpu: Gpu::of(device)?, room: Room::Whole, is_padded: false };
     let is_step = |direction| automatic(costs, direction, sizes, products, of).0 == Kernel::Step;
     Ok([Direction::Forward, Direction::Backward].into_iter().any(is_step))
 }
@@ -178,7 +190,7 @@ fn automatic(
     direction: Direction,
     sizes: Sizes,
     products: Products<'_>,
-    (gpu, room): (Gpu, Room),
+    On { gpu, room, is_padded }: On,
 ) -> (Kernel, Call) {
     let host = &products.costs.host;
     let tf32 = products.tf32.steps(direction);
@@ -187,25 +199,27 @@ fn automatic(
         let pass = Pass { direction, sizes, kind: products.kind, tf32, gpu };
         let scaled = costs.all(&pass).map(move |(kernel, step)| (kernel, step, tf32));
         let exact = costs.cluster(&Pass { tf32: false, ..pass }).filter(|_| tf32);
-        scaled.chain(exact.map(|(kernel, step)| (kernel, step, false)))
+        let all = scaled.chain(exact.map(|(kernel, step)| (kernel, step, false)));
+        all.filter(move |(kernel, ..)| !(is_padded && matches!(kernel, Kernel::Block { .. })))
     };
     let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
     // Kernels that fill the GPU take turns with the other layer's.
     let turns = if room == Room::Half { 2.0 } else { 1.0 };
     let whole = on(gpu).map(|(kernel, step, is_scaled)| (kernel, turns * step, is_scaled));
     let of_all = halves.chain(whole).map(|(kernel, step, is_scaled)| {
-        (kernel, products.costs.before_steps(kernel, is_scaled) + steps * step)
+        (kernel, products.with(direction, (kernel, steps * step), is_scaled))
     });
     // The host may be slower than the GPU.
     let launches = host.step[usize::from(direction == Direction::Backward)];
     let of_step = products.step_by_step(direction);
-    let by_step = (Kernel::Step, steps * of_step.max(launches));
-    let (kernel, cost) = cheapest([by_step].into_iter().chain(of_all)).unwrap_or(by_step);
-    let (cost, launches) = match kernel {
-        Kernel::Step => (steps * of_step, steps * launches),
-        _ => (cost, 0.0),
+    let at_once = products.at_once(direction);
+    let by_step = (Kernel::Step, at_once + steps * of_step.max(launches));
+    let (kernel, gpu) = cheapest([by_step].into_iter().chain(of_all)).unwrap_or(by_step);
+    let call = match kernel {
+        Kernel::Step => Call { gpu: at_once + steps * of_step, launches: steps * launches },
+        _ => Call { gpu, launches: 0.0 },
     };
-    (kernel, Call { gpu: cost + products.at_once(direction), launches })
+    (kernel, call)
 }
 
 /// A call of a layer, computed in a way that is forced.
@@ -236,11 +250,11 @@ pub(in crate::ops) fn predicted<C: Cell>(
         }
         let tf32 = tf32.steps(direction);
         let pass = Pass { direction, sizes, kind, tf32, gpu };
-        let steps = match costs.priced(way, &pass) {
-            Some((kernel, step)) => sizes.steps as f64 * step + layer.before_steps(kernel, tf32),
-            None => sizes.steps as f64 * products.step_by_step(direction),
-        };
-        Some(steps + products.at_once(direction))
+        let steps = sizes.steps as f64;
+        Some(match costs.priced(way, &pass) {
+            Some((kernel, step)) => products.with(direction, (kernel, steps * step), tf32),
+            None => steps * products.step_by_step(direction) + products.at_once(direction),
+        })
     };
     let exists = [Way::Cudnn, Way::Step].contains(&way) || {
         let tf32 = tf32.steps(Direction::Forward);
@@ -249,6 +263,9 @@ pub(in crate::ops) fn predicted<C: Cell>(
     let backward = if keep { of(Direction::Backward)? } else { 0.0 };
     exists.then_some(of(Direction::Forward)? + backward)
 }
+
+#[cfg(test)]
+const H200: On = On { gpu: Gpu::H200, room: Room::Whole, is_padded: false };
 
 /// The way of our kernels for these sizes on an H200.
 #[cfg(test)]
@@ -260,7 +277,7 @@ pub(in crate::ops) fn way_on_h200<C: Cell>(
 ) -> &'static str {
     let tf32 = if allows_tf32 { Tf32::where_allowed(sizes) } else { Tf32::NONE };
     let products = Products::new(LAYER.h200(), C::GATES, sizes, kind, tf32);
-    automatic(C::COSTS.h200(), direction, sizes, products, (Gpu::H200, Room::Whole)).0.name()
+    automatic(C::COSTS.h200(), direction, sizes, products, H200).0.name()
 }
 
 #[cfg(test)]
@@ -268,8 +285,6 @@ mod tests {
     use super::*;
     use crate::ops::recurrent::kernels::cuda::Product;
     use crate::ops::recurrent::plan::{Line, Product as Multiplied, cluster, grid, wide_grid};
-
-    const H200: Gpu = Gpu::H200;
 
     /// A cell with one kernel of each way, whose costs are those of a GRU.
     fn costs() -> Costs {
@@ -285,6 +300,7 @@ mod tests {
         wide.round = wide_grid::Round { fixed: 2.25, column: 0.0018, block: 0.0072 };
         Costs {
             values: 4,
+            blocks: Vec::new(),
             clusters: vec![
                 cluster(Multiplied::Half, 256, [0.96, 1.5]),
                 cluster(Multiplied::Scaled, 128, [0.5, 0.95]),
@@ -306,7 +322,7 @@ mod tests {
     fn planned(steps: i64, batch: i64, hidden: i64, room: Room) -> Kernel {
         let sizes = Sizes { steps, batch, features: hidden, hidden };
         let products = Products::new(layer(), 3, sizes, Kind::BFloat16, Tf32::NONE);
-        automatic(&costs(), Direction::Forward, sizes, products, (H200, room)).0
+        automatic(&costs(), Direction::Forward, sizes, products, On { room, ..H200 }).0
     }
 
     #[test]
@@ -339,7 +355,7 @@ mod tests {
                 let products = Products::new(layer(), 4, sizes, kind, tf32);
                 for (cell, room) in cells.iter().zip([Room::Whole, Room::Half]) {
                     for direction in [Direction::Forward, Direction::Backward] {
-                        let of = (Gpu::default(), room);
+                        let of = On { gpu: Gpu::default(), room, is_padded: false };
                         let (kernel, call) = automatic(cell, direction, sizes, products, of);
                         assert_eq!(kernel, Kernel::Step);
                         assert!(call.gpu.is_finite() && call.gpu > 0.0);
@@ -371,7 +387,7 @@ mod tests {
         let product_of = |steps| {
             let sizes = Sizes { steps, batch: 16, features: 64, hidden: 64 };
             let products = Products::new(layer(), 3, sizes, Kind::Float, Tf32::ALL);
-            automatic(&costs(), Direction::Forward, sizes, products, (H200, Room::Whole)).0
+            automatic(&costs(), Direction::Forward, sizes, products, H200).0
         };
         let product = |steps| match product_of(steps) {
             Kernel::Cluster { product, .. } => Some(product),

@@ -20,6 +20,8 @@ coefficients! {
         Latency call: [f64; 2],
         /// A MB of gates, which the products over all steps write or read.
         Memory gates: [f64; 2],
+        /// A call of a kernel for the whole layer, without its steps.
+        Latency block: [f64; 2],
         /// Scales of the weights, for fp16 values in place of tf32.
         Latency scaling: f64,
         /// What each way does before its first step.
@@ -114,13 +116,13 @@ pub(in crate::ops) static LAYER: Place<LayerCosts> = Place::new("layer", LayerCo
 
 impl LayerCosts {
     /// What a kernel does before its first step.
-    pub(super) fn before_steps(&self, kernel: Kernel, is_scaled: bool) -> f64 {
+    fn before_steps(&self, kernel: Kernel, is_scaled: bool) -> f64 {
         let once = match kernel {
             Kernel::Cluster { .. } => self.once.cluster,
             Kernel::Grid { .. } => self.once.grid,
             Kernel::WideGrid { .. } => self.once.wide_grid,
             Kernel::PlainGrid { .. } => self.once.plain_grid,
-            Kernel::Step => 0.0,
+            Kernel::Block { .. } | Kernel::Step => 0.0,
         };
         once + if is_scaled { self.scaling } else { 0.0 }
     }
@@ -222,6 +224,19 @@ impl<'a> Products<'a> {
         };
         let gates = of(self.costs.gates, direction) * self.steps * self.gates_bytes;
         of(self.costs.call, direction) + gates + products
+    }
+
+    /// The whole direction with a kernel whose steps together cost this.
+    pub(super) fn with(
+        self,
+        direction: Direction,
+        (kernel, steps): (Kernel, f64),
+        is_scaled: bool,
+    ) -> f64 {
+        match kernel {
+            Kernel::Block { .. } => of(self.costs.block, direction) + steps,
+            _ => self.costs.before_steps(kernel, is_scaled) + steps + self.at_once(direction),
+        }
     }
 
     /// A product and a kernel for each step, without what is done at once.

@@ -1,6 +1,7 @@
 //! Which way computes a sequence, as far as that is the same for all cells. What a cell's kernels
 //! cost is in tables of its own.
 
+pub(in crate::ops) mod block;
 pub(in crate::ops) mod cluster;
 mod cpu;
 pub(in crate::ops) mod grid;

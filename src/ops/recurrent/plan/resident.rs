@@ -2,9 +2,9 @@
 //! a step of each costs.
 
 use super::way::Way;
-use super::{Direction, Sizes, cluster, grid, plain_grid, wide_grid};
+use super::{Direction, Sizes, block, cluster, grid, plain_grid, wide_grid};
 use crate::Result;
-use crate::ops::costs::{Each, Unit, Visit};
+use crate::ops::costs::{Each, Unit, Visit, multiprocessors};
 use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
 use tch::{Device, Kind};
@@ -14,6 +14,7 @@ use tch::{Device, Kind};
 pub(in crate::ops) struct Costs {
     /// How many values of a column a step reads or writes: either gates or what is saved.
     pub values: i64,
+    pub blocks: Vec<block::Entry>,
     pub clusters: Vec<cluster::Entry>,
     pub grids: Vec<grid::Entry>,
     pub plain_grids: Vec<plain_grid::Entry>,
@@ -25,6 +26,7 @@ impl Each for Costs {
         fn all<T: Each>(of: &mut [T], name: String, unit: Unit, visit: &mut Visit<'_>) {
             of.iter_mut().for_each(|entry| entry.each(&name, unit, visit));
         }
+        all(&mut self.blocks, format!("{name}.block"), unit, visit);
         all(&mut self.clusters, format!("{name}.cluster"), unit, visit);
         all(&mut self.grids, format!("{name}.grid"), unit, visit);
         all(&mut self.plain_grids, format!("{name}.plain_grid"), unit, visit);
@@ -32,19 +34,24 @@ impl Each for Costs {
     }
 }
 
-/// How many clusters and blocks a GPU runs at a time.
+/// How many clusters and blocks a GPU runs at a time, and its multiprocessors.
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::ops) struct Gpu {
     pub clusters: Clusters,
     pub grid: Grid,
+    pub processors: i64,
 }
 
 impl Gpu {
     #[cfg(test)]
-    pub const H200: Gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200 };
+    pub const H200: Gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200, processors: 132 };
 
     pub fn of(device: Device) -> Result<Gpu> {
-        Ok(Gpu { clusters: Clusters::of(device)?, grid: Grid::of(device)? })
+        Ok(Gpu {
+            clusters: Clusters::of(device)?,
+            grid: Grid::of(device)?,
+            processors: multiprocessors(device)?,
+        })
     }
 
     pub fn half(self) -> Gpu {
@@ -52,6 +59,7 @@ impl Gpu {
         Gpu {
             clusters: Clusters { of_8: of_8 / 2, of_16: of_16 / 2 },
             grid: Grid { blocks: self.grid.blocks / 2 },
+            processors: self.processors / 2,
         }
     }
 }
@@ -79,6 +87,11 @@ impl Pass {
 pub(in crate::ops) type Priced = (Kernel, f64);
 
 impl Costs {
+    pub fn block(&self, pass: &Pass) -> Option<Priced> {
+        let (blocks, step) = block::share(&self.blocks, pass)?;
+        Some((Kernel::Block { blocks }, step))
+    }
+
     pub fn cluster(&self, pass: &Pass) -> Option<Priced> {
         let found = cluster::Kernel::new((&self.clusters, self.values), pass)?;
         let (cluster, product) = (found.cluster as i32, pass.product());
@@ -106,8 +119,13 @@ impl Costs {
 
     /// One kernel of each way that there is.
     pub fn all(&self, pass: &Pass) -> impl Iterator<Item = Priced> + Clone + use<> {
-        let of_all =
-            [self.cluster(pass), self.grid(pass), self.plain_grid(pass), self.wide_grid(pass)];
+        let of_all = [
+            self.block(pass),
+            self.cluster(pass),
+            self.grid(pass),
+            self.plain_grid(pass),
+            self.wide_grid(pass),
+        ];
         of_all.into_iter().flatten()
     }
 
@@ -116,6 +134,7 @@ impl Costs {
         let any_grid = || self.grid(pass).or_else(|| self.plain_grid(pass));
         match way {
             Way::Resident => self.cluster(pass).or_else(any_grid),
+            Way::Block => self.block(pass),
             Way::Cluster => self.cluster(pass),
             Way::Grid | Way::CrowdedGrid => any_grid(),
             Way::PlainGrid => self.plain_grid(pass),

@@ -30,6 +30,8 @@ pub enum Way {
     Fused,
     /// LLTM, forward on CUDA: one tensor-core kernel of `csrc/lltm_cell` for each step.
     TensorCores,
+    /// LSTM, GRU, `block`: one block computes whole rows, with the products over all steps.
+    Block,
     /// A cluster if there is one for the sizes, and otherwise a grid. Only tests and benchmarks force it.
     Resident,
     /// `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
@@ -61,7 +63,7 @@ impl Way {
             Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
             Way::Onednn => device == Device::Cpu && onednn::is_enabled(),
             Way::Packed => device == Device::Cpu,
-            Way::Fused => device.is_cuda(),
+            Way::Block | Way::Fused => device.is_cuda(),
             Way::Step => device.is_cuda() || device == Device::Cpu,
             Way::Automatic | Way::Cells => true,
         })
