@@ -100,6 +100,9 @@ impl Point {
         let mut draw = Draw::of(seed, number);
         let offset = draw.offset();
         let case = Case { tf32, ..drawn(&mut draw, kind, Device::Cuda(0)) };
+        // The rival, libtorch's fused attention, fails at an address that is no multiple of 16 bytes,
+        // after which the process cannot use CUDA. Ours copies such a tensor.
+        let offset = if case.operator == "attention" { 0 } else { offset };
         let title = format!("{} +{offset}", case.title(direction));
         Point { case, kind, direction, offset, title }
     }

@@ -175,10 +175,12 @@ pub(crate) fn is_in_vectors(tensor: &Tensor) -> bool {
 /// multiple of 16 bytes.
 pub(crate) fn in_vectors(tensor: &Tensor) -> Result<Tensor> {
     let tensor = plain(tensor)?;
-    if is_in_vectors(&tensor) {
-        return Ok(tensor);
-    }
-    // This product is exact. A copy would be CUDA's, which moves single bytes from such an address.
+    if is_in_vectors(&tensor) { Ok(tensor) } else { copy_in_vectors(&tensor) }
+}
+
+/// A copy of a tensor of a floating kind that [`is_in_vectors`]; autograd differentiates it.
+pub(crate) fn copy_in_vectors(tensor: &Tensor) -> Result<Tensor> {
+    // This product is exact. A copy would be CUDA's, which moves single bytes from an odd address.
     Ok(tensor.f_mul_scalar(1.0)?)
 }
 

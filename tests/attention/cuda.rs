@@ -5,13 +5,15 @@ use support::gpu;
 use tch::nn::{OptimizerConfig, Sgd, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::amp::Autocast;
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::nn::SdpaBackend;
 use tch_extension::nn::SdpaBackend::{CudnnAttention, EfficientAttention, FlashAttention, Math};
 use tch_extension::nn::{
     AttentionConfig, AttentionOptions, Causal, attention, enabled_sdpa_backends,
     f_scaled_dot_product_attention, f_sdpa_backend, scaled_dot_product_attention_reference,
     sdpa_kernel, sdpa_kernel_by_priority,
 };
-use tch_extension::testing::{cuda_or_skip, recorded};
+use tch_extension::testing::{assert_close, cuda_or_skip, recorded};
 
 fn leaf(size: &[i64], kind: Kind, device: Device) -> Tensor {
     Tensor::randn(size, (kind, device)).set_requires_grad(true)
@@ -185,4 +187,69 @@ fn cuda_the_priority_decides() {
         assert_eq!(sdpa_kernel_by_priority(&order, choice).expect("the switch"), order[0]);
     }
     eprintln!("enabled, by priority: {before:?}, then {:?}", enabled_sdpa_backends());
+}
+
+/// The same values, one element behind a multiple of 16 bytes.
+fn at_an_odd_address(tensor: &Tensor) -> Tensor {
+    let count = tensor.numel() as i64;
+    let memory = Tensor::empty([count + 1], (tensor.kind(), tensor.device()));
+    let odd = memory.narrow(0, 1, count).view(tensor.size().as_slice());
+    odd.shallow_clone().copy_(tensor);
+    assert_ne!(odd.data_ptr().addr() % 16, 0);
+    odd
+}
+
+/// The outputs of `[q, k, v, incoming gradient, mask]` without grad and with it, and the gradients of
+/// the first three, if the back end takes them.
+fn results(
+    backend: SdpaBackend,
+    inputs: &[Tensor],
+    (causal, is_masked): (Option<Causal>, bool),
+) -> Option<Vec<Tensor>> {
+    let attn_mask = is_masked.then_some(&inputs[4]);
+    let options = AttentionOptions { causal, attn_mask, ..Default::default() };
+    let call = |of: &[Tensor]| {
+        let call = || f_scaled_dot_product_attention(&of[0], &of[1], &of[2], &options);
+        sdpa_kernel(&[backend], call).expect("the switch").ok()
+    };
+    let leaves: Vec<Tensor> =
+        inputs[..3].iter().map(|input| input.detach().set_requires_grad(true)).collect();
+    let outputs = [call(inputs)?, call(&leaves)?];
+    let incoming = [Some(&inputs[3])];
+    let options = GradOptions { grad_outputs: &incoming, ..Default::default() };
+    let leaves: Vec<&Tensor> = leaves.iter().collect();
+    let gradients = grad(&[&outputs[1]], &leaves, &options).expect("gradients").into_vec();
+    Some(outputs.iter().map(Tensor::detach).chain(gradients.into_iter().flatten()).collect())
+}
+
+/// libtorch's fused kernels fail with a misaligned address, after which CUDA cannot be used.
+#[test]
+fn cuda_tensors_may_begin_at_any_address() {
+    let Some(device) = cuda_or_skip("cuda_tensors_may_begin_at_any_address") else { return };
+    let _alone = alone();
+    let mut taken = 0;
+    for backend in [FlashAttention, EfficientAttention, CudnnAttention, Math] {
+        for (kind, bound) in [(Kind::Float, 1e-4), (Kind::Half, 1e-2), (Kind::BFloat16, 5e-2)] {
+            for case in [(None, false), (Some(Causal::UpperLeft), false), (None, true)] {
+                let randn = |size: &[i64]| Tensor::randn(size, (kind, device));
+                let mut aligned: Vec<Tensor> = (0..4).map(|_| randn(&[2, 3, 80, 32])).collect();
+                aligned.push(randn(&[80, 80]));
+                let Some(expected) = results(backend, &aligned, case) else { continue };
+                taken += 1;
+                for odd in [&[0][..], &[1], &[2], &[3], &[4], &[0, 1, 2], &[0, 1, 2, 3, 4]] {
+                    eprintln!("{backend:?} {kind:?} {case:?} {odd:?}");
+                    let place = |(at, input): (usize, &Tensor)| match odd.contains(&at) {
+                        true => at_an_odd_address(input),
+                        false => input.shallow_clone(),
+                    };
+                    let inputs: Vec<Tensor> = aligned.iter().enumerate().map(place).collect();
+                    let found = results(backend, &inputs, case).expect("taken when aligned");
+                    for (found, expected) in found.iter().zip(&expected) {
+                        assert_close(found, expected, bound, bound);
+                    }
+                }
+            }
+        }
+    }
+    assert!(taken >= 10, "{taken} of 36 combinations");
 }

@@ -298,6 +298,45 @@ fn cuda_gradients_have_the_same_bits_in_every_run() {
     assert!(theirs_differ > 0, "libtorch's own gradients have the same bits, too");
 }
 
+/// Tables for which masks are taken on CUDA: of one row, or of few rows and columns.
+#[test]
+fn cuda_few_rows_have_right_gradients_and_the_same_bits() {
+    let Some(device) = cuda_or_skip("cuda_few_rows_have_right_gradients_and_the_same_bits") else {
+        return;
+    };
+    for kind in KINDS {
+        for ([rows, columns], count) in [
+            ([1, 848], 25_322),
+            ([1, 7], 20),
+            ([2, 768], 2000),
+            ([3, 9], 23_904),
+            ([4, 1], 1761),
+            ([32, 64], 4096),
+        ] {
+            for padding_idx in [-1, rows - 1] {
+                let config = EmbeddingConfig { padding_idx, ..Default::default() };
+                let (_vs, table) = table(device, kind, [rows, columns], config);
+                let indices = indices(device, &[count], rows);
+                let of_output =
+                    Tensor::randn([count, columns], (Kind::Float, device)).to_kind(kind);
+                let of = || gradient(&table.forward(&indices), &table.ws, &of_output);
+                let found = of();
+                eprintln!("{kind:?} {rows} {columns} {count} {padding_idx}");
+                assert!(found.is_contiguous() && (0..3).all(|_| of().equal(&found)));
+                let exact = exact(&table.ws, &indices, &of_output, config);
+                assert_sums(&found, &exact, count as usize);
+                let theirs =
+                    gradient(&libtorch(&table.ws, &indices, config), &table.ws, &of_output);
+                match kind {
+                    // libtorch may round several times.
+                    Kind::Half | Kind::BFloat16 => assert_as_accurate(&found, &theirs, &exact),
+                    _ => assert_sums(&theirs, &exact, count as usize),
+                }
+            }
+        }
+    }
+}
+
 #[test]
 fn empty_tables_and_indices() {
     for device in devices() {

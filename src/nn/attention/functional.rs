@@ -4,6 +4,7 @@ use super::backend::{SdpaBackend, refusal};
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::register_hook;
 use crate::check::Check;
+use crate::ffi::tensor::{copy_in_vectors, is_in_vectors};
 use crate::{Error, Result, check};
 use tch::{Kind, Tensor};
 
@@ -201,20 +202,25 @@ fn masks(
 }
 
 /// A tensor that fused kernels for CUDA can read 16 bytes at a time, if its rows are long enough: they
-/// look at the stride of a row alone, and take for granted that memory and the other strides fit it.
+/// look at the stride of a row alone, and take for granted that the other strides fit it. Their check
+/// of the address, if there is one, passes multiples of 4 or 8 bytes.
 fn in_16_bytes(tensor: &Tensor) -> Result<Tensor> {
     if !tensor.device().is_cuda() {
         return Ok(tensor.shallow_clone());
     }
-    let bytes = tensor.f_kind()?.elt_size_in_bytes() as i64;
+    let kind = tensor.f_kind()?;
+    let bytes = kind.elt_size_in_bytes() as i64;
     let sizes = tensor.size();
     let strides = tensor.stride();
     let mut leading = sizes.iter().zip(&strides).take(sizes.len().saturating_sub(1));
     let has_odd_stride = leading.any(|(&size, stride)| size > 1 && stride * bytes % 16 != 0);
-    let is_at_16_bytes = tensor.data_ptr().addr().is_multiple_of(16);
-    let is_odd = !is_at_16_bytes || has_odd_stride && !tensor.is_contiguous();
-    // tch has no other copy of a contiguous tensor that is differentiated.
-    if is_odd { Ok(Tensor::f_cat(&[tensor], 0)?) } else { Ok(tensor.shallow_clone()) }
+    let is_contiguous = tensor.is_contiguous();
+    if is_in_vectors(tensor) && (is_contiguous || !has_odd_stride) {
+        return Ok(tensor.shallow_clone());
+    }
+    // A product would keep an order of strides that does not fit, and make numbers of a `Bool` mask.
+    let has_product = is_contiguous && kind != Kind::Bool;
+    if has_product { copy_in_vectors(tensor) } else { Ok(Tensor::f_cat(&[tensor], 0)?) }
 }
 
 /// An incoming gradient that fused kernels for CUDA can read, as [`in_16_bytes`]. cuDNN (libtorch 2.11)
