@@ -85,6 +85,11 @@ const WARP: i64 = 32;
 const MOST_THREADS: i64 = 512;
 const THREADS: i64 = 256;
 const MOST_IN_CLUSTER: i64 = 8;
+/// How many 16-byte loads a thread of the forward usually keeps: the same as kBytes in
+/// csrc/norm/forward.h.
+const FORWARD_LOADS: i64 = 4;
+/// About how many values are under way at a time if threads read one value each.
+const MOST_OF_VALUES: i64 = 1 << 17;
 /// The same as kBytesOfRest in csrc/norm/backward_ring.h.
 const BYTES_OF_REST: i64 = 128;
 
@@ -97,6 +102,8 @@ pub(crate) struct Rows {
     pub(crate) kind: Kind,
     /// All arrays begin at multiples of this many bytes. Plans only test whether it is 16.
     pub(crate) alignment: i64,
+    /// Whether a backward computes the gradient of weight or bias. Forwards do not depend on it.
+    pub(crate) has_sums: bool,
     pub(crate) gpu: Gpu,
 }
 
@@ -161,10 +168,29 @@ impl Rows {
         let is_large =
             self.is_aligned() && self.rows.saturating_mul(self.columns) >= (4 << 20) / self.size();
         let is_wanted = match self.way {
+            // Without dw and db, the kernel with the ring buffer has no partial sums either.
+            Way::Automatic if !self.has_sums && self.is_aligned() => false,
             Way::Automatic => self.rows <= 512 && !is_large && (self.rows <= 256 || !is_long()),
             way => matches!(way, Way::Few | Way::FewPasses),
         };
         is_wanted && self.gpu.processors > 0
+    }
+
+    /// Whether there are no more rows than multiprocessors.
+    fn is_spread(&self) -> bool {
+        self.rows <= i64::from(self.gpu.processors)
+    }
+
+    /// Whether there are two multiprocessors for each row. Measured on an H200, sharing a long row then
+    /// costs less than any other way, however many blocks share it.
+    fn is_very_few(&self) -> bool {
+        self.adapts() && self.rows <= i64::from(self.gpu.processors / 2)
+    }
+
+    /// Whether a backward without dw and db has so few rows that reading them again, value by value,
+    /// costs less than shifting vectors.
+    fn is_read_again(&self) -> bool {
+        self.adapts() && !self.has_sums && !self.is_aligned() && self.is_spread()
     }
 
     /// The number of threads for a row that takes this many loads, `each` of them per thread. It is
@@ -190,27 +216,38 @@ impl Rows {
     }
 
     pub(crate) fn forward(&self) -> Plan {
-        // The same as kBytes in csrc/norm/forward.h.
-        let each = 4;
         let loads = self.loads();
-        let team = self.team(loads, each);
-        let may_be_wide = self.team(loads, 2 * each).is_some();
-        if let Some(threads) = self.value_by_value(team).filter(|_| may_be_wide) {
+        let Some(team) = self.team(loads, FORWARD_LOADS) else { return self.forward_of_long() };
+        if let Some(threads) = self.value_by_value(team) {
             return Plan::new(Way::Passes, Loads::Single, threads);
         }
-        let team = match team {
-            // Twice as many loads per thread, in the largest block.
-            None => may_be_wide.then_some(MOST_THREADS),
-            Some(team) => {
-                let all = i64::from(self.gpu.processors) * MOST_THREADS;
-                Some(self.widened(team, loads, all))
-            }
-        };
-        let Some(team) = team else {
-            return self.cluster_of_forward().unwrap_or_else(|| self.in_passes(Way::Passes));
-        };
+        let all = i64::from(self.gpu.processors) * MOST_THREADS;
+        let team = self.widened(team, loads, all);
         // Blocks are small, so that a new one starts as soon as one row is done.
         Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(Way::Registers, team) }
+    }
+
+    /// A plan for rows of which the threads of the largest block need more than the usual number of
+    /// loads, or for ways that keep no row in one block.
+    fn forward_of_long(&self) -> Plan {
+        // Twice as many loads per thread. Not with a forced cluster, which fits no team.
+        let fits = self.team(self.loads(), 2 * FORWARD_LOADS).is_some();
+        let is_kept = !self.adapts() || self.is_kept_when_long();
+        match self.cluster_of_forward() {
+            Some(plan) if self.is_very_few() || !fits && is_kept => plan,
+            _ if is_kept && fits => self.in_vectors(Way::Registers, MOST_THREADS),
+            _ => self.in_passes(Way::Passes),
+        }
+    }
+
+    /// Whether long rows are kept in registers although there are many: measured on an H200, floats
+    /// and shifted halves are. Reading other long rows again, mostly from the L2 cache, takes 0.44 to
+    /// 1 of the time.
+    fn is_kept_when_long(&self) -> bool {
+        match self.size() {
+            2 => !self.is_aligned(),
+            size => size == 4,
+        }
     }
 
     /// A plan for rows that are too long for one block's registers. A cluster has as few blocks as
@@ -218,7 +255,8 @@ impl Rows {
     fn cluster_of_forward(&self) -> Option<Plan> {
         // The same as kClusterBytes in csrc/norm/forward_registers.h, and for shifted rows as
         // kBytes.
-        let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
+        let is_wide = self.size() == 4 && self.is_aligned();
+        let each = if is_wide { 2 * FORWARD_LOADS } else { FORWARD_LOADS };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
         while self.adapts()
@@ -230,25 +268,42 @@ impl Rows {
         Some(plan)
     }
 
-    /// The number of threads for rows whose length is not a multiple of 16 bytes, where reading
-    /// value by value is faster than shifting vectors; `None` elsewhere.
-    fn value_by_value(&self, team: Option<i64>) -> Option<i64> {
-        let team = team.unwrap_or(MOST_THREADS);
-        if !self.adapts() || self.columns % self.wide() == 0 {
+    /// The number of threads for rows that aligned 16-byte loads cannot read, where reading value by
+    /// value is faster than shifting vectors; `None` elsewhere.
+    fn value_by_value(&self, team: i64) -> Option<i64> {
+        if !self.adapts() || self.is_aligned() {
             return None;
         }
-        // The rows are so few and short that each thread has one value or a few.
-        let (most, elements) = (1 << 17, self.rows.saturating_mul(self.columns));
-        let is_short = (2 * WARP..=4 * MOST_THREADS + 2 * WARP).contains(&self.columns);
-        if is_short && self.rows <= 1024 && elements <= 9 * most {
+        // 16 bytes hold only two doubles, so that shifting saves few loads: it took twice the time.
+        if self.size() == 8 && team == MOST_THREADS {
+            return Some(MOST_THREADS);
+        }
+        if self.has_few_values_per_thread() {
             let threads = power_of_two(self.columns).clamp(2 * WARP, MOST_THREADS);
-            return Some(threads.min(most / power_of_two(self.rows)));
+            return Some(threads.min(MOST_OF_VALUES / power_of_two(self.rows)));
         }
         // Teams that were doubled to hold one more vector are mostly idle. For floats, shifting
         // then costs more than it saves.
-        let is_idle = 10 * self.loads() < 6 * 4 * team;
+        let is_odd = self.columns % self.wide() != 0;
+        let is_idle = 10 * self.loads() < 6 * FORWARD_LOADS * team;
         let threads = power_of_two(self.columns / 20).clamp(4 * WARP, MOST_THREADS);
-        (self.size() == 4 && team >= 2 * WARP && is_idle).then_some(threads)
+        (self.size() == 4 && is_odd && team >= 2 * WARP && is_idle).then_some(threads)
+    }
+
+    /// Whether the rows are so few and short that each thread has one value or a few.
+    fn has_few_values_per_thread(&self) -> bool {
+        if self.columns > 4 * MOST_THREADS + 2 * WARP {
+            return false;
+        }
+        // Shifting halves takes the most instructions.
+        if self.size() == 2 && self.is_spread() {
+            return true;
+        }
+        let elements = self.rows.saturating_mul(self.columns);
+        self.columns % self.wide() != 0
+            && self.columns >= 2 * WARP
+            && self.rows <= 1024
+            && elements <= 9 * MOST_OF_VALUES
     }
 
     pub(crate) fn backward(&self) -> Plan {
@@ -256,6 +311,7 @@ impl Rows {
         let each = values / self.wide();
         let team = self.team(self.loads(), each);
         let plan = match (team, self.in_place(values)) {
+            (Some(_), _) if self.is_read_again() => return self.in_passes(Way::Passes),
             (Some(team), _) if self.is_few() => return self.few(team),
             (Some(_), _) if self.way == Way::Registers => return self.direct(values),
             (_, Some(plan)) => plan,
@@ -401,6 +457,11 @@ impl Rows {
         // If there are few rows, each gets twice the threads. Each block is then one team, which
         // waits for no other team.
         let is_few = self.adapts() && self.rows.saturating_mul(team) < processors * MOST_THREADS;
+        // With very few, a row has a block of one warp, even if some lanes have no column: a block
+        // of many teams adds up their dw and db one team after another.
+        if self.is_aligned() && self.is_very_few() && team < WARP {
+            return plan(WARP, WARP);
+        }
         if self.is_aligned() && is_few && (2 * WARP..self.loads().min(MOST_THREADS)).contains(&team)
         {
             return plan(2 * team, 2 * team);
@@ -569,7 +630,8 @@ pub(in crate::ops) fn ways_on_h200(page: &mut String) -> std::fmt::Result {
             write!(page, "\n| {columns}, {name} |")?;
             for rows in ROWS {
                 let alignment = 16;
-                let of = Rows { way: Way::Automatic, rows, columns, kind, alignment, gpu };
+                let way = Way::Automatic;
+                let of = Rows { way, rows, columns, kind, alignment, has_sums: true, gpu };
                 let (forward, backward) = (of.forward(), of.backward());
                 let loads = |plan: &Plan| match plan.loads {
                     Loads::Vector => "",

@@ -240,7 +240,8 @@ impl AddKinds {
 
     fn rows(self, shape: Shape, device: Device, alignment: i64) -> Result<Rows> {
         let Shape { rows, columns, way } = shape;
-        Ok(Rows { way, rows, columns, kind: self.branch, alignment, gpu: gpu(device)? })
+        let (kind, gpu) = (self.branch, gpu(device)?);
+        Ok(Rows { way, rows, columns, kind, alignment, has_sums: true, gpu })
     }
 }
 

@@ -222,7 +222,8 @@ impl Kernels {
         let bias = flat("bias", bias.as_ref(), columns, parameters)?;
         let output = flat("output", Some(output), elements, like)?;
         let alignment = alignment(&[input, weight, bias, output]);
-        let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+        let (kind, gpu) = (like.0, gpu(like.1)?);
+        let rows_of = Rows { way, rows, columns, kind, alignment, has_sums: false, gpu };
         let params = Forward {
             rows,
             columns,
@@ -277,7 +278,9 @@ impl Kernels {
         let weight = flat("weight", weight.as_ref(), columns, parameters)?;
         let grad_input = flat("grad_input", of_input, elements, like)?;
         let alignment = alignment(&[grad_output, input, weight, grad_input]);
-        let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+        let has_sums = of_weight.or(of_bias).is_some();
+        let (kind, gpu) = (like.0, gpu(like.1)?);
+        let rows_of = Rows { way, rows, columns, kind, alignment, has_sums, gpu };
         let plan = rows_of.backward();
         // dw and db are computed directly, by columns.
         let by_columns = matches!(plan.way, Way::Few | Way::FewPasses);
@@ -316,7 +319,6 @@ impl Kernels {
                 compute,
             )?,
         };
-        let has_sums = of_weight.or(of_bias).is_some();
         let has_to_finish = has_sums && !is_one_kernel;
         // On CUDA the first kernel has nothing to do if only gradients of weight and bias are wanted,
         // and these are computed by columns.

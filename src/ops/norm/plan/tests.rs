@@ -7,7 +7,7 @@ const OLD: Gpu = Gpu { processors: 40, shared_memory: 64 << 10, clusters: 0 };
 const MANY: i64 = 1 << 20;
 
 fn rows(way: Way, columns: i64, kind: Kind, alignment: i64) -> Rows {
-    Rows { way, rows: MANY, columns, kind, alignment, gpu: GPU }
+    Rows { way, rows: MANY, columns, kind, alignment, has_sums: true, gpu: GPU }
 }
 
 #[test]
@@ -24,16 +24,25 @@ fn forwards_suit_the_size() {
     assert_eq!(plan(MANY, 1024, Kind::BFloat16), Some((32, 64)));
     assert_eq!(plan(MANY, 4096, Kind::BFloat16), Some((128, 128)));
     assert_eq!(plan(MANY, 16384, Kind::Half), Some((512, 512)));
-    assert_eq!(plan(MANY, 32768, Kind::Half), Some((512, 512)));
-    assert_eq!(plan(MANY, 32776, Kind::Half), Some((512, 3 * 512)));
-    assert_eq!(plan(MANY, 131_072, Kind::Half), Some((512, 8 * 512)));
-    assert_eq!(plan(MANY, 131_080, Kind::Half), None);
     assert_eq!(plan(MANY, 16384, Kind::Float), Some((512, 512)));
     assert_eq!(plan(MANY, 16388, Kind::Float), Some((512, 2 * 512)));
     assert_eq!(plan(MANY, 65536, Kind::Float), Some((512, 4 * 512)));
     assert_eq!(plan(1, 65536, Kind::Float), Some((512, 8 * 512)));
     assert_eq!(plan(MANY, 131_076, Kind::Float), None);
+    // Many long rows of other kinds are read again. Few are shared by clusters.
+    assert_eq!(plan(MANY, 16392, Kind::Half), None);
+    assert_eq!(plan(MANY, 131_072, Kind::Half), None);
+    assert_eq!(plan(MANY, 4098, Kind::Double), None);
+    assert_eq!(plan(67, 32776, Kind::Half), None);
+    assert_eq!(plan(66, 32776, Kind::Half), Some((512, 3 * 512)));
+    assert_eq!(plan(1, 16392, Kind::Half), Some((512, 8 * 512)));
+    assert_eq!(plan(20, 8194, Kind::Double), Some((512, 6 * 512)));
+    assert_eq!(plan(1, 131_080, Kind::Half), None);
     // Rows whose length is not a multiple of 16 bytes, too.
+    assert_eq!(plan(MANY, 32767, Kind::Half), Some((512, 512)));
+    assert_eq!(plan(MANY, 32775, Kind::Half), Some((512, 3 * 512)));
+    assert_eq!(plan(MANY, 131_071, Kind::Half), Some((512, 8 * 512)));
+    assert_eq!(plan(MANY, 131_073, Kind::Half), None);
     assert_eq!(plan(MANY, 16385, Kind::Float), Some((512, 3 * 512)));
     assert_eq!(plan(MANY, 16383, Kind::Float), Some((512, 512)));
     assert_eq!(plan(MANY, 8191, Kind::Half), Some((256, 256)));
@@ -44,11 +53,31 @@ fn forwards_suit_the_size() {
     assert_eq!(plan(MANY, 1025, Kind::Float), None);
     assert_eq!(plan(MANY, 1023, Kind::Float), Some((64, 64)));
     assert_eq!(plan(MANY, 1025, Kind::Half), Some((64, 64)));
+    assert_eq!(plan(16, 3, Kind::Half), None);
+    assert_eq!(plan(16, 3, Kind::Float), Some((1, 64)));
+    // Doubles are, too, if a row takes the largest team.
+    assert_eq!(plan(MANY, 2047, Kind::Double), Some((256, 256)));
+    assert_eq!(plan(MANY, 2049, Kind::Double), None);
+    assert_eq!(plan(MANY, 2050, Kind::Double), Some((512, 512)));
     // Few rows get more threads, but no thread is without a load.
     assert_eq!(plan(256, 1024, Kind::BFloat16), Some((128, 128)));
     assert_eq!(plan(1024, 1024, Kind::Float), Some((128, 128)));
     assert_eq!(plan(1, 8192, Kind::Float), Some((512, 512)));
     assert_eq!(plan(4, 64, Kind::Float), Some((16, 64)));
+}
+
+#[test]
+fn few_halves_that_are_not_aligned_are_read_value_by_value() {
+    let way = |count, columns, kind, alignment| {
+        Rows { rows: count, ..rows(Way::Automatic, columns, kind, alignment) }.forward().way
+    };
+    assert_eq!(way(132, 384, Kind::BFloat16, 2), Way::Passes);
+    assert_eq!(way(133, 384, Kind::BFloat16, 2), Way::Registers);
+    assert_eq!(way(132, 2120, Kind::BFloat16, 8), Way::Registers);
+    assert_eq!(way(132, 384, Kind::BFloat16, 16), Way::Registers);
+    assert_eq!(way(132, 384, Kind::Float, 4), Way::Registers);
+    assert_eq!(way(MANY, 2048, Kind::Double, 8), Way::Registers);
+    assert_eq!(way(MANY, 2050, Kind::Double, 8), Way::Passes);
 }
 
 #[test]
@@ -153,9 +182,8 @@ fn teams_in_place_have_rows_that_begin_alike() {
 #[test]
 fn few_rows_have_no_parts() {
     use Way::{Automatic, Cluster, Few, FewPasses, InPlace, Passes, Ring};
-    let way = |way, rows, columns| {
-        Rows { way, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward().way
-    };
+    let of = |way, columns| rows(way, columns, Kind::Float, 16);
+    let way = |way, rows, columns| Rows { rows, ..of(way, columns) }.backward().way;
     assert_eq!(way(Automatic, 512, 1024), Few);
     assert_eq!(way(Automatic, 513, 1024), Ring);
     assert_eq!(way(Automatic, 257, 4096), Ring);
@@ -175,6 +203,14 @@ fn few_rows_have_no_parts() {
     assert_eq!(way(Automatic, 512, 70_001), FewPasses);
     assert_eq!(way(Automatic, 3, 16_384), Cluster);
     assert_eq!(way(Passes, 3, 64), Passes);
+    // Without dw and db there are no parts anyway.
+    let alone =
+        |way, rows, columns| Rows { rows, has_sums: false, ..of(way, columns) }.backward().way;
+    assert_eq!(alone(Automatic, 64, 1024), Ring);
+    assert_eq!(alone(Automatic, 132, 1025), Passes);
+    assert_eq!(alone(Automatic, 133, 1025), Few);
+    assert_eq!(alone(Few, 64, 1024), Few);
+    assert_eq!(alone(Ring, 64, 1025), Ring);
 }
 
 #[test]
@@ -219,16 +255,18 @@ fn every_plan_holds_its_row() {
         let size = kind.elt_size_in_bytes() as i64;
         for way in ways {
             for columns in sizes().chain([1 << 33]) {
-                for (alignment, gpu, rows) in [
-                    (16, GPU, MANY),
-                    (4, GPU, MANY),
-                    (2, GPU, 300),
-                    (1, GPU, MANY),
-                    (16, OLD, MANY),
-                    (16, GPU, 1),
-                    (16, GPU, 300),
+                for (alignment, gpu, rows, has_sums) in [
+                    (16, GPU, MANY, true),
+                    (4, GPU, MANY, true),
+                    (2, GPU, 300, true),
+                    (1, GPU, MANY, true),
+                    (16, OLD, MANY, true),
+                    (16, GPU, 1, true),
+                    (16, GPU, 300, true),
+                    (16, GPU, 30, false),
+                    (2, GPU, 30, false),
                 ] {
-                    let shape = Rows { way, rows, columns, kind, alignment, gpu };
+                    let shape = Rows { way, rows, columns, kind, alignment, has_sums, gpu };
                     let rows = shape;
                     check(&rows.forward(), &rows);
                     let plan = rows.forward();
@@ -309,9 +347,12 @@ fn odd_rows_that_do_not_go_in_place_have_one_plan_wherever_they_begin() {
             (5, 8223),
             (3, 9001),
         ] {
-            for way in [Way::Automatic, Way::Ring, Way::InPlace, Way::Cluster, Way::Registers] {
+            use Way::{Automatic, Cluster, InPlace, Registers, Ring};
+            let ways = [Automatic, Ring, InPlace, Cluster, Registers];
+            for (way, has_sums) in ways.into_iter().flat_map(|way| [(way, true), (way, false)]) {
                 let plan = |alignment| {
-                    Rows { rows: count, ..rows(way, columns, kind, alignment) }.backward()
+                    let of = rows(way, columns, kind, alignment);
+                    Rows { rows: count, has_sums, ..of }.backward()
                 };
                 let (aligned, anywhere) = (plan(16), plan(kind.elt_size_in_bytes() as i64));
                 if aligned.way != Way::InPlace {
@@ -343,6 +384,12 @@ fn sums_have_one_kernel_where_two_rows_fit() {
     assert_eq!(of(GPU, 16_384, BFloat16, 2), (Some(512), None));
     assert_eq!(of(GPU, 32_768, BFloat16, 2), (None, None));
     assert_eq!(of(GPU, 1001, BFloat16, 2), (None, None));
+    // Each of very few rows has a block of one warp.
+    let few = |count| {
+        let plan = Rows { rows: count, ..rows(Way::Automatic, 8, BFloat16, 16) };
+        plan.backward_of_sum(2).map(|plan| (plan.team, plan.threads))
+    };
+    assert_eq!((few(66), few(67)), (Some((32, 32)), Some((1, 32))));
     // A block with less shared memory is smaller.
     let small = Gpu { shared_memory: 99 << 10, ..OLD };
     assert_eq!(of(small, 1024, Float, 4).1, Some((64, 128)));
