@@ -19,7 +19,13 @@ int64_t rows_of_a_thread(const LossRows& params) {
   return std::max<int64_t>(1, kElements / std::max<int64_t>(1, params.classes));
 }
 
-int64_t pieces(const LossScale& params) { return (params.count + kElements - 1) / kElements; }
+int64_t pieces_of(const LossScaled& array) { return (array.count + kElements - 1) / kElements; }
+
+int64_t pieces(const LossScale& params) {
+  int64_t all = 0;
+  for (const LossScaled& array : params.arrays) all += pieces_of(array);
+  return all;
+}
 
 int64_t pieces_of_a_thread(const LossScale&) { return 4; }
 
@@ -220,13 +226,21 @@ static void loss_total(const LossTotal& params, int64_t, int64_t) {
 static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    const auto number = *static_cast<const Compute<T>*>(params.factor);
-    if (number == Compute<T>(1) && params.from == params.to) return;
-    const Vec<Compute<T>> factor(number);
-    const int64_t first = begin * kElements, last = std::min(end * kElements, params.count);
-    const T* from = static_cast<const T*>(params.from) + first;
-    write_row(last - first, static_cast<T*>(params.to) + first,
-              [&](int64_t at, int64_t count) { return load(from + at, count) * factor; });
+    using C = Compute<T>;
+    const C number = params.wide_factor ? *static_cast<const C*>(params.factor)
+                                        : static_cast<C>(*static_cast<const T*>(params.factor));
+    const Vec<C> factor(number);
+    // The pieces of the arrays are counted one after another.
+    int64_t before = 0;
+    for (const LossScaled& array : params.arrays) {
+      const int64_t first = std::max<int64_t>(begin - before, 0) * kElements;
+      const int64_t last = std::min((end - before) * kElements, array.count);
+      before += pieces_of(array);
+      if (first >= last || (number == C(1) && array.from == array.to)) continue;
+      const T* from = static_cast<const T*>(array.from) + first;
+      write_row(last - first, static_cast<T*>(array.to) + first,
+                [&](int64_t at, int64_t count) { return load(from + at, count) * factor; });
+    }
   });
 }
 

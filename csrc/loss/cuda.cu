@@ -3,77 +3,32 @@
 #include <algorithm>
 
 #include "../hopper/async_copy.h"
+#include "../hopper/dependent_launch.h"
 #include "rows.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension::loss {
 namespace {
 
-constexpr int kMostThreads = 1024;
 // The vectors of a row that a lane keeps, at most.
 constexpr int kMostVectors = 8;
 
-// Sums over a block; all threads get the result.
+// Sums over so many warps of a block from `first` on; their threads get the result. The whole block
+// calls this.
 template <typename T>
-__device__ __forceinline__ Sums<T> sum_of_block(Sums<T> sums, bool is_smooth) {
+__device__ __forceinline__ Sums<T> sum_of_warps(Sums<T> sums, bool is_smooth, int first,
+                                                int warps) {
   __shared__ Sums<T> of_warp[kMostThreads / kWarp];
   sums.add_over_warp(is_smooth);
   // Nobody may write before all have read what the previous row left.
   __syncthreads();
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = sums;
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) of_warp[threadIdx.x / kWarp] = sums;
   __syncthreads();
   Sums<T> all = Sums<T>::none();
-  const int lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  if (lane < warps) all = of_warp[lane];
+  if (lane < warps) all = of_warp[first + lane];
   all.add_over_warp(is_smooth);
   return all;
-}
-
-template <typename C>
-__device__ __forceinline__ C sum_of_warp(C sum) {
-#pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2)
-    sum += __shfl_xor_sync(kAllLanes, sum, offset);
-  return sum;
-}
-
-// One block adds the values of all rows, always in the same order. Several loads are on their way
-// at a time, because a single block waits for most of its time.
-template <typename C, typename Value>
-__device__ __forceinline__ C sum_of_rows(int64_t rows, Value value) {
-  constexpr int kAtOnce = 8;
-  __shared__ C of_warp[kMostThreads / kWarp];
-  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
-  const int64_t by = blockDim.x;
-  C parts[kAtOnce] = {};
-  int64_t row = threadIdx.x;
-  for (; row + (kAtOnce - 1) * by < rows; row += kAtOnce * by) {
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) parts[i] += value(row + i * by);
-  }
-  for (; row < rows; row += by) parts[0] += value(row);
-  C sum = 0;
-#pragma unroll
-  for (int i = 0; i < kAtOnce; ++i) sum += parts[i];
-  sum = sum_of_warp(sum);
-  // Nobody may write before all have read an earlier sum.
-  __syncthreads();
-  if (lane == 0) of_warp[warp] = sum;
-  __syncthreads();
-  return sum_of_warp(lane < warps ? of_warp[lane] : C(0));
-}
-
-// Σ w[t] over rows that are not ignored, by each block that calls it.
-template <typename C>
-__device__ __forceinline__ C weight_of_targets(int64_t rows, int64_t classes, int64_t ignore_index,
-                                               const int64_t* targets, const void* weights) {
-  const C* weight = static_cast<const C*>(weights);
-  return sum_of_rows<C>(rows, [&](int64_t row) {
-    const int64_t target = targets[row];
-    if (target == ignore_index) return C(0);
-    // The kernel of the rows says so if it is no class; here it must not be read.
-    return weight == nullptr ? C(1) : target < 0 || target >= classes ? C(0) : weight[target];
-  });
 }
 
 // The vectors of a row, counted from the aligned 16 bytes in which it begins. Those at its ends may
@@ -131,78 +86,106 @@ __device__ __forceinline__ bool are_alike(const void* logits, const void* gradie
   return (reinterpret_cast<uintptr_t>(logits) - reinterpret_cast<uintptr_t>(gradients)) % 16 == 0;
 }
 
-// Computes the rows `first`, `first + step`, … of a team of lanes of a warp, a power of two, of
-// which this one is `lane`. Each thread copies `each` vectors of a row, at most, to shared memory
-// of its own, so that all of them are on their way at a time without a register for any. A warp
-// calls this as a whole, with a row for its first team.
-template <typename T, bool kPlain>
-__device__ __forceinline__ void compute_short_rows(const LossRows& params, Compute<T> factor,
-                                                   int64_t first, int64_t step, int lane, int team,
-                                                   int each) {
-  using C = Compute<T>;
-  constexpr int kLanes = kLanesOf16Bytes<T>;
-  extern __shared__ __align__(16) unsigned char memory[];
-  auto* const kept = reinterpret_cast<Vector<T, kLanes>*>(memory) + threadIdx.x;
-  const int in_warp = static_cast<int>(threadIdx.x % kWarp) / team;
-  const bool is_like_logits = are_alike(params.logits, params.gradients);
-  for (int64_t index = first; index - in_warp < params.rows; index += step) {
-    const bool is_there = index < params.rows;
-    const int64_t own = is_there ? index : 0;
-    const Part<T> part(static_cast<const T*>(params.logits) + own * params.row_stride,
-                       params.classes);
-    // The copies do not wait for the target.
-    const int64_t target = is_there ? params.targets[index] : params.ignore_index;
-    for (int v = 0; v < each; ++v) {
-      const int64_t at = part.class_of(lane + v * team);
-      if (part.is_own(at)) {
-        hopper::copy_16_bytes_async(kept + v * blockDim.x, part.logits + at, 16);
-      } else if (at < params.classes) {
-        kept[v * blockDim.x] = part.load_edge(at);
+// The row of a team of lanes, whose number is a power of two or a multiple of a warp's. Each lane
+// copies its vectors, at most `each`, to shared memory of its own, so that all of them are on their
+// way at a time without a register for any.
+template <typename T>
+struct TeamRow {
+  static constexpr int kLanes = kLanesOf16Bytes<T>;
+
+  // A team without a row has no vectors, and a target that is ignored.
+  __device__ __forceinline__ TeamRow(const LossRows& params, int64_t row, int team, int most)
+      : is_there(row < params.rows),
+        index(is_there ? row : 0),
+        target(is_there ? params.targets[index] : params.ignore_index),
+        lane(static_cast<int>(threadIdx.x) % team),
+        team(team),
+        each(is_there ? most : 0),
+        part(static_cast<const T*>(params.logits) + index * params.row_stride, params.classes) {}
+
+  __device__ __forceinline__ int64_t class_of(int v) const {
+    return part.class_of(lane + v * team);
+  }
+  __device__ __forceinline__ Vector<T, kLanes>& kept(int v) const {
+    extern __shared__ __align__(16) unsigned char memory[];
+    return reinterpret_cast<Vector<T, kLanes>*>(memory)[threadIdx.x + v * blockDim.x];
+  }
+
+  // Neither the copies nor one another wait for the target. A row that begins within a vector has
+  // to wait for what it has of it, and does so last.
+  __device__ __forceinline__ void start_copies() const {
+    for (int v = each - 1; v >= 0; --v) {
+      const int64_t at = class_of(v), left = part.classes - at;
+      if (at < 0) {
+        kept(v) = part.load_edge(at);
+      } else if (left > 0) {
+        const int count = left < kLanes ? static_cast<int>(left) : kLanes;
+        hopper::copy_16_bytes_async(&kept(v), part.logits + at, count * sizeof(T));
       }
     }
     hopper::commit_copies();
-    const Row<T, kPlain> row(params, own, target);
-    hopper::wait_for_copies<0>();
-    Sums<T> sums = Sums<T>::none();
-    C at_target = 0;
-    bool has_target = false;
-    for (int v = 0; v < each; ++v) {
-      const int64_t at = part.class_of(lane + v * team);
-      if (at >= params.classes) break;
-      const auto values = unpack<T, kLanes>(kept[v * blockDim.x]);
-      row.template sum_up<kLanes>(values, at, sums);
-      if (target >= at && target < at + kLanes) {
-        has_target = true;
-        at_target = row.capped(static_cast<C>(kept[v * blockDim.x].lane[target - at]));
+  }
+
+  // The logits; those that are no classes are -inf.
+  __device__ __forceinline__ Values<T, kLanes> values(int v, int64_t at) const {
+    auto values = unpack<T, kLanes>(kept(v));
+    if (at + kLanes > part.classes) {
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        if (at + i >= part.classes) values.lane[i] = kLeast<Compute<T>>;
       }
     }
-    sums.add_over(team, row.is_smooth());
-    if (!is_there) continue;
-    if (row.is_ignored && lane == 0) row.write_no_loss();
-    if (!row.is_ignored && has_target) row.write_loss(sums, at_target);
-    if (row.gradients == nullptr) continue;
-    const Gradient<T, kPlain> gradient(row, sums, factor);
-    for (int v = 0; v < each; ++v) {
-      const int64_t at = part.class_of(lane + v * team);
-      if (at >= params.classes) break;
-      const auto values = row.is_ignored ? Values<T, kLanes>{}
-                                         : gradient(unpack<T, kLanes>(kept[v * blockDim.x]), at);
-      part.store(row.gradients, at, is_like_logits, values);
+    return values;
+  }
+
+  const bool is_there;
+  const int64_t index, target;
+  const int lane, team, each;
+  const Part<T> part;
+};
+
+// Computes a row whose copies were started. Returns its loss to one lane of the team, and 0 to the
+// others. All threads of a block call this; kWide: a team may be several warps.
+template <bool kWide, typename T, bool kPlain>
+__device__ __forceinline__ Compute<T> compute_team_row(const TeamRow<T>& mine,
+                                                       const Row<T, kPlain>& row,
+                                                       Compute<T> factor) {
+  using C = Compute<T>;
+  constexpr int kLanes = TeamRow<T>::kLanes;
+  hopper::wait_for_copies<0>();
+  Sums<T> sums = Sums<T>::none();
+  C at_target = 0;
+  bool has_target = false;
+  for (int v = 0; v < mine.each; ++v) {
+    const int64_t at = mine.class_of(v);
+    if (at >= mine.part.classes) break;
+    row.template sum_up<kLanes>(mine.values(v, at), at, sums);
+    if (row.target >= at && row.target < at + kLanes) {
+      has_target = true;
+      at_target = row.capped(static_cast<C>(mine.kept(v).lane[row.target - at]));
     }
   }
-}
-
-// The factor: the one that is given or, for a mean, one that each block computes from all targets.
-template <typename T>
-__device__ __forceinline__ Compute<T> factor_of(const LossRows& params) {
-  using C = Compute<T>;
-  if (!params.of_mean) {
-    return params.factor == nullptr ? C(1) : *static_cast<const C*>(params.factor);
+  if (kWide && mine.team > kWarp) {
+    const int warps = mine.team / kWarp, warp = threadIdx.x / kWarp;
+    sums = sum_of_warps(sums, row.is_smooth(), warp - warp % warps, warps);
+  } else {
+    sums.add_over(mine.team, row.is_smooth());
   }
-  const C factor = C(1) / weight_of_targets<C>(params.rows, params.classes, params.ignore_index,
-                                               params.targets, params.weight);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *static_cast<C*>(params.factor) = factor;
-  return factor;
+  C loss = 0;
+  if (!mine.is_there) return loss;
+  if (row.is_ignored && mine.lane == 0) row.write_no_loss();
+  if (!row.is_ignored && has_target) loss = row.write_loss(sums, at_target);
+  if (row.gradients == nullptr) return loss;
+  const bool is_like_logits = are_alike(row.logits, row.gradients);
+  const Gradient<T, kPlain> gradient(row, sums, factor);
+  for (int v = 0; v < mine.each; ++v) {
+    const int64_t at = mine.class_of(v);
+    if (at >= mine.part.classes) break;
+    const auto values =
+        row.is_ignored ? Values<T, kLanes>{} : gradient(unpack<T, kLanes>(mine.kept(v)), at);
+    mine.part.store(row.gradients, at, is_like_logits, values);
+  }
+  return loss;
 }
 
 constexpr int kOfTeams = 256;
@@ -211,27 +194,47 @@ template <typename T, bool kPlain>
 __global__ void __launch_bounds__(kOfTeams)
     rows_by_teams(const __grid_constant__ LossRows params, int team, int each) {
   const int64_t teams = blockDim.x / team;
+  const TeamRow<T> mine(params, blockIdx.x * teams + threadIdx.x / team, team, each);
+  mine.start_copies();
   const Compute<T> factor = factor_of<T>(params);
-  compute_short_rows<T, kPlain>(params, factor, blockIdx.x * teams + threadIdx.x / team,
-                                gridDim.x * teams, threadIdx.x % team, team, each);
+  const Row<T, kPlain> row(params, mine.index, mine.target);
+  compute_team_row<false>(mine, row, factor);
 }
 
-// All of a small call, by one block: the factor, the rows and their total.
-constexpr int kOfSmall = 512;
+template <typename T>
+__device__ __forceinline__ void write_total(const LossRows& params, Compute<T> total) {
+  if (params.wide_total) {
+    *static_cast<Compute<T>*>(params.total) = total;
+  } else {
+    *static_cast<T*>(params.total) = static_cast<T>(total);
+  }
+}
 
+// All of a small call, by one block with a team for each row: the factor, the rows and their total.
+// What it reads is on its way at once, and the rest passes between threads.
 template <typename T, bool kPlain>
-__global__ void __launch_bounds__(kOfSmall)
+__global__ void __launch_bounds__(kMostThreads)
     small_loss(const __grid_constant__ LossRows params, int team, int each) {
   using C = Compute<T>;
-  const C factor = factor_of<T>(params);
-  compute_short_rows<T, kPlain>(params, factor, threadIdx.x / team, blockDim.x / team,
-                                threadIdx.x % team, team, each);
+  const TeamRow<T> mine(params, threadIdx.x / team, team, each);
+  mine.start_copies();
+  const Row<T, kPlain> row(params, mine.index, mine.target);
+  C factor = 1;
+  if (params.of_mean) {
+    const bool counts = mine.lane == 0 && !row.is_ignored;
+    if constexpr (kPlain) {
+      factor /= static_cast<C>(__syncthreads_count(counts));
+    } else {
+      factor /= sum_of_block(counts ? row.weight_of(mine.target) : C(0));
+    }
+    if (threadIdx.x == 0) *static_cast<C*>(params.factor) = factor;
+  } else if (params.factor != nullptr) {
+    factor = *static_cast<const C*>(params.factor);
+  }
+  const C loss = compute_team_row<true>(mine, row, factor);
   if (params.total == nullptr) return;
-  // The losses were written by this block.
-  __syncthreads();
-  const C* losses = static_cast<const C*>(params.losses);
-  const C sum = sum_of_rows<C>(params.rows, [&](int64_t row) { return losses[row]; });
-  if (threadIdx.x == 0) *static_cast<T*>(params.total) = static_cast<T>(sum * factor);
+  const C sum = sum_of_block(loss);
+  if (threadIdx.x == 0) write_total<T>(params, sum * factor);
 }
 
 // A block computes a row of any length.
@@ -259,7 +262,7 @@ __global__ void __launch_bounds__(kMostThreads)
       const int64_t at = part.class_of(vector);
       row.template sum_up<kLanes>(unpack<T, kLanes>(part.load(at)), at, sums);
     }
-    sums = sum_of_block(sums, row.is_smooth());
+    sums = sum_of_warps(sums, row.is_smooth(), 0, blockDim.x / kWarp);
     if (threadIdx.x == 0) row.write_loss(sums, at_target);
     if (row.gradients == nullptr) continue;
     const Gradient<T, false> gradient(row, sums, factor);
@@ -274,6 +277,9 @@ template <typename T>
 __global__ void __launch_bounds__(kMostThreads)
     total_kernel(const __grid_constant__ LossTotal params) {
   using C = Compute<T>;
+  // It may have been started while the rows' kernel runs. All threads wait, so that it does not end
+  // before that one.
+  hopper::wait_for_previous_kernel();
   const C* losses = static_cast<const C*>(params.losses);
   C factor;
   if (!params.of_mean) {
@@ -288,18 +294,34 @@ __global__ void __launch_bounds__(kMostThreads)
   if (threadIdx.x == 0) *static_cast<T*>(params.total) = static_cast<T>(sum * factor);
 }
 
-// Nothing is read if the factor is 1 and the values stay where they are.
-template <typename T, int kLanes>
+// Whether an array's values are read and written as vectors.
+__host__ __device__ __forceinline__ bool is_whole(const LossScaled& array) {
+  const auto from = reinterpret_cast<uintptr_t>(array.from);
+  return (from | reinterpret_cast<uintptr_t>(array.to)) % 16 == 0;
+}
+
+// blockIdx.y is the array. Nothing of it is read if the factor is 1 and the values stay where they
+// are.
+template <typename T>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ LossScale params) {
-  const auto factor = *static_cast<const Compute<T>*>(params.factor);
-  if (factor == Compute<T>(1) && params.from == params.to) return;
-  const int64_t by = static_cast<int64_t>(gridDim.x) * kThreads * kLanes;
-  int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kLanes;
-  for (; at < params.count; at += by) {
-    auto values = load_values<T, kLanes>(params.from, at);
+  using C = Compute<T>;
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  const LossScaled& array = params.arrays[blockIdx.y];
+  const C factor = params.wide_factor ? *static_cast<const C*>(params.factor)
+                                      : static_cast<C>(*static_cast<const T*>(params.factor));
+  if (factor == C(1) && array.from == array.to) return;
+  const int64_t by = static_cast<int64_t>(gridDim.x) * kThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t vectors = is_whole(array) ? array.count / kLanes : 0;
+  for (int64_t vector = first; vector < vectors; vector += by) {
+    auto values = load_values<T, kLanes>(array.from, vector * kLanes);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] *= factor;
-    store_values<T, kLanes>(params.to, at, values);
+    store_values<T, kLanes>(array.to, vector * kLanes, values);
+  }
+  for (int64_t at = vectors * kLanes + first; at < array.count; at += by) {
+    const auto value = static_cast<C>(static_cast<const T*>(array.from)[at]);
+    static_cast<T*>(array.to)[at] = static_cast<T>(value * factor);
   }
 }
 
@@ -325,15 +347,8 @@ struct Teams {
     // A row that begins anywhere may need a vector more.
     vectors = ceil_div(params.classes, lanes) + !is_whole;
     while (team < kWarp && team * most < vectors) team *= 2;
-    divide();
+    each = static_cast<int>(std::min<int64_t>(ceil_div(vectors, team), INT32_MAX));
   }
-
-  // Gives a row more lanes, if it has a vector for each.
-  void widen() {
-    team *= 2;
-    divide();
-  }
-  void divide() { each = static_cast<int>(std::min<int64_t>(ceil_div(vectors, team), INT32_MAX)); }
 
   bool is_possible() const { return each <= kMostVectors; }
   int bytes(int threads) const { return threads * each * 16; }
@@ -348,40 +363,70 @@ void start_teams(const LossRows& params, const Teams& teams, cudaStream_t stream
   const auto blocks_of = [&](int threads) {
     return ceil_div(params.rows, int64_t{threads / teams.team});
   };
+  // For the factor each block reads all targets, about eight a thread at a time.
+  const int64_t least = params.of_mean ? ceil_div(params.rows, int64_t{8}) : kWarp;
   int threads = kOfTeams;
-  while (threads > kWarp && blocks_of(threads) < kEnough) threads /= 2;
+  while (threads > kWarp && threads / 2 >= least && blocks_of(threads) < kEnough) threads /= 2;
   const auto kernel = is_plain(params) ? rows_by_teams<T, true> : rows_by_teams<T, false>;
+  // No GPU has memory for more rows than so many blocks have teams.
   kernel<<<at_most(blocks_of(threads)), threads, teams.bytes(threads), stream>>>(params, teams.team,
                                                                                  teams.each);
 }
 
-// Whether one block computes a call faster than three kernels do one after another.
+// Starts one block for the whole call, if that is faster than kernels one after another: without a
+// total there is only the rows' kernel.
 template <typename T>
-bool is_small(const LossRows& params) {
-  constexpr int64_t kMostBytes = 32 << 10;
-  constexpr int64_t kMostRows = 1024;
-  return params.rows <= kMostRows &&
-         params.rows * params.classes * static_cast<int64_t>(sizeof(T)) <= kMostBytes;
-}
-
-template <typename T>
-void start_small(const LossRows& params, Teams teams, cudaStream_t stream) {
-  while (teams.team < kWarp && teams.team < teams.vectors &&
-         2 * teams.team * params.rows <= kOfSmall) {
-    teams.widen();
+bool start_small(const LossRows& params, int64_t vectors, cudaStream_t stream) {
+  const int64_t most_bytes = (params.total == nullptr ? 8 : 48) << 10;
+  // The least that a GPU gives to a block, and what it gives without asking, both less the kernel's
+  // own arrays.
+  constexpr int kMostMemory = 62 << 10, kAlwaysAllowed = 40 << 10;
+  if (params.rows > kMostThreads) return false;
+  if (params.classes > most_bytes / static_cast<int64_t>(sizeof(T)) / params.rows) return false;
+  // A lane for each vector, as far as there are so many: in a warp a power of two, or whole warps.
+  const int64_t lanes = kMostThreads / params.rows;
+  int64_t team = 1;
+  while (team < kWarp && team < vectors && 2 * team <= lanes) team *= 2;
+  if (team == kWarp) {
+    const int64_t each = ceil_div(vectors, lanes / kWarp * kWarp);
+    team = ceil_div(ceil_div(vectors, each), int64_t{kWarp}) * kWarp;
   }
-  constexpr int kMostMemory = 48 << 10;  // what a block may have without asking
-  const int threads = teams.bytes(kOfSmall) <= kMostMemory ? kOfSmall : kOfSmall / 2;
+  const int64_t each = ceil_div(vectors, team);
+  const int64_t threads = ceil_div(params.rows * team, int64_t{kWarp}) * kWarp;
+  const int64_t bytes = threads * each * 16;
+  if (bytes > kMostMemory) return false;
   const auto kernel = is_plain(params) ? small_loss<T, true> : small_loss<T, false>;
-  kernel<<<1, threads, teams.bytes(threads), stream>>>(params, teams.team, teams.each);
+  if (bytes > kAlwaysAllowed &&
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMostMemory) !=
+          cudaSuccess) {
+    // Another way is tried: clear this error before the next launch check.
+    (void)cudaGetLastError();
+    return false;
+  }
+  kernel<<<1, static_cast<unsigned int>(threads), static_cast<size_t>(bytes), stream>>>(
+      params, static_cast<int>(team), static_cast<int>(each));
+  return true;
 }
 
-// Computes the factor of a mean, if it is asked for, and the total, if it is not null.
+// Computes the factor of a mean, if it is asked for, and the total, if it is not null. `is_early`:
+// the kernel before allows this one to start before it ends.
 template <typename T>
-void start_total(const LossRows& rows, bool of_mean, void* total, cudaStream_t stream) {
+void start_total(const LossRows& rows, bool of_mean, void* total, bool is_early,
+                 cudaStream_t stream) {
   const LossTotal params{rows.rows,    rows.classes, rows.ignore_index, rows.kind,   of_mean,
                          rows.targets, rows.weight,  rows.losses,       rows.factor, total};
-  total_kernel<T><<<1, threads_for(rows.rows), 0, stream>>>(params);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(threads_for(rows.rows));
+  config.stream = stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  config.numAttrs = is_early ? 1 : 0;
+  // An error stays for the check of the launch.
+  (void)cudaLaunchKernelEx(&config, rows.wide_total ? total_kernel<Compute<T>> : total_kernel<T>,
+                           params);
 }
 
 template <typename T>
@@ -390,25 +435,27 @@ void start_rows(const LossRows& params, cudaStream_t stream) {
   constexpr int64_t kFewRows = 1024;
   // About two vectors for each lane, and more only in rows that are too long for a warp.
   const Teams teams(params, kLanesOf16Bytes<T>, 2);
-  const bool short_rows = teams.is_possible();
-  if (short_rows && is_small<T>(params)) return start_small<T>(params, teams, stream);
+  if (start_small<T>(params, teams.vectors, stream)) return;
   void* const total = params.total;
   // The rows' kernel computes the factor with gradients and without them, so that the bits are the
   // same. Otherwise the total's kernel does, before the rows if their gradients need it.
-  const bool by_rows = short_rows && params.rows <= kFewRows;
+  const bool by_rows = params.rows <= kFewRows;
   const bool in_total = params.of_mean && !by_rows && params.gradients == nullptr;
   const bool is_ahead = params.of_mean && !by_rows && !in_total;
-  if (is_ahead) start_total<T>(params, true, nullptr, stream);
+  if (is_ahead) start_total<T>(params, true, nullptr, false, stream);
   LossRows of_rows = params;
   if (is_ahead || in_total) of_rows.of_mean = 0;
   if (in_total) of_rows.factor = nullptr;
-  if (short_rows) {
+  bool is_early = false;
+  if (teams.is_possible()) {
     start_teams<T>(of_rows, teams, stream);
-  } else if (!start_rows_in_shared_memory(of_rows, stream)) {
+  } else if (start_rows_in_shared_memory(of_rows, stream)) {
+    is_early = true;
+  } else {
     const int64_t vectors = ceil_div(params.classes, int64_t{kLanesOf16Bytes<T>});
     rows_by_blocks<T><<<at_most(params.rows), threads_for(vectors), 0, stream>>>(of_rows);
   }
-  if (total != nullptr) start_total<T>(params, in_total, total, stream);
+  if (total != nullptr) start_total<T>(params, in_total, total, is_early, stream);
 }
 
 }  // namespace
@@ -436,22 +483,18 @@ extern "C" LaunchStatus tch_extension_loss_total_cuda(const LossTotal* params,
 
 extern "C" LaunchStatus tch_extension_loss_scale_cuda(const LossScale* params,
                                                       cudaStream_t stream) {
-  if (params->count > 0) {
-    for_kind(params->kind, [&](auto type) {
-      using T = typename decltype(type)::type;
-      constexpr int kLanes = kLanesOf16Bytes<T>;
-      // Several vectors a thread: if the factor is 1, fewer blocks have to come and go.
-      constexpr int64_t kOfThread = 8;
-      const bool is_whole = params->count % kLanes == 0 && is_aligned_to_16(params->from) &&
-                            is_aligned_to_16(params->to);
-      const int64_t items = params->count / (is_whole ? kLanes : 1) / kOfThread + 1;
-      const unsigned int blocks = blocks_for(items);
-      if (is_whole) {
-        scale_kernel<T, kLanes><<<blocks, kThreads, 0, stream>>>(*params);
-      } else {
-        scale_kernel<T, 1><<<blocks, kThreads, 0, stream>>>(*params);
-      }
-    });
-  }
+  for_kind(params->kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    // Several vectors a thread: if the factor is 1, fewer blocks have to come and go.
+    constexpr int64_t kOfThread = 8;
+    int64_t items = 0;
+    for (const LossScaled& array : params->arrays) {
+      const int64_t steps = array.count / (is_whole(array) ? kLanesOf16Bytes<T> : 1);
+      if (array.count > 0) items = std::max(items, steps / kOfThread + 1);
+    }
+    if (items == 0) return;
+    constexpr int kArrays = sizeof(params->arrays) / sizeof(LossScaled);
+    scale_kernel<T><<<dim3(blocks_for(items), kArrays), kThreads, 0, stream>>>(*params);
+  });
   return launch_status("loss_scale");
 }

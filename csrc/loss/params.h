@@ -30,7 +30,8 @@ struct LossRows {
   int32_t of_mean;
   // Whether the incoming gradients have the compute kind instead of the logits'.
   int32_t wide_grads;
-  int32_t reserved;
+  // Whether the total has the compute kind instead of the logits'.
+  int32_t wide_total;
   // `[M, V]`.
   const void* logits;
   // `[M]`.
@@ -48,8 +49,7 @@ struct LossRows {
   // `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
   // place.
   void* gradients;
-  // `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the
-  // factor; on CUDA only.
+  // `[1]`, null when nobody needs it: the sum of the losses times the factor; on CUDA only.
   void* total;
 };
 
@@ -76,18 +76,25 @@ struct LossTotal {
   void* total;
 };
 
-// Gradients, and the number by which they are multiplied.
-struct LossScale {
-  // The number of gradients.
+// An array of gradients.
+struct LossScaled {
+  // The number of gradients; 0 if there is no such array.
   int64_t count;
-  int32_t kind;
-  int32_t reserved;
-  // `[1]` of the compute kind.
-  const void* factor;
   // `[count]`.
   const void* from;
   // `[count]`, the same memory or other memory.
   void* to;
+};
+
+// Gradients, and the number by which they are multiplied.
+struct LossScale {
+  // Of the gradients.
+  int32_t kind;
+  // Whether the factor has the compute kind instead of the gradients'.
+  int32_t wide_factor;
+  // `[1]`.
+  const void* factor;
+  LossScaled arrays[3];
 };
 
 // clang-format off

@@ -66,8 +66,11 @@ struct Sums {
   // The same sums with another maximum, which is not smaller.
   __device__ __forceinline__ void raise(C to, bool is_smooth) {
     if (most == to) return;
-    of_exp *= exp_of<T>(most - to);
-    if (is_smooth && most != kLeast<C>) weighted += weights * (most - to);
+    // Otherwise there is nothing to change: of_exp is 0.
+    if (most != kLeast<C>) {
+      of_exp *= exp_of<T>(most - to);
+      if (is_smooth) weighted += weights * (most - to);
+    }
     most = to;
   }
 
@@ -113,6 +116,11 @@ struct Row {
     softcap = static_cast<C>(p.softcap);
     if (!is_ignored) {
       of_target = kPlain ? C(1) : (C(1) - static_cast<C>(p.label_smoothing)) * weight_of(target);
+    }
+    if (p.grads != nullptr) {
+      const int64_t at = row * p.grad_stride;
+      incoming = p.wide_grads ? static_cast<const C*>(p.grads)[at]
+                              : static_cast<C>(static_cast<const T*>(p.grads)[at]);
     }
   }
 
@@ -171,13 +179,15 @@ struct Row {
                                         : *static_cast<const C*>(params.weight_sum);
   }
 
-  __device__ __forceinline__ void write_loss(const Sums<T>& sums, C at_target) const {
-    if (params.losses == nullptr) return;
+  // Returns the loss, or 0 if nobody needs it.
+  __device__ __forceinline__ C write_loss(const Sums<T>& sums, C at_target) const {
+    if (params.losses == nullptr) return C(0);
     const C rest = log_of(sums.of_exp), lse = sums.most + rest;
     C loss = of_target * (rest - (at_target - sums.most));
     if (is_smooth()) loss += smoothing * (all_weights() * rest - sums.weighted);
     if (has_z_loss()) loss += static_cast<C>(params.z_loss) * lse * lse;
     static_cast<C*>(params.losses)[row] = loss;
+    return loss;
   }
 
   __device__ __forceinline__ void write_no_loss() const {
@@ -190,6 +200,7 @@ struct Row {
   const T* logits;
   T* gradients;
   C smoothing, softcap, of_target = 0;
+  C incoming = 1;  // gradient of the loss
 };
 
 // The gradient of a row whose sums are known.
@@ -199,13 +210,8 @@ struct Gradient {
 
   // `of_loss` is by what the row's loss is multiplied in the total.
   __device__ __forceinline__ Gradient(const Row<T, kPlain>& row, const Sums<T>& sums, C of_loss)
-      : row(row), most(sums.most), factor(of_loss) {
+      : row(row), most(sums.most), factor(of_loss * row.incoming) {
     const LossRows& params = row.params;
-    if (params.grads != nullptr) {
-      const int64_t at = row.row * params.grad_stride;
-      factor *= params.wide_grads ? static_cast<const C*>(params.grads)[at]
-                                  : static_cast<C>(static_cast<const T*>(params.grads)[at]);
-    }
     C of_lse = row.of_target;
     if (row.is_smooth()) of_lse += row.smoothing * row.all_weights();
     if (row.has_z_loss())

@@ -2,9 +2,12 @@
 // which has a part of it, summed up there, and read there again for the gradient. Several blocks
 // share a multiprocessor, so that some copy while others compute. A row may begin at any address:
 // its first and last 16 bytes may belong to other rows, too, and are copied value by value.
+#include <algorithm>
+
 #include "../hopper/bulk_copy.h"
 #include "../hopper/cluster.h"
 #include "../hopper/cluster_launch.h"
+#include "../hopper/dependent_launch.h"
 #include "../hopper/processors.h"
 #include "rows.h"
 #include "tch_extension/scalar_math.h"
@@ -15,9 +18,9 @@ namespace {
 constexpr int kMostInCluster = 8;
 constexpr int kVectorBytes = 16;
 
-// A row that fits is given to one of as many blocks as fit in a multiprocessor. They share its
-// threads; longer rows are shared by the blocks of a cluster, each with a multiprocessor of its
-// own.
+// A row that fits is given to one of as many blocks as fit in a multiprocessor, if there are rows
+// for them. They share its threads; longer rows are shared by the blocks of a cluster, each with a
+// multiprocessor of its own.
 constexpr int kThreadsOfProcessor = 512;
 constexpr int kStages = 2;
 
@@ -41,12 +44,13 @@ struct Exchange {
   int64_t target[kStages];
 };
 
-// How many vectors of a row a block has room for. The system takes 1 KiB of each block's memory.
+// How many vectors of a row a block has room for. The system takes 1 KiB of each block's memory,
+// and a sum over a block and gaps 512 bytes.
 template <typename T, int kBlocks>
 constexpr int most_vectors() {
   constexpr int kWarps = kThreadsOfProcessor / kBlocks / kWarp;
   constexpr int kOfBlock = (228 << 10) / kBlocks - (1 << 10);
-  return (kOfBlock - static_cast<int>(sizeof(Exchange<T, kWarps>)) - 128) / kStages / kVectorBytes;
+  return (kOfBlock - static_cast<int>(sizeof(Exchange<T, kWarps>)) - 512) / kStages / kVectorBytes;
 }
 
 // A block's vectors of a row, which are counted from the one in which the row begins.
@@ -252,10 +256,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   __shared__ Exchange<T, kWarps> exchange;
   const int cluster = kBlocks > 1 ? 1 : static_cast<int>(hopper::cluster_size());
   const int rank = kBlocks > 1 ? 0 : static_cast<int>(hopper::cluster_rank());
+  hopper::allow_next_kernel();
   prepare(exchange);
-  const Compute<T> factor =
-      params.factor == nullptr ? Compute<T>(1) : *static_cast<const Compute<T>*>(params.factor);
-
   Copies<T, kPlain, kWarps> copies(memory, exchange, rank, each);
   Team<T, kPlain, kWarps> team(exchange, rank, cluster);
   const int64_t step = gridDim.x / cluster, first = blockIdx.x / cluster;
@@ -268,6 +270,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
   };
   if (threadIdx.x < kWarp && first < params.rows) target_ahead = params.targets[first];
   start(first);
+  // While the first row is on its way.
+  const Compute<T> factor = factor_of<T>(params);
   // Whether a row begins at the same place among 16 bytes in both arrays.
   const bool is_like_logits =
       (reinterpret_cast<uintptr_t>(params.logits) - reinterpret_cast<uintptr_t>(params.gradients)) %
@@ -340,16 +344,23 @@ int64_t clusters_at_a_time(const Plan& plan) {
 }
 
 template <typename T, bool kPlain, int kBlocks>
-bool start(const LossRows& params, int64_t vectors, int cluster, cudaStream_t stream) {
-  constexpr int kThreads = kThreadsOfProcessor / kBlocks;
-  constexpr Kernel kKernel = rows_in_shared_memory<T, kPlain, kThreads, kBlocks>;
+constexpr Kernel kRows = rows_in_shared_memory<T, kPlain, kThreadsOfProcessor / kBlocks, kBlocks>;
+
+// The multiprocessors, or 0 if they do not run this kernel.
+template <typename T, bool kPlain, int kBlocks>
+int processors_for() {
   static hopper::Processors processors;
-  if (processors.of_current({reinterpret_cast<const void*>(kKernel)},
-                            kStages * kVectorBytes * most_vectors<T, kBlocks>(),
-                            sizeof(Exchange<T, kThreads / kWarp>)) == 0) {
-    return false;
-  }
-  const Plan plan = {cluster, static_cast<int>(ceil_div(vectors, cluster)), kThreads};
+  return processors.of_current({reinterpret_cast<const void*>(kRows<T, kPlain, kBlocks>)},
+                               kStages * kVectorBytes * most_vectors<T, kBlocks>(),
+                               sizeof(Exchange<T, kThreadsOfProcessor / kBlocks / kWarp>));
+}
+
+template <typename T, bool kPlain, int kBlocks>
+bool start(const LossRows& params, int64_t vectors, int cluster, cudaStream_t stream) {
+  constexpr Kernel kKernel = kRows<T, kPlain, kBlocks>;
+  if (processors_for<T, kPlain, kBlocks>() == 0) return false;
+  const Plan plan = {cluster, static_cast<int>(ceil_div(vectors, cluster)),
+                     kThreadsOfProcessor / kBlocks};
   int64_t clusters = clusters_at_a_time<kKernel>(plan);
   if (clusters == 0) return false;
   if (clusters > params.rows) clusters = params.rows;
@@ -364,9 +375,14 @@ template <typename T, bool kPlain>
 bool start(const LossRows& params, cudaStream_t stream) {
   // A row may begin and end within a vector.
   const int64_t vectors = params.classes / kLanesOf16Bytes<T> + 2;
-  if (vectors <= most_vectors<T, 8>()) return start<T, kPlain, 8>(params, vectors, 1, stream);
-  if (vectors <= most_vectors<T, 4>()) return start<T, kPlain, 4>(params, vectors, 1, stream);
-  if (vectors <= most_vectors<T, 2>()) return start<T, kPlain, 2>(params, vectors, 1, stream);
+  // Fewer blocks, with more threads each, if there are not enough rows for so many.
+  const int64_t rows = ceil_div(params.rows, std::max(processors_for<T, kPlain, 1>(), 1));
+  if (rows > 4 && vectors <= most_vectors<T, 8>())
+    return start<T, kPlain, 8>(params, vectors, 1, stream);
+  if (rows > 2 && vectors <= most_vectors<T, 4>())
+    return start<T, kPlain, 4>(params, vectors, 1, stream);
+  if (rows > 1 && vectors <= most_vectors<T, 2>())
+    return start<T, kPlain, 2>(params, vectors, 1, stream);
   const int64_t cluster = ceil_div(vectors, int64_t{most_vectors<T, 1>()});
   return cluster <= kMostInCluster &&
          start<T, kPlain, 1>(params, vectors, static_cast<int>(cluster), stream);

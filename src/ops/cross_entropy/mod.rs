@@ -194,15 +194,19 @@ impl Operator for CrossEntropy {
     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
         let Some(grad) = &grads.loss else { return Ok(CrossEntropyIn::none()) };
         let input = match &again.kept.input {
-            Some(gradient) => times(gradient.shallow_clone(), grad, again.may_overwrite()?)?,
+            Some(gradient) => {
+                let gradients = [Some(gradient.shallow_clone()), None, None];
+                let [product, ..] = times(&gradients, grad, again.may_overwrite()?)?;
+                product
+            }
             None => {
                 let CrossEntropyIn { input, target, weight } = &again.of;
                 let of = [input, target, weight].map(Option::as_ref);
                 let of = CrossEntropyIn::borrowed(Self::NAME, &of)?;
-                self.gradient_of_rows(&of, grad, || again.may_overwrite())?
+                Some(self.gradient_of_rows(&of, grad, || again.may_overwrite())?)
             }
         };
-        Ok(CrossEntropyIn { input: Some(input), target: None, weight: None })
+        Ok(CrossEntropyIn { input, target: None, weight: None })
     }
 
     fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {

@@ -2,8 +2,8 @@
 
 use super::loss::check::{KINDS, check_options, check_target, loss};
 use super::loss::kernels::{
-    self, Factor, Mean, Operands, Wanted, compute_kind, is_ahead, mean_factor, rows, size_of,
-    times, total,
+    self, Factor, Mean, Operands, Wanted, add_up, compute_kind, is_ahead, mean_factor, rows,
+    size_of, times,
 };
 use crate::amp::CastPolicy;
 use crate::ffi::facts::empty_of;
@@ -84,9 +84,9 @@ impl Default for LinearCrossEntropyOptions {
 /// second derivative takes the memory of all logits.
 ///
 /// [`LinearCrossEntropyOptions::memory`] bounds the memory of a chunk. In the half kinds on CUDA, a
-/// number of classes that is no multiple of 8 costs a copy of the weight. In the half kinds the weight's
-/// gradient is rounded once a chunk: over n chunks its error is about √((n + 1) / 2) times that of one
-/// product. If there are more than six chunks, or if
+/// number of classes that is no multiple of 8 costs a copy of the weight, if D is a multiple. In the
+/// half kinds the weight's gradient is rounded once a chunk: over n chunks its error is about
+/// √((n + 1) / 2) times that of one product. If there are more than six chunks, or if
 /// [`LinearCrossEntropyOptions::accumulate_in_float`] says so, it is therefore added up in `Float`. If
 /// the bound has no room for that sum, it is exceeded: by six chunks without such a sum, or by the sum
 /// and chunks of 256 rows, whichever is less.
@@ -281,20 +281,18 @@ impl Operator for LinearCrossEntropy {
         let LayerGradients { input, weight, bias } = if is_kept {
             let in_place = again.may_overwrite()?;
             let LayerGradients { input, weight, bias } = again.kept;
-            let scaled = |kept: Option<Tensor>, is_wanted: bool| {
-                kept.filter(|_| is_wanted).map(|kept| times(kept, grad, in_place)).transpose()
-            };
-            LayerGradients {
-                input: scaled(input, wanted.input)?,
-                weight: scaled(weight, wanted.weight)?,
-                bias: scaled(bias, wanted.bias)?,
-            }
+            let of = [
+                input.filter(|_| wanted.input),
+                weight.filter(|_| wanted.weight),
+                bias.filter(|_| wanted.bias),
+            ];
+            let [input, weight, bias] = times(&of, grad, in_place)?;
+            LayerGradients { input, weight, bias }
         } else {
             let layer = Layer::new(&of)?;
             let classes = layer.weight.size2()?.0;
             check_target(Self::NAME, &layer.targets, classes, self.ignore_index)?;
-            let factor = self.factor(&layer)?;
-            self.chunked(&layer, None, factor.as_ref(), Some(grad), &wanted)?
+            self.chunked(&layer, None, None, Some(grad), &wanted)?
         };
         Ok(LinearCrossEntropyIn { input, weight, target: None, bias })
     }
@@ -336,8 +334,8 @@ impl Layer {
     }
 
     /// The layer with a few more classes, of zeros, if its products are so much faster: in half kinds on
-    /// CUDA, where the logits' rows would otherwise not begin at 16 bytes. A copy of the weight costs as
-    /// much as a product with a few hundred rows.
+    /// CUDA, where the logits' rows would otherwise not begin at 16 bytes, but those of input and weight
+    /// do. A copy of the weight costs as much as a product with a few hundred rows.
     fn padded(&self) -> Result<Option<Layer>> {
         const ENOUGH_ROWS: i64 = 128;
         let (rows, (classes, features)) = (self.input.size2()?.0, self.weight.size2()?);
@@ -345,7 +343,8 @@ impl Layer {
         let lanes = 16 / size_of(kind);
         let missing = (lanes - classes % lanes) % lanes;
         let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
-        if !device.is_cuda() || !is_half || missing == 0 || rows < ENOUGH_ROWS {
+        let is_worth_it = rows >= ENOUGH_ROWS && features % lanes == 0;
+        if !device.is_cuda() || !is_half || missing == 0 || !is_worth_it {
             return Ok(None);
         }
         let zeros = Tensor::f_zeros([missing, features], (kind, device))?;
@@ -390,33 +389,23 @@ impl LinearCrossEntropy {
         }
     }
 
-    /// By what the sum of the losses is multiplied, `[1]`, for a mean.
-    fn factor(&self, layer: &Layer) -> Result<Option<Tensor>> {
-        let compute = compute_kind(layer.input.f_kind()?);
-        let mean = Mean { targets: &layer.targets, weight: None, ignore_index: self.ignore_index };
-        let is_mean = self.reduction == Reduction::Mean;
-        is_mean.then(|| mean_factor(mean, compute)).transpose()
-    }
-
     /// The loss, and those gradients that are wanted.
     fn losses(&self, layer: &Layer, wanted: &Wish) -> Result<(Tensor, Found)> {
-        let compute = compute_kind(layer.input.f_kind()?);
-        let mut losses = empty_of(&[layer.input.size2()?.0], (compute, layer.input.device()))?;
-        let factor = self.factor(layer)?;
-        let gradients = self.chunked(layer, Some(&mut losses), factor.as_ref(), None, wanted)?;
-        match self.reduction {
-            Reduction::None => Ok((losses, gradients)),
-            _ => Ok((total(&losses, factor.as_ref(), compute)?, gradients)),
-        }
+        let like = (compute_kind(layer.input.f_kind()?), layer.input.device());
+        let mut losses = empty_of(&[layer.input.size2()?.0], like)?;
+        let is_one = self.reduction != Reduction::None;
+        let mut total = is_one.then(|| empty_of(&[], like)).transpose()?;
+        let gradients = self.chunked(layer, Some(&mut losses), total.as_mut(), None, wanted)?;
+        Ok((total.unwrap_or(losses), gradients))
     }
 
-    /// Computes the losses of all rows and the gradients that are wanted, for incoming ones of `[N]`, of
-    /// one number, or of 1; chunk after chunk.
+    /// Computes the losses of all rows, their total, and the gradients that are wanted, for incoming ones
+    /// of `[N]`, of one number, or of 1; chunk after chunk.
     fn chunked(
         &self,
         layer: &Layer,
         mut losses: Option<&mut Tensor>,
-        factor: Option<&Tensor>,
+        mut total: Option<&mut Tensor>,
         grads: Option<&Tensor>,
         wanted: &Wish,
     ) -> Result<Found> {
@@ -430,6 +419,20 @@ impl LinearCrossEntropy {
         let of_weight = wanted.weight;
         let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
         let chunks = Chunks::new(&sizes, self.memory, self.accumulate_in_float);
+        // Then one call computes the factor, the rows and the total.
+        let is_whole = 0 < all && all <= chunks.rows;
+        let mean = Mean { targets: &layer.targets, weight: None, ignore_index: self.ignore_index };
+        let compute = compute_kind(kind);
+        let computed = match self.reduction {
+            Reduction::Mean if is_whole => Some(empty_of(&[1], (compute, device))?),
+            Reduction::Mean => Some(mean_factor(mean, compute)?),
+            _ => None,
+        };
+        let factor = match &computed {
+            Some(factor) if is_whole => Factor::OfMean(factor),
+            Some(factor) => Factor::Known(factor),
+            None => Factor::One,
+        };
         let logits = empty_of(&[chunks.rows.min(all), classes], (kind, device))?;
         let mut gradients = Accumulated::new(layer, wanted, &chunks)?;
         for first in (0..all).step_by(usize::try_from(chunks.rows).unwrap_or(usize::MAX)) {
@@ -451,8 +454,8 @@ impl LinearCrossEntropy {
             let has_gradients = wanted.input || wanted.weight || wanted.bias;
             let of_logits = Wanted {
                 losses: of_chunk.as_mut(),
-                total: None,
-                factor: factor.map_or(Factor::One, Factor::Known),
+                total: total.as_deref_mut().filter(|_| is_whole),
+                factor,
                 grads: own.as_ref().or(grads),
                 gradients: has_gradients.then_some(kernels::Gradients::InPlace),
             };
@@ -464,6 +467,9 @@ impl LinearCrossEntropy {
             }
         }
         drop(logits);
+        if let (Some(losses), Some(total), false) = (losses, total, is_whole) {
+            add_up(losses, factor.tensor(), total)?;
+        }
         gradients.finish(kind, own_classes)
     }
 
@@ -507,7 +513,7 @@ impl Accumulated {
                 .weight
                 .then(|| empty(&layer.weight, of_products, is_added))
                 .transpose()?,
-            bias: bias.map(|bias| of(bias, compute_kind(kind))).transpose()?,
+            bias: bias.map(|bias| empty(bias, compute_kind(kind), false)).transpose()?,
             in_float: chunks.in_float,
         })
     }
@@ -534,7 +540,11 @@ impl Accumulated {
         }
         if let Some(sum) = &mut self.bias {
             let of_chunk = grad.f_sum_dim_intlist([0_i64].as_slice(), false, sum.f_kind()?)?;
-            let _ = sum.f_add_(&of_chunk)?;
+            if first == 0 {
+                *sum = of_chunk;
+            } else {
+                let _ = sum.f_add_(&of_chunk)?;
+            }
         }
         Ok(())
     }

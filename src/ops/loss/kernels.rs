@@ -34,7 +34,8 @@ pub(crate) struct Rows {
     of_mean: i32,
     /// Whether the incoming gradients have the compute kind instead of the logits'.
     wide_grads: i32,
-    reserved: i32,
+    /// Whether the total has the compute kind instead of the logits'.
+    wide_total: i32,
     /// `[M, V]`.
     logits: *const c_void,
     /// `[M]`.
@@ -52,8 +53,7 @@ pub(crate) struct Rows {
     /// `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
     /// place.
     gradients: *mut c_void,
-    /// `[1]` of the logits' kind, null when nobody needs it: the sum of the losses times the
-    /// factor; on CUDA only.
+    /// `[1]`, null when nobody needs it: the sum of the losses times the factor; on CUDA only.
     total: *mut c_void,
 }
 
@@ -81,19 +81,28 @@ pub(crate) struct Total {
     total: *mut c_void,
 }
 
-/// Gradients, and the number by which they are multiplied.
+/// An array of gradients.
+#[derive(Clone, Copy)]
 #[repr(C)]
-pub(crate) struct Scale {
-    /// The number of gradients.
+struct Scaled {
+    /// The number of gradients; 0 if there is no such array.
     count: i64,
-    kind: i32,
-    reserved: i32,
-    /// `[1]` of the compute kind.
-    factor: *const c_void,
     /// `[count]`.
     from: *const c_void,
     /// `[count]`, the same memory or other memory.
     to: *mut c_void,
+}
+
+/// Gradients, and the number by which they are multiplied.
+#[repr(C)]
+pub(crate) struct Scale {
+    /// Of the gradients.
+    kind: i32,
+    /// Whether the factor has the compute kind instead of the gradients'.
+    wide_factor: i32,
+    /// `[1]`.
+    factor: *const c_void,
+    arrays: [Scaled; 3],
 }
 
 crate::kernels::raw_kernels! {
@@ -152,7 +161,7 @@ pub(crate) enum Factor<'a> {
 }
 
 impl<'a> Factor<'a> {
-    fn tensor(self) -> Option<&'a Tensor> {
+    pub(crate) fn tensor(self) -> Option<&'a Tensor> {
         match self {
             Factor::One => None,
             Factor::Known(tensor) | Factor::OfMean(tensor) => Some(tensor),
@@ -164,7 +173,8 @@ impl<'a> Factor<'a> {
 pub(crate) struct Wanted<'a> {
     /// `[M]` of [`compute_kind`].
     pub losses: Option<&'a mut Tensor>,
-    /// `[]` of the logits' kind: the sum of the losses, which must be wanted, too, times the factor.
+    /// `[]` of the logits' kind or of [`compute_kind`]: the sum of the losses, which must be wanted, too,
+    /// times the factor.
     pub total: Option<&'a mut Tensor>,
     pub factor: Factor<'a>,
     /// The incoming gradients, `[M]` or one, of the logits' kind or of [`compute_kind`]; 1 if there are
@@ -202,6 +212,9 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     let grad_kind = grads.as_ref().map(Tensor::f_kind).transpose()?.unwrap_or(kind);
     let wide_grads = grad_kind != kind;
     let grad_like = if wide_grads { compute } else { like };
+    let total_kind = total.as_deref().map(Tensor::f_kind).transpose()?.unwrap_or(kind);
+    let wide_total = total_kind != kind;
+    let total_like = if wide_total { compute } else { like };
     let (logits, row_stride) = checked_rows("logits", operands.logits, like)?;
     let params = Rows {
         rows,
@@ -215,7 +228,7 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
         kind: kind_code(kind)?,
         of_mean: (of_mean && device.is_cuda()).into(),
         wide_grads: wide_grads.into(),
-        reserved: 0,
+        wide_total: wide_total.into(),
         logits,
         targets: checked("targets", targets, &[rows], (Kind::Int64, device))?.cast_const().cast(),
         weight: optional_ptr("weight", weight, &[classes], compute)?,
@@ -234,7 +247,12 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
             },
             None => std::ptr::null_mut(),
         },
-        total: optional_ptr("total", total.as_deref().filter(|_| device.is_cuda()), &[], like)?,
+        total: optional_ptr(
+            "total",
+            total.as_deref().filter(|_| device.is_cuda()),
+            &[],
+            total_like,
+        )?,
     };
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
     // are written are borrowed exclusively, or were made for this call as the factor, so they overlap no
@@ -244,7 +262,8 @@ pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
     match (losses, total) {
         // Without rows, no kernel of theirs runs.
         (Some(losses), Some(total)) if !device.is_cuda() || rows == 0 => {
-            run_totals(mean.filter(|_| rows == 0), factor.tensor(), Some((losses, total)), like)
+            let mean = mean.filter(|_| rows == 0);
+            run_totals(mean, factor.tensor(), Some((losses, total)), total_like)
         }
         _ => Ok(()),
     }
@@ -319,48 +338,51 @@ pub(crate) fn mean_factor(mean: Mean<'_>, compute: Kind) -> Result<Tensor> {
     Ok(factor)
 }
 
-/// The sum of losses `[M]` times a factor `[1]`, or 1, both of the compute kind: without dimensions, of
-/// this kind.
+/// Computes the total, without dimensions and of the compute kind: the sum of losses `[M]` times a factor
+/// `[1]`, or 1, both of the same kind.
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn total(losses: &Tensor, factor: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
-    let like = (kind, losses.device());
-    let total = empty_of(&[], like)?;
-    run_totals(None, factor, Some((losses, &total)), like)?;
-    Ok(total)
+pub(crate) fn add_up(losses: &Tensor, factor: Option<&Tensor>, total: &mut Tensor) -> Result<()> {
+    run_totals(None, factor, Some((losses, total)), (losses.f_kind()?, losses.device()))
 }
 
-/// Gradients that were computed ahead times the incoming one, a number of any kind, `[]` or `[1]`. In place,
-/// they are not read if it is 1.
+/// Gradients that were computed ahead, of one kind and device, times the incoming one, a number of any kind,
+/// `[]` or `[1]`. In place, they are not read if it is 1.
 ///
 /// # Errors
 /// When CUDA fails.
-pub(crate) fn times(gradients: Tensor, factor: &Tensor, in_place: bool) -> Result<Tensor> {
-    if in_place {
-        multiply(&gradients, factor, &gradients)?;
-        return Ok(gradients);
+pub(crate) fn times(
+    gradients: &[Option<Tensor>; 3],
+    factor: &Tensor,
+    in_place: bool,
+) -> Result<[Option<Tensor>; 3]> {
+    let mut products = [None, None, None];
+    let Some(first) = gradients.iter().flatten().next() else { return Ok(products) };
+    let (kind, device) = (first.f_kind()?, first.device());
+    let compute = compute_kind(kind);
+    let factor_kind = if factor.f_kind()? == kind { kind } else { compute };
+    let factor = plain(&factor.f_to_kind(factor_kind)?.f_reshape([1])?)?;
+    let mut arrays = [Scaled { count: 0, from: std::ptr::null(), to: std::ptr::null_mut() }; 3];
+    for ((from, product), array) in gradients.iter().zip(&mut products).zip(&mut arrays) {
+        let Some(from) = from else { continue };
+        let size = from.size();
+        array.count = size.iter().product();
+        array.from = checked("gradients", from, &size, (kind, device))?;
+        let to = if in_place { from.shallow_clone() } else { empty_of(&size, (kind, device))? };
+        array.to = checked("product", &to, &size, (kind, device))?;
+        *product = Some(to);
     }
-    let to = empty_of(&gradients.size(), (gradients.f_kind()?, gradients.device()))?;
-    multiply(&gradients, factor, &to)?;
-    Ok(to)
-}
-
-/// `to` is `from` itself, or belongs to the caller alone.
-fn multiply(from: &Tensor, factor: &Tensor, to: &Tensor) -> Result<()> {
-    let like = (from.f_kind()?, from.device());
-    let factor = plain(&factor.f_to_kind(compute_kind(like.0))?.f_reshape([1])?)?;
-    let size = from.size();
     let params = Scale {
-        count: size.iter().product(),
-        kind: kind_code(like.0)?,
-        reserved: 0,
-        factor: checked("factor", &factor, &[1], (compute_kind(like.0), like.1))?,
-        from: checked("gradients", from, &size, like)?,
-        to: checked("product", to, &size, like)?,
+        kind: kind_code(kind)?,
+        wide_factor: (factor_kind != kind).into(),
+        factor: checked("factor", &factor, &[1], (factor_kind, device))?,
+        arrays,
     };
-    // SAFETY: as in `rows`. Each value is read before it is written.
-    unsafe { run_scale(like.1, &params) }
+    // SAFETY: as in `rows`. A product is the gradients themselves, whose values are each read before they
+    // are written, or belongs to this call alone.
+    unsafe { run_scale(device, &params)? };
+    Ok(products)
 }
 
 #[cfg(test)]
