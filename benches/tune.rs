@@ -143,6 +143,8 @@ impl Speed {
         const SIZE: i64 = 4096;
         let matrix = || Tensor::randn([SIZE, SIZE], (Kind::BFloat16, Device::Cuda(0)));
         let tensors = [matrix(), matrix()];
+        // cuBLAS cannot be initialised in a capture.
+        drop(tensors[0].mm(&tensors[1]));
         let captured = Stream::new(Device::Cuda(0)).and_then(|stream| {
             synchronize(Device::Cuda(0))?;
             OnTheGpu::capture_calls(&stream, 0, 10, &mut || drop(tensors[0].mm(&tensors[1])))
