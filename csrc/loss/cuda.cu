@@ -306,7 +306,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ LossScale params) {
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  const LossScaled& array = params.arrays[blockIdx.y];
+  const LossScaled array = params.arrays[blockIdx.y];
   const C factor = params.wide_factor ? *static_cast<const C*>(params.factor)
                                       : static_cast<C>(*static_cast<const T*>(params.factor));
   if (factor == C(1) && array.from == array.to) return;

@@ -37,7 +37,12 @@ __device__ __forceinline__ C sum_of_rows(int64_t rows, Value value) {
   constexpr int kAtOnce = 8;
   const int64_t by = blockDim.x;
   C parts[kAtOnce] = {};
-  for (int64_t row = threadIdx.x; row < rows; row += kAtOnce * by) {
+  int64_t row = threadIdx.x;
+  for (; row + (kAtOnce - 1) * by < rows; row += kAtOnce * by) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) parts[i] += value(row + i * by);
+  }
+  if (row < rows) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       // Beyond the last row one is read again, so that no load waits for another.

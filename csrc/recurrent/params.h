@@ -266,8 +266,13 @@ struct RecurrentBlockBackward {
   // `[B, H]`.
   void* grad_h0;
   void* grad_c0;
-  // `[blocks, G·H·(F + H) + (G + S)·H]`, of the gates' kind: what each block adds up for the
-  // gradients of the parameters; null if none of them is needed.
+  // `[T, B, G·H]` and `[T, B, S·H]`: the gradients for what the product with h is added to, and
+  // for the input's part of the separate gates; null where the weights' gradients are summed.
+  void* grad_gates;
+  void* grad_separate;
+  // `[blocks, G·H·(F + H) + (G + S)·H]`, or without the weights `[blocks, (G + S)·H]`, of the
+  // gates' kind: what each block adds up for the gradients of the parameters; null if none of
+  // them is needed.
   void* sums;
   void* grad_w_ih;
   void* grad_w_hh;

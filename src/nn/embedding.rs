@@ -229,17 +229,17 @@ impl Lookup {
 
 /// Whether masks are faster on CUDA than libtorch's sums, for so many elements of the gradient of the
 /// output. With more than 3072 indices libtorch sorts them, which takes 90 µs on an H200; else a block
-/// goes through all of them, at 23 ns each. Masks take five short kernels and, by an estimate, 5 ns for
-/// 1000 elements of the copies, which have at most 64 MiB. docs/lab/embedding.md has more.
+/// goes through all of them, at 23 ns each. Masks take 14 µs for five short kernels, and 3.6 ns for 1000
+/// elements of the copies, which have at most 128 MiB. docs/lab/embedding.md has more.
 fn are_few(rows: i64, indices: i64, elements: i64) -> bool {
     const MOST_ROWS: i64 = 32;
-    const FEWEST_INDICES: i64 = 1024;
+    const FEWEST_INDICES: i64 = 768;
     /// Of the copies of all rows, for each index.
     const MOST_COLUMNS: i64 = 2048;
-    const MOST_ELEMENTS: i64 = 1 << 23;
+    const MOST_ELEMENTS: i64 = 1 << 24;
     let copies = rows.saturating_mul(elements);
-    // One row needs no copy.
-    rows == 1
+    // One row needs no copy, and one kernel.
+    rows == 1 && indices > 4
         || (2..=MOST_ROWS).contains(&rows)
             && indices >= FEWEST_INDICES
             && copies <= MOST_ELEMENTS
@@ -293,23 +293,25 @@ mod tests {
     fn masks_are_for_few_rows_of_few_columns() {
         let of = |rows: i64, indices: i64, columns: i64| are_few(rows, indices, indices * columns);
         for [rows, indices, columns] in [
-            [1, 1, 1],
+            [1, 5, 1],
             [1, 25_322, 848],
             [1, 1 << 40, 1 << 10],
             [3, 23_904, 9],
             [4, 1761, 1],
             [2, 4096, 1024],
+            [9, 768, 8],
             [32, 1024, 64],
-            [32, 1 << 18, 1],
+            [32, 1 << 19, 1],
         ] {
             assert!(of(rows, indices, columns), "{rows} {indices} {columns}");
         }
         for [rows, indices, columns] in [
             [0, 5000, 8],
+            [1, 4, 8],
             [33, 5000, 8],
-            [2, 1023, 8],
+            [2, 767, 8],
             [2, 1024, 1025],
-            [2, 8192, 513],
+            [2, 16384, 513],
             [25, 35_075, 64],
             [32, 1 << 40, 1 << 20],
         ] {

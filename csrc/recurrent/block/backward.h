@@ -9,14 +9,15 @@
 namespace tch_extension::recurrent::block {
 namespace {
 
-// Where the values are that a block adds up: [G·H, F] of W_ih, [G·H, H] of W_hh, and [G + S, H] of
-// the gates' gradients, the last of them those of the input's part of the separate gates.
-template <typename Cell>
+// Where the values are that a block adds up: [G·H, F] of W_ih and [G·H, H] of W_hh, if it does, and
+// [G + S, H] of the gates' gradients, the last of them those of the input's part of the separate
+// gates.
+template <typename Cell, bool kOfWeights>
 struct Sums {
   __host__ __device__ explicit Sums(const BackwardParams& params)
       : hidden(params.hidden),
-        of_h(Cell::kGates * params.hidden * params.features),
-        of_biases(of_h + Cell::kGates * params.hidden * params.hidden),
+        of_h(kOfWeights ? Cell::kGates * params.hidden * params.features : 0),
+        of_biases(kOfWeights ? of_h + Cell::kGates * params.hidden * params.hidden : 0),
         count(of_biases + (Cell::kGates + Cell::kSeparate) * params.hidden) {}
 
   const int64_t hidden, of_h, of_biases, count;
@@ -41,31 +42,49 @@ __device__ void load_transposed(G (&to)[kGates][Team::kTerms], const void* weigh
   }
 }
 
+// A value of each step for a thread, which loads them from the last step to the first.
+template <typename T>
+struct Backwards {
+  __device__ Backwards(const void* values, int64_t at, int64_t of_step, int64_t steps)
+      : stride(of_step), left(values == nullptr ? 0 : steps) {
+    if (left > 0) next = static_cast<const T*>(values) + at + (steps - 1) * of_step;
+  }
+
+  // The same values a step earlier, so that `before_first`, [B, …], comes at step 0.
+  __device__ Backwards(const void* values, const void* before_first, int64_t at, int64_t of_step,
+                       int64_t steps)
+      : Backwards(values, at, of_step, steps) {
+    if (values == nullptr) return;
+    first = static_cast<const T*>(before_first) + at;
+    next = steps == 1 ? first : next - of_step;
+  }
+
+  // 0 once there are none.
+  __device__ __forceinline__ T load() {
+    if (left <= 0) return T(0.0f);
+    const T value = *next;
+    --left;
+    next = left == 1 && first != nullptr ? first : next - stride;
+    return value;
+  }
+
+  const T *next = nullptr, *first = nullptr;
+  int64_t stride, left;
+};
+
 // What a thread loads for its column in each step: the gradient for the output, the state before the
 // step, h before the step, or the input.
-template <typename T, typename G>
-struct Other {
-  __device__ Other(const BackwardParams& params, int part, int column, int64_t row)
-      : from(nullptr), first(nullptr) {
-    const void* all[kParts] = {params.grad_output, params.c, params.output, params.input};
-    const int64_t columns = part == 3 ? params.features : params.hidden;
-    const int64_t at = row * columns + column;
-    stride = params.batch * columns;
-    if (column >= columns || all[part] == nullptr) return;
-    from = static_cast<const T*>(all[part]) + at;
-    if (part == 1) first = static_cast<const T*>(params.c0) + at;
-    if (part == 2) first = static_cast<const T*>(params.h0) + at;
-  }
-
-  __device__ __forceinline__ G at(int64_t step) const {
-    if (from == nullptr || step < 0) return 0;
-    if (first == nullptr) return static_cast<G>(from[step * stride]);
-    return static_cast<G>(step == 0 ? *first : from[(step - 1) * stride]);
-  }
-
-  const T *from, *first;
-  int64_t stride;
-};
+template <typename T>
+__device__ Backwards<T> other_values(const BackwardParams& params, int part, int column,
+                                        int64_t row) {
+  const int64_t columns = part == 3 ? params.features : params.hidden;
+  const int64_t at = row * columns + column, of_step = params.batch * columns;
+  const int64_t steps = column < columns ? params.steps : 0;
+  if (part == 0) return {params.grad_output, at, of_step, steps};
+  if (part == 1) return {params.c, params.c0, at, of_step, steps};
+  if (part == 2) return {params.output, params.h0, at, of_step, steps};
+  return {params.input, at, of_step, steps};
+}
 
 template <typename Cell, typename T, int kSize>
 __global__ void __launch_bounds__(Team<kSize>::kThreads)
@@ -83,7 +102,11 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
   G of_h[kGates][kTerms], of_x[kGates][kTerms];
   load_transposed<T>(of_h, params.w_hh, team, hidden, hidden);
   load_transposed<T>(of_x, params.w_ih, team, hidden, features);
-  G sums_of_h[kGates][kTerms] = {}, sums_of_x[kGates][kTerms] = {}, sum_of_gate = 0;
+  constexpr bool kSumsWeights = block::kSumsWeights<G, kSize>;
+  constexpr int kSummed = kSumsWeights ? kTerms : 1;
+  G sums_of_h[kGates][kSummed] = {}, sums_of_x[kGates][kSummed] = {}, sum_of_gate = 0;
+  const bool has_gate = is_there && part < kColumns;
+  const bool stores_x = params.grad_input != nullptr && part == 0 && column < features;
   for (int64_t row = blockIdx.x; row < params.batch; row += gridDim.x) {
     const int64_t of_row = row * hidden + column;
     auto value_of = [&](const void* of) {
@@ -94,32 +117,38 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
     const int64_t last = (params.steps - 1) * params.batch * hidden;
     if (!Cell::kStateIsH && is_there)
       new_state = static_cast<G>(static_cast<const T*>(params.c)[last + of_row]);
-    const Other<T, G> others(params, part, column, row);
-    auto saved_at = [&](int64_t step) {
-      if (!is_there || part >= kSaved || step < 0) return G(0);
-      const int64_t at = (step * params.batch + row) * kSaved + part;
-      return static_cast<G>(static_cast<const T*>(params.activations)[at * hidden + column]);
-    };
-    G saved_ahead[kAhead], others_ahead[kAhead];
+    auto others = other_values<T>(params, part, column, row);
+    Backwards<T> activations(params.activations, (row * kSaved + part) * hidden + column,
+                                kSaved * params.batch * hidden,
+                                is_there && part < kSaved ? params.steps : 0);
+    T* to_x = static_cast<T*>(params.grad_input) +
+              ((params.steps - 1) * params.batch + row) * features + column;
+    // Those of the gates are for products over all steps, if the weights' are not summed here.
+    const bool is_of_h = part < kGates;
+    const int64_t gates_of_row = (is_of_h ? kGates : kSeparate) * hidden;
+    T* to_gate = static_cast<T*>(is_of_h ? params.grad_gates : params.grad_separate) +
+                 ((params.steps - 1) * params.batch + row) * gates_of_row +
+                 (is_of_h ? part : part - kGates) * hidden + column;
+    // They are converted where they are used: a conversion waits for the load.
+    T saved_ahead[kAhead], others_ahead[kAhead];
 #pragma unroll
     for (int slot = 0; slot < kAhead; ++slot) {
-      saved_ahead[slot] = saved_at(params.steps - 1 - slot);
-      others_ahead[slot] = others.at(params.steps - 1 - slot);
+      saved_ahead[slot] = activations.load();
+      others_ahead[slot] = others.load();
     }
     for (int64_t first = params.steps - 1; first >= 0; first -= kAhead) {
 #pragma unroll
       for (int slot = 0; slot < kAhead; ++slot) {
-        const int64_t step = first - slot;
-        if (step < 0) break;
+        if (first < slot) break;
         G saved[kSaved], grads[kGates];
 #pragma unroll
         for (int value = 0; value < kSaved; ++value)
-          saved[value] = of_part(saved_ahead[slot], value);
-        const G grad_output = of_part(others_ahead[slot], 0);
-        const G before = of_part(others_ahead[slot], 2), x = of_part(others_ahead[slot], 3);
-        const G state = Cell::kStateIsH ? before : of_part(others_ahead[slot], 1);
-        saved_ahead[slot] = saved_at(step - kAhead);
-        others_ahead[slot] = others.at(step - kAhead);
+          saved[value] = of_part(static_cast<G>(saved_ahead[slot]), value);
+        const G other = static_cast<G>(others_ahead[slot]);
+        const G grad_output = of_part(other, 0), before = of_part(other, 2), x = of_part(other, 3);
+        const G state = Cell::kStateIsH ? before : of_part(other, 1);
+        saved_ahead[slot] = activations.load();
+        others_ahead[slot] = others.load();
         const auto factors =
             Cell::template factors<Activation<T, G>, G>(saved, new_state, state);
         new_state = state;
@@ -132,6 +161,10 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
         auto& now = gradients[slot % 2];
         if (part < kColumns) now[part][column] = own;
         sum_of_gate += own;
+        if constexpr (!kSumsWeights) {
+          if (has_gate) *to_gate = static_cast<T>(own);
+          to_gate -= params.batch * gates_of_row;
+        }
         // Two buffers: who writes the one of the next step has read that of the last one.
         Team::wait();
         G grad_x = 0;
@@ -145,20 +178,19 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
           for (int term = 0; term < kTerms; ++term) {
             if (of < kGates) {
               from_next += of_h[gate][term] * terms[term];
-              sums_of_h[gate][term] += terms[term] * before;
+              if (kSumsWeights) sums_of_h[gate][term] += terms[term] * before;
             }
             // Of the separate gates the input has a part of its own.
             if (of < kSums || of >= kGates) {
               grad_x += of_x[gate][term] * terms[term];
-              sums_of_x[gate][term] += terms[term] * x;
+              if (kSumsWeights) sums_of_x[gate][term] += terms[term] * x;
             }
           }
         }
         from_next = sum_of_parts(from_next);
         grad_x = sum_of_parts(grad_x);
-        if (params.grad_input != nullptr && part == 0 && column < features)
-          static_cast<T*>(params.grad_input)[(step * params.batch + row) * features + column] =
-              static_cast<T>(grad_x);
+        if (stores_x) *to_x = static_cast<T>(grad_x);
+        to_x -= params.batch * features;
       }
     }
     if (!is_there || part != 0) continue;
@@ -168,12 +200,12 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
       static_cast<T*>(params.grad_c0)[of_row] = static_cast<T>(grad_state);
   }
   if (params.sums == nullptr) return;
-  const Sums<Cell> places(params);
+  const Sums<Cell, kSumsWeights> places(params);
   G* to = static_cast<G*>(params.sums) + blockIdx.x * places.count;
 #pragma unroll
-  for (int gate = 0; gate < kGates; ++gate) {
+  for (int gate = 0; kSumsWeights && gate < kGates; ++gate) {
 #pragma unroll
-    for (int term = 0; term < kTerms; ++term) {
+    for (int term = 0; term < kSummed; ++term) {
       const int of_gate = team.first_term + term;
       if (of_gate >= hidden) continue;
       const int64_t at = static_cast<int64_t>(gate) * hidden + of_gate;
@@ -181,17 +213,17 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
       if (is_there) to[places.of_h + at * hidden + column] = sums_of_h[gate][term];
     }
   }
-  if (is_there && part < kColumns) to[places.of_biases + part * hidden + column] = sum_of_gate;
+  if (has_gate) to[places.of_biases + part * hidden + column] = sum_of_gate;
 }
 
 // Adds up what the blocks have summed, always in the same order. A warp has every kWarps-th block.
-template <typename Cell, typename T>
+template <typename Cell, typename T, bool kOfWeights>
 __global__ void __launch_bounds__(kThreads)
     sums_kernel(const __grid_constant__ BackwardParams params) {
   using G = Compute<T>;
   constexpr int kWarps = kThreads / kWarp, kSums = Cell::kGates - Cell::kSeparate;
   __shared__ G of_warps[kWarps][kWarp];
-  const Sums<Cell> places(params);
+  const Sums<Cell, kOfWeights> places(params);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarp + lane;
   G sum = 0;
@@ -230,8 +262,10 @@ LaunchStatus backward(const char* kernel, const BackwardParams& params, cudaStre
     backward_kernel<Cell, typename Of::Element, Of::kSize>
         <<<params.blocks, Team<Of::kSize>::kThreads, 0, stream>>>(params);
     if (params.sums == nullptr) return;
-    const int64_t blocks = ceil_div(Sums<Cell>(params).count, int64_t{kWarp});
-    sums_kernel<Cell, typename Of::Element>
+    using T = typename Of::Element;
+    constexpr bool kOfWeights = kSumsWeights<Compute<T>, Of::kSize>;
+    const int64_t blocks = ceil_div(Sums<Cell, kOfWeights>(params).count, int64_t{kWarp});
+    sums_kernel<Cell, T, kOfWeights>
         <<<static_cast<unsigned int>(blocks), kThreads, 0, stream>>>(params);
   });
   return error == nullptr ? launch_status(kernel) : LaunchStatus{kernel, error};

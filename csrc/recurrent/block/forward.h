@@ -32,10 +32,11 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
   constexpr int kGates = Cell::kGates, kSeparate = Cell::kSeparate, kSums = kGates - kSeparate;
   constexpr int kSaved = Cell::kSaved, kTerms = Team::kTerms;
   static_assert(kSaved <= kParts, "each thread of a column stores one saved value");
-  __shared__ __align__(16) G h[2][kSize], x[2][kSize];
+  // h and the input of this step and of the next one.
+  __shared__ __align__(16) G operands[2][2][kSize];
   const Team team;
   const int hidden = static_cast<int>(params.hidden), features = static_cast<int>(params.features);
-  const int column = team.column, thread = static_cast<int>(threadIdx.x);
+  const int column = team.column, part = team.part;
   const bool is_there = column < hidden;
   G of_h[kGates][kTerms], of_x[kGates][kTerms], bias[kGates], separate_bias[kSeparate + 1] = {};
   load_weights<T>(of_h, params.w_hh, team, hidden, hidden);
@@ -55,36 +56,46 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
       separate_bias[gate - kSums] = other;
     }
   }
-  for (int64_t row = blockIdx.x; row < params.batch; row += gridDim.x) {
+  // Of a column's threads, the first has h, and the second c and the input of the next step.
+  const bool keeps_c = !Cell::kStateIsH && params.c_stride != 0;
+  const bool stores = is_there && (part == 0 || (part == 1 && keeps_c));
+  const bool saves = is_there && part < kSaved && params.activations != nullptr;
+  const bool loads = part == 1 && column < features;
+  const int64_t rows = params.batch, of_step = rows * hidden;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     const int64_t of_row = row * hidden + column;
-    const T* input = static_cast<const T*>(params.input) + row * features + thread;
-    auto input_at = [&](int64_t step) {
-      return thread < features && step < params.steps
-                 ? static_cast<G>(input[step * params.batch * features])
-                 : static_cast<G>(0);
+    T* to = static_cast<T*>(part == 1 && keeps_c ? params.c : params.output) + of_row;
+    T* to_saved = static_cast<T*>(params.activations) + (row * kSaved + part) * hidden + column;
+    const T* from = static_cast<const T*>(params.input) + row * features + column;
+    int64_t loaded = 0;
+    auto next_input = [&] {
+      const T value = loads && loaded < params.steps ? *from : T(0.0f);
+      from += rows * features;
+      ++loaded;
+      return value;
     };
-    G last_h = is_there ? static_cast<G>(static_cast<const T*>(params.h0)[of_row]) : G(0);
-    G state = last_h;
+    G h = is_there ? static_cast<G>(static_cast<const T*>(params.h0)[of_row]) : G(0);
+    G state = h;
     if (!Cell::kStateIsH && is_there)
       state = static_cast<G>(static_cast<const T*>(params.c0)[of_row]);
-    G ahead[kAhead];
+    const T first_input = next_input();
+    // They are converted where they are used: a conversion waits for the load.
+    T ahead[kAhead];
 #pragma unroll
-    for (int slot = 0; slot < kAhead; ++slot) ahead[slot] = input_at(1 + slot);
-    // The last row's last step may still be read.
+    for (int slot = 0; slot < kAhead; ++slot) ahead[slot] = next_input();
+    // The last step of the row before may still be read.
     Team::wait();
-    if (team.part == 0) h[0][column] = last_h;
-    if (thread < kSize) x[0][thread] = input_at(0);
+    if (part < 2) operands[0][part][column] = part == 0 ? h : static_cast<G>(first_input);
     Team::wait();
     for (int64_t first = 0; first < params.steps; first += kAhead) {
 #pragma unroll
       for (int slot = 0; slot < kAhead; ++slot) {
-        const int64_t step = first + slot;
-        if (step >= params.steps) break;
-        constexpr int kBuffers = 2;
-        const int now = slot % kBuffers, next = 1 - now;
+        if (first + slot >= params.steps) break;
+        const auto& now = operands[slot % 2];
+        auto& next = operands[1 - slot % 2];
         G hs[kTerms], xs[kTerms], gates[kGates] = {}, separate[kSeparate + 1] = {};
-        load_terms(hs, &h[now][team.first_term]);
-        load_terms(xs, &x[now][team.first_term]);
+        load_terms(hs, &now[0][team.first_term]);
+        load_terms(xs, &now[1][team.first_term]);
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) {
           G& sum_of_h = gate < kSums ? gates[gate] : separate[gate < kSums ? 0 : gate - kSums];
@@ -101,26 +112,22 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
         for (int gate = 0; gate < kSeparate; ++gate)
           separate[gate] = sum_of_parts(separate[gate]) + separate_bias[gate];
         G saved[kSaved];
-        Cell::template forward<Activation<T, G>>(gates, separate, state, last_h, saved);
-        if (team.part == 0) h[next][column] = is_there ? last_h : G(0);
-        if (thread < kSize) x[next][thread] = ahead[slot];
+        Cell::template forward<Activation<T, G>>(gates, separate, state, h, saved);
+        // A column that is not there has weights of zeros, and so no part in any sum.
+        if (part < 2) next[part][column] = part == 0 ? h : static_cast<G>(ahead[slot]);
+        // Two buffers: who writes the one of the step after next has seen that all have read it.
         Team::wait();
-        ahead[slot] = input_at(step + 1 + kAhead);
-        if (!is_there) continue;
-        const int64_t at = step * params.batch * hidden + of_row;
-        if (team.part == 0) static_cast<T*>(params.output)[at] = static_cast<T>(last_h);
-        if (!Cell::kStateIsH && team.part == 1 && params.c_stride != 0)
-          static_cast<T*>(params.c)[at] = static_cast<T>(state);
-        if (params.activations != nullptr && team.part < kSaved) {
+        ahead[slot] = next_input();
+        if (stores) *to = static_cast<T>(part == 0 ? h : state);
+        to += of_step;
 #pragma unroll
-          for (int value = Cell::kActivated; value < kSaved; ++value) saved[value] = gates[value];
-          static_cast<T*>(params.activations)[kSaved * (at - column) + team.part * hidden +
-                                              column] = static_cast<T>(select(saved, team.part));
-        }
+        for (int value = Cell::kActivated; value < kSaved; ++value) saved[value] = gates[value];
+        if (saves) *to_saved = static_cast<T>(select(saved, part));
+        to_saved += kSaved * of_step;
       }
     }
-    if (!is_there || team.part != 0) continue;
-    static_cast<T*>(params.last_h)[of_row] = static_cast<T>(last_h);
+    if (!is_there || part != 0) continue;
+    static_cast<T*>(params.last_h)[of_row] = static_cast<T>(h);
     void* last_c = params.c_stride == 0 ? params.c : params.last_c;
     if (!Cell::kStateIsH) static_cast<T*>(last_c)[of_row] = static_cast<T>(state);
   }

@@ -74,8 +74,12 @@ __device__ __forceinline__ void load_terms(G (&terms)[kTerms], const G* from) {
   }
 }
 
-// Calls body(Kind<T, kSize>{}) for a kind and a number of columns, and returns an error if there is
-// no kernel. The registers have no room for more columns of double.
+// Whether a thread's registers have room for the gradients of its weights, too.
+template <typename G, int kSize>
+constexpr bool kSumsWeights = kSize * sizeof(G) <= 128;
+
+// Calls body(Kernel<T, kSize>{}) for a kind and a number of columns, and returns an error if there
+// is no kernel: registers have no room for the weights of more columns.
 template <typename T, int kColumns>
 struct Kernel {
   using Element = T;
@@ -91,8 +95,10 @@ const char* for_kernels(int32_t kind, int64_t columns, const Body& body) {
       body(Kernel<T, 8>{});
     } else if (columns <= 16) {
       body(Kernel<T, 16>{});
-    } else if (sizeof(T) < 8 && columns <= 32) {
-      if constexpr (sizeof(T) < 8) body(Kernel<T, 32>{});
+    } else if (columns <= 32) {
+      body(Kernel<T, 32>{});
+    } else if (sizeof(T) < sizeof(double) && columns <= 64) {
+      if constexpr (sizeof(T) < sizeof(double)) body(Kernel<T, 64>{});
     } else {
       is_there = false;
     }

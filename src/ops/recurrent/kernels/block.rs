@@ -85,8 +85,13 @@ pub(crate) struct BlockBackward {
     /// `[B, H]`.
     pub grad_h0: *mut c_void,
     pub grad_c0: *mut c_void,
-    /// `[blocks, G·H·(F + H) + (G + S)·H]`, of the gates' kind: what each block adds up for the
-    /// gradients of the parameters; null if none of them is needed.
+    /// `[T, B, G·H]` and `[T, B, S·H]`: the gradients for what the product with h is added to, and
+    /// for the input's part of the separate gates; null where the weights' gradients are summed.
+    pub grad_gates: *mut c_void,
+    pub grad_separate: *mut c_void,
+    /// `[blocks, G·H·(F + H) + (G + S)·H]`, or without the weights `[blocks, (G + S)·H]`, of the
+    /// gates' kind: what each block adds up for the gradients of the parameters; null if none of
+    /// them is needed.
     pub sums: *mut c_void,
     pub grad_w_ih: *mut c_void,
     pub grad_w_hh: *mut c_void,
@@ -209,7 +214,8 @@ pub(crate) struct Kept<'a> {
     pub grads: [Option<Tensor>; 3],
 }
 
-/// The gradients of a layer's arguments, as far as they are needed.
+/// The gradients of a layer's arguments, as far as they are needed; those of the weights only if the
+/// kernel sums them.
 #[derive(Default)]
 pub(crate) struct BlockGradients {
     pub input: Option<Tensor>,
@@ -219,6 +225,10 @@ pub(crate) struct BlockGradients {
     pub w_hh: Option<Tensor>,
     pub b_ih: Option<Tensor>,
     pub b_hh: Option<Tensor>,
+    /// Those of the gates of all steps, if the kernel does not sum the weights', and of the input's
+    /// part of the separate gates, if there are any.
+    pub gates: Option<Tensor>,
+    pub separate: Option<Tensor>,
 }
 
 /// Which of them are needed, in their order.
@@ -231,7 +241,7 @@ pub(crate) fn backward(
     of: &Arguments,
     kept: &Kept<'_>,
     blocks: i32,
-    needs: BlockNeeds,
+    (needs, sums_weights): (BlockNeeds, bool),
 ) -> Result<BlockGradients> {
     let [steps, batch, features, hidden] = of.sizes;
     let shape = cell.shape;
@@ -241,17 +251,22 @@ pub(crate) fn backward(
         |is_needed: bool, size: &[i64]| is_needed.then(|| empty_of(size, of.like)).transpose();
     let has_c = !shape.state_is_h;
     let [needs_x, needs_h0, needs_c0, needs_w_ih, needs_w_hh, needs_b_ih, needs_b_hh] = needs;
+    let separate = shape.separate * hidden;
     let gradients = BlockGradients {
         input: made(needs_x, &x)?,
         h0: made(needs_h0, &one)?,
         c0: made(needs_c0 && has_c, &one)?,
-        w_ih: made(needs_w_ih, &[rows, features])?,
-        w_hh: made(needs_w_hh, &[rows, hidden])?,
+        w_ih: made(needs_w_ih && sums_weights, &[rows, features])?,
+        w_hh: made(needs_w_hh && sums_weights, &[rows, hidden])?,
+        gates: made(!sums_weights, &[steps, batch, rows])?,
+        separate: made(!sums_weights && separate > 0, &[steps, batch, separate])?,
         b_ih: made(needs_b_ih, &[rows])?,
         b_hh: made(needs_b_hh, &[rows])?,
     };
-    let count = rows * (features + hidden) + (shape.gates + shape.separate) * hidden;
-    let sums = (needs[3..].contains(&true))
+    let of_weights = if sums_weights { rows * (features + hidden) } else { 0 };
+    let count = of_weights + rows + separate;
+    let is_summed = needs_b_ih || needs_b_hh || sums_weights && (needs_w_ih || needs_w_hh);
+    let sums = is_summed
         .then(|| empty_of(&[blocks.into(), count], (gates_kind(of.like.0), of.like.1)))
         .transpose()?;
     let [grad_output, grad_h, grad_c] = kept.grads.each_ref().map(Option::as_ref);
@@ -280,6 +295,8 @@ pub(crate) fn backward(
         grad_input: pointer(gradients.input.as_ref()),
         grad_h0: pointer(gradients.h0.as_ref()),
         grad_c0: pointer(gradients.c0.as_ref()),
+        grad_gates: pointer(gradients.gates.as_ref()),
+        grad_separate: pointer(gradients.separate.as_ref()),
         sums: pointer(sums.as_ref()),
         grad_w_ih: pointer(gradients.w_ih.as_ref()),
         grad_w_hh: pointer(gradients.w_hh.as_ref()),

@@ -49,8 +49,9 @@ pub(crate) type OnAGrid<Params> =
 pub(crate) enum Kernel {
     /// A product and a kernel for each step.
     Step,
-    /// One kernel of this many blocks for the whole layer.
-    Block { blocks: i32 },
+    /// One kernel of this many blocks for the whole layer, backward perhaps without the gradients of
+    /// the weights.
+    Block { blocks: i32, sums_weights: bool },
     /// One kernel, with this many blocks for 8 rows, each `alone` on its multiprocessor.
     Cluster { cluster: i32, alone: bool, product: Product },
     /// One kernel; falls back to `Step` if there is none or not all its blocks can run at the same

@@ -179,7 +179,7 @@ fn all_steps<C: Cell>(
 ) -> Result<Outputs> {
     let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, padding } = *operands;
     let on_cuda = on_cuda::<C>(choice, Direction::Forward, sizes, h, padding.is_some())?;
-    if let Some((cell, Kernel::Block { blocks })) = &on_cuda
+    if let Some((cell, Kernel::Block { blocks, .. })) = &on_cuda
         && let Some(BlockCell { forward, .. }) = cell.block
     {
         return block::forward(cell, forward, &of_block(operands)?, *blocks, keep);
@@ -304,10 +304,12 @@ fn backward_by_ours<C: Cell>(
     let features = operands.input.size3()?.2;
     let sizes = Sizes { steps, batch, features, hidden };
     let on_cuda = on_cuda::<C>(choice, Direction::Backward, sizes, saved.output, false)?;
-    if let Some((cell, Kernel::Block { blocks })) = &on_cuda
+    if let Some((cell, Kernel::Block { blocks, sums_weights })) = &on_cuda
         && let Some(of) = cell.block
     {
-        return backward_by_block((cell, of, *blocks), grads, saved, needs);
+        let tf32 = choice.tf32(kind, sizes)?;
+        let of = (cell, of, (*blocks, *sums_weights));
+        return backward_by_block(of, grads, saved, needs, tf32);
     }
     let (output, activations) = (worked(saved.output)?, worked(saved.activations)?);
     let (weight, h0) = (worked(operands.w_hh)?, worked(operands.h)?);
@@ -371,10 +373,11 @@ fn backward_by_ours<C: Cell>(
 }
 
 fn backward_by_block(
-    (cell, of, blocks): (&CudaCell, BlockCell, i32),
+    (cell, of, (blocks, sums_weights)): (&CudaCell, BlockCell, (i32, bool)),
     [grad_output, grad_h, grad_c]: [Option<&Tensor>; 3],
     saved: &Saved<'_>,
     needs: &Needs,
+    tf32: Tf32,
 ) -> Result<Gradients> {
     let plain_of = |of: Option<&Tensor>| of.map(plain).transpose();
     let (output, activations) = (plain(saved.output)?, plain(saved.activations)?);
@@ -386,8 +389,21 @@ fn backward_by_block(
         grads: [plain_of(grad_output)?, plain_of(grad_h)?, plain_of(grad_c)?],
     };
     let arguments = of_block(saved.operands)?;
-    let made = block::backward(cell, of.backward, &arguments, &kept, blocks, *needs)?;
-    let BlockGradients { input, h0, c0, w_ih, w_hh, b_ih, b_hh } = made;
+    let made =
+        block::backward(cell, of.backward, &arguments, &kept, blocks, (*needs, sums_weights))?;
+    let BlockGradients { input, h0, c0, mut w_ih, mut w_hh, b_ih, b_hh, gates, separate } = made;
+    if let Some(gates) = gates {
+        let (input, first) = (worked(saved.operands.input)?, worked(saved.operands.h)?);
+        let over_steps = OverSteps {
+            gates: gates.f_flatten(0, 1)?,
+            separate: separate.map(|of| of.f_flatten(0, 1)).transpose()?,
+            input: &input,
+            h0: &first,
+            output: &output,
+            tf32,
+        };
+        [w_ih, w_hh] = over_steps.of_weights([needs[place::W_IH], needs[place::W_HH]])?;
+    }
     Ok([input, h0, c0, w_ih, w_hh, b_ih, b_hh])
 }
 

@@ -22,6 +22,8 @@ coefficients! {
         Memory gates: [f64; 2],
         /// A call of a kernel for the whole layer, without its steps.
         Latency block: [f64; 2],
+        /// What follows such a kernel if it does not sum the gradients of the weights, without products.
+        Latency block_products: f64,
         /// Scales of the weights, for fp16 values in place of tf32.
         Latency scaling: f64,
         /// What each way does before its first step.
@@ -209,21 +211,33 @@ impl<'a> Products<'a> {
 
     /// What a call does once, and its products over all steps.
     pub(super) fn at_once(self, direction: Direction) -> f64 {
-        let rates = &self.costs.product;
-        let rate = |is_tf32| match self.kind {
-            Kind::Half | Kind::BFloat16 => self.steps * rates.half,
-            Kind::Float if is_tf32 => self.steps * rates.tf32,
-            Kind::Double => self.steps * rates.double,
-            _ => self.steps * rates.float,
-        };
-        let of_input = rate(self.tf32.input) * self.of_input;
-        let of_weights = rate(self.tf32.weights) * (self.of_input + self.one);
+        let of_input = self.rate(self.tf32.input) * self.of_input;
         let products = match direction {
             Direction::Forward => of_input,
-            Direction::Backward => of_input + of_weights,
+            Direction::Backward => of_input + self.of_weights(),
         };
-        let gates = of(self.costs.gates, direction) * self.steps * self.gates_bytes;
-        of(self.costs.call, direction) + gates + products
+        of(self.costs.call, direction) + self.gates(direction) + products
+    }
+
+    fn rate(self, is_tf32: bool) -> f64 {
+        let rates = &self.costs.product;
+        let rate = match self.kind {
+            Kind::Half | Kind::BFloat16 => rates.half,
+            Kind::Float if is_tf32 => rates.tf32,
+            Kind::Double => rates.double,
+            _ => rates.float,
+        };
+        self.steps * rate
+    }
+
+    /// The products for the gradients of the weights.
+    fn of_weights(self) -> f64 {
+        self.rate(self.tf32.weights) * (self.of_input + self.one)
+    }
+
+    /// The memory of the gates.
+    fn gates(self, direction: Direction) -> f64 {
+        of(self.costs.gates, direction) * self.steps * self.gates_bytes
     }
 
     /// The whole direction with a kernel whose steps together cost this.
@@ -234,7 +248,16 @@ impl<'a> Products<'a> {
         is_scaled: bool,
     ) -> f64 {
         match kernel {
-            Kernel::Block { .. } => of(self.costs.block, direction) + steps,
+            Kernel::Block { sums_weights, .. } => {
+                let of_weights = match direction {
+                    Direction::Backward if !sums_weights => {
+                        let (gates, of_weights) = (self.gates(direction), self.of_weights());
+                        self.costs.block_products + gates + of_weights
+                    }
+                    _ => 0.0,
+                };
+                of(self.costs.block, direction) + steps + of_weights
+            }
             _ => self.costs.before_steps(kernel, is_scaled) + steps + self.at_once(direction),
         }
     }

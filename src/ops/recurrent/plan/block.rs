@@ -1,8 +1,9 @@
 //! Layers that `csrc/recurrent/block` computes in one kernel a direction.
 
 use super::resident::Pass;
-use super::sizes::{Line, Product};
+use super::sizes::{Line, Product, Sizes};
 use crate::ops::costs::{Each, Unit, Visit};
+use tch::Kind;
 
 /// A kernel that is compiled, up to some number of columns, and what a step of it costs.
 #[derive(Clone, Debug)]
@@ -21,11 +22,11 @@ impl Entry {
             let entry = |&columns| Entry { product, columns, step: Default::default() };
             columns.iter().map(entry).collect::<Vec<_>>()
         };
-        // The registers have no room for more columns of Double.
+        // The registers have no room for more columns.
         [
-            of(Product::Half, &[8, 16, 32]),
-            of(Product::Float, &[8, 16, 32]),
-            of(Product::Double, &[8, 16]),
+            of(Product::Half, &[8, 16, 32, 64]),
+            of(Product::Float, &[8, 16, 32, 64]),
+            of(Product::Double, &[8, 16, 32]),
         ]
         .concat()
     }
@@ -36,6 +37,12 @@ impl Each for Entry {
         let Entry { product, columns, .. } = *self;
         self.step.each(&format!("{name}.{}_{columns}", product.name()), unit, visit);
     }
+}
+
+/// Whether the kernel sums the gradients of the weights, too: for more columns, registers have no room.
+pub(in crate::ops) fn sums_weights(kind: Kind, Sizes { features, hidden, .. }: Sizes) -> bool {
+    let most = if kind == Kind::Double { 16 } else { 32 };
+    features.max(hidden) <= most
 }
 
 /// How many blocks share the rows, and what a step costs; `None` if there is no kernel.
@@ -57,16 +64,16 @@ fn blocks(batch: i64, columns: i64, processors: i64) -> i32 {
     let at_a_time = match columns {
         ..=8 => 32,
         9..=16 => 8,
-        _ => 2,
+        17..=32 => 2,
+        _ => 1,
     };
     i32::try_from(batch.min(at_a_time * processors)).unwrap_or(i32::MAX)
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Direction, Gpu, Sizes};
+    use super::super::{Direction, Gpu};
     use super::*;
-    use tch::Kind;
 
     fn shared(kind: Kind, [batch, features, hidden]: [i64; 3], gpu: Gpu) -> Option<(i32, f64)> {
         let mut entries = Entry::all();
@@ -84,8 +91,9 @@ mod tests {
         assert_eq!(of(Kind::Half, [5000, 9, 2]), Some(8 * 132));
         assert_eq!(of(Kind::BFloat16, [100, 2, 32]), Some(100));
         assert_eq!(of(Kind::Double, [3, 2, 16]), Some(3));
-        assert_eq!(of(Kind::Double, [3, 2, 17]), None);
-        assert_eq!(of(Kind::Float, [3, 33, 2]), None);
+        assert_eq!(of(Kind::Float, [300, 33, 2]), Some(132));
+        assert_eq!(of(Kind::Double, [3, 2, 33]), None);
+        assert_eq!(of(Kind::Float, [3, 65, 2]), None);
         assert_eq!(of(Kind::Int64, [3, 3, 2]), None);
         let step = |batch| shared(Kind::Float, [batch, 4, 4], Gpu::H200).map(|(_, step)| step);
         assert_eq!(step(132), step(1));

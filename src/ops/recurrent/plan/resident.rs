@@ -89,7 +89,8 @@ pub(in crate::ops) type Priced = (Kernel, f64);
 impl Costs {
     pub fn block(&self, pass: &Pass) -> Option<Priced> {
         let (blocks, step) = block::share(&self.blocks, pass)?;
-        Some((Kernel::Block { blocks }, step))
+        let sums_weights = block::sums_weights(pass.kind, pass.sizes);
+        Some((Kernel::Block { blocks, sums_weights }, step))
     }
 
     pub fn cluster(&self, pass: &Pass) -> Option<Priced> {
