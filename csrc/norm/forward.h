@@ -169,15 +169,19 @@ bool aligned(const NormForward& params) {
          is_aligned<T, kLanes>(params.output);
 }
 
+// The lanes of NormLoads::Narrow.
+template <typename T>
+constexpr int kLanesOf8Bytes = 8 / sizeof(T);
+
 // Whether the blocks of a cluster can keep a row in registers, with kKept bytes per thread.
-template <typename T, int kKept>
+template <typename T, int kLanes, int kKept>
 bool fits_a_cluster(const NormForward& params) {
   const NormPlan& plan = params.plan;
-  constexpr int kLanes = kLanesOf16Bytes<T>;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
   const int64_t each = (all + plan.cluster - 1) / plan.cluster;
   return plan.team == plan.threads && plan.cluster <= kMostInCluster &&
-         each * 16 <= plan.team * int64_t{kKept} && params.rows <= INT32_MAX / plan.cluster;
+         each * kLanes * int64_t{sizeof(T)} <= plan.team * int64_t{kKept} &&
+         params.rows <= INT32_MAX / plan.cluster;
 }
 
 }  // namespace

@@ -81,9 +81,16 @@ bool start(const NormForward& params, cudaStream_t stream) {
 
 template <typename Norm>
 bool start_forward_passes(const NormForward& params, cudaStream_t stream) {
-  return with_lanes(params, [&](auto type, auto lanes) {
+  auto start_of = [&](auto type, auto lanes) {
     return start<Norm, typename decltype(type)::type, lanes()>(params, stream);
+  };
+  if (params.plan.loads != NormLoads::Narrow) return with_lanes(params, start_of);
+  bool planned = false;
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    planned = start_of(type, std::integral_constant<int, kLanesOf8Bytes<T>>{});
   });
+  return planned;
 }
 
 }  // namespace tch_extension::norm

@@ -1,7 +1,7 @@
-// The forward pass of rows that begin at multiples of 16 bytes. A team, or a cluster, keeps its row
-// in registers, so that memory is read once: 2·M·N values are moved, and the parameters. The number
-// of bytes in flight decides the speed, and the registers limit it: each thread keeps 64 bytes, and
-// as many small blocks run as fit.
+// The forward pass of rows that begin at multiples of 16 bytes, or of 8. A team, or a cluster,
+// keeps its row in registers, so that memory is read once: 2·M·N values are moved, and the
+// parameters. The number of bytes in flight decides the speed, and the registers limit it: each
+// thread keeps 64 bytes, and as many small blocks run as fit.
 #pragma once
 
 #include "forward.h"
@@ -71,7 +71,12 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
     vectors = row < params.rows ? static_cast<int>(columns / kLanes) : 0;
   }
   const int64_t row_at = row * columns, at = row_at + column;
-  auto is_there = [&](int v) { return kFull || v * team + thread < vectors; };
+  // Counting the thread's vectors takes fewer registers if there are twice as many of them.
+  constexpr bool kNarrow = kLanes < kLanesOf16Bytes<T>;
+  const int mine = (vectors - thread + team - 1) >> (__ffs(team) - 1);
+  auto is_there = [&](int v) {
+    return kFull || (kNarrow ? v < mine : v * team + thread < vectors);
+  };
 
   Vector<T, kLanes> stored[kVectors];
 #pragma unroll
@@ -145,18 +150,18 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   if (thread == 0 && column == 0 && row < params.rows) keep_moments<Norm>(params, row, moments);
 }
 
-template <typename T>
+template <typename T, int kLanes>
 bool fits(const NormForward& params) {
   const NormPlan& plan = params.plan;
-  if (!fits_a_block(plan) || !aligned<T, kLanesOf16Bytes<T>>(params)) return false;
-  if (plan.way == NormWay::Cluster) return fits_a_cluster<T, kClusterBytes<T>>(params);
+  if (!fits_a_block(plan) || !aligned<T, kLanes>(params)) return false;
+  if (plan.way == NormWay::Cluster) return fits_a_cluster<T, kLanes, kClusterBytes<T>>(params);
   const int64_t kept = plan.team <= kWarp ? kBytes : 2 * kBytes;
   return params.columns * int64_t{sizeof(T)} <= plan.team * kept &&
          params.rows <= int64_t{INT32_MAX} * (plan.threads / plan.team);
 }
 
 // The kernel for exactly the plan's size of team, with a weight and a bias. It is null if there is
-// none; there is none for doubles.
+// none; there is none for doubles, nor for loads of 8 bytes.
 template <typename Norm, typename T>
 auto kernel_of_one_team(const NormForward& params) -> void (*)(NormForward) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
@@ -190,26 +195,34 @@ auto kernel_of_one_team(const NormForward& params) -> void (*)(NormForward) {
   return nullptr;
 }
 
-template <typename Norm, typename T>
-void start(const NormForward& params, cudaStream_t stream) {
-  constexpr int kLanes = kLanesOf16Bytes<T>;
+// Starts the kernel whose threads load kLanes values at a time. Returns whether the plan fits.
+template <typename Norm, typename T, int kLanes>
+bool start(const NormForward& params, cudaStream_t stream) {
+  if (!fits<T, kLanes>(params)) return false;
+  if (params.rows == 0) return true;
   const NormPlan& plan = params.plan;
   if (plan.way == NormWay::Cluster) {
     const ClusterLaunch launch(plan, 0, params.rows, stream);
     constexpr auto kKernel =
         forward_in_registers<Norm, T, kLanes, kClusterBytes<T>, kBlocksOfCluster>;
     cudaLaunchKernelEx(&launch.config, kKernel, params);
-    return;
+    return true;
   }
   const unsigned int blocks = blocks_of_teams(params.rows, plan);
-  auto start_kernel = [&](auto* kernel) { kernel<<<blocks, plan.threads, 0, stream>>>(params); };
+  auto start_kernel = [&](auto* kernel) {
+    kernel<<<blocks, plan.threads, 0, stream>>>(params);
+    return true;
+  };
   const int64_t kept = params.columns * int64_t{sizeof(T)};
   if (kept > plan.team * int64_t{kBytes}) {
     return start_kernel(forward_in_registers<Norm, T, kLanes, 2 * kBytes, kAnyWarps>);
   }
-  if (const auto kernel = kernel_of_one_team<Norm, T>(params)) return start_kernel(kernel);
-  plan.team <= kWarp ? start_kernel(forward_in_registers<Norm, T, kLanes, kBytes, kAnyPartOfWarp>)
-                     : start_kernel(forward_in_registers<Norm, T, kLanes, kBytes, kAnyWarps>);
+  if constexpr (kLanes == kLanesOf16Bytes<T>) {
+    if (const auto kernel = kernel_of_one_team<Norm, T>(params)) return start_kernel(kernel);
+  }
+  return plan.team <= kWarp
+             ? start_kernel(forward_in_registers<Norm, T, kLanes, kBytes, kAnyPartOfWarp>)
+             : start_kernel(forward_in_registers<Norm, T, kLanes, kBytes, kAnyWarps>);
 }
 
 }  // namespace
@@ -219,8 +232,9 @@ bool start_forward_registers(const NormForward& params, cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    planned = fits<T>(params);
-    if (planned && params.rows > 0) start<Norm, T>(params, stream);
+    planned = params.plan.loads == NormLoads::Narrow
+                  ? start<Norm, T, kLanesOf8Bytes<T>>(params, stream)
+                  : start<Norm, T, kLanesOf16Bytes<T>>(params, stream);
   });
   return planned;
 }

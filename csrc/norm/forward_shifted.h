@@ -1,6 +1,6 @@
 // The forward pass of rows that begin at any address: odd numbers of columns, and views of larger
 // arrays. It works as in forward_registers.h, but loads and stores rows with the functions of
-// shifted.h.
+// shifted.h. Doubles need no such kernel, because their rows begin at multiples of 8 bytes.
 #pragma once
 
 #include "forward.h"
@@ -27,9 +27,9 @@ __device__ __forceinline__ void for_lanes(int count, Action action) {
 // A team computes one row. Each thread keeps kKept bytes of it.
 template <typename Norm, typename T, int kKept, Team kTeam>
 __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMostThreads,
-                                  sizeof(T) == 8 || kKept > kBytes ? 1
-                                  : kTeam == Team::kWithinWarp     ? 12
-                                                                   : 2)
+                                  kKept > kBytes               ? 1
+                                  : kTeam == Team::kWithinWarp ? 12
+                                                               : 2)
     forward_shifted(NormForward params) {
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kKept / 16;
@@ -117,7 +117,7 @@ bool start(const NormForward& params, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   if (!fits_a_block(plan)) return false;
   if (plan.way == NormWay::Cluster) {
-    if (!fits_a_cluster<T, kBytes>(params)) return false;
+    if (!fits_a_cluster<T, kLanes, kBytes>(params)) return false;
     if (params.rows == 0) return true;
     const ClusterLaunch launch(plan, 0, params.rows, stream);
     cudaLaunchKernelEx(&launch.config, forward_shifted<Norm, T, kBytes, Team::kCluster>, params);
@@ -146,7 +146,8 @@ template <typename Norm>
 bool start_forward_shifted(const NormForward& params, cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
-    planned = start<Norm, typename decltype(type)::type>(params, stream);
+    using T = typename decltype(type)::type;
+    if constexpr (sizeof(T) < sizeof(double)) planned = start<Norm, T>(params, stream);
   });
   return planned;
 }

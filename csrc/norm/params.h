@@ -37,6 +37,8 @@ enum class NormLoads : int32_t {
   Single,
   // 16 bytes at a time, from multiples of 16 bytes.
   Vector,
+  // Forward: 8 bytes at a time, from multiples of 8 bytes.
+  Narrow,
   // As `Vector`, but rows may begin at any address: their vectors are shifted out of the loads.
   Shifted,
 };

@@ -3,6 +3,7 @@
 use super::*;
 use std::io::Write;
 use support::gpu::caching_or_skip;
+use support::{among_nan, assert_as_close};
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
 
@@ -164,16 +165,48 @@ fn cuda_rows_may_begin_anywhere() {
     }
 }
 
-/// Checks that the values are equal up to the rounding of another order of sums. Values that are
-/// not finite are never close.
-fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
-    let tolerance = match kind {
-        Kind::Double => 1e-12,
-        Kind::Float => 1e-4,
-        _ => 2e-2,
-    };
-    assert!(bool::try_from(expected.isfinite().all()).expect("one"));
-    assert_close(actual, expected, tolerance, tolerance);
+/// Rows that begin at multiples of 8 bytes are read 8 bytes at a time in the forward pass, without
+/// any value from outside, which is NaN here. Which multiple it is must not change a bit of y, and
+/// neither must it which of the arrays are not at a multiple of 16 bytes.
+#[test]
+fn cuda_rows_may_begin_at_multiples_of_8_bytes() {
+    use NormWay::{Automatic, Cluster, Passes, Registers};
+    let Some(device) = cuda_or_skip("cuda_rows_may_begin_at_multiples_of_8_bytes") else { return };
+    for kind in KINDS {
+        let size = kind.elt_size_in_bytes() as i64;
+        for (rows, eights) in support::ROWS_OF_EIGHTS {
+            let sizes = [rows, eights * 8 / size];
+            let inputs = AFFINE.samples(&[sizes], kind, device).remove(0).inputs;
+            let exact: Vec<Tensor> =
+                inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+            for case in [AFFINE, PLAIN] {
+                let expected = case.reference(&exact).expect("reference").remove(0).to_kind(kind);
+                for way in [Automatic, Registers, Cluster, Passes] {
+                    let context = format!("{way:?} {case:?} {sizes:?} {kind:?}");
+                    let run = |eights: [i64; 3]| {
+                        let arguments: Vec<Tensor> = std::iter::zip(&inputs, eights)
+                            .map(|(tensor, eights)| among_nan(tensor, eights * 8 / size))
+                            .collect();
+                        Case { way, ..case }.fused(&arguments).expect("output").remove(0)
+                    };
+                    let found = run([1, 0, 0]);
+                    eprintln!("{context}");
+                    assert_as_close(&found, &expected, kind);
+                    for offsets in [[3, 0, 0], [5, 1, 3], [0, 1, 0], [0, 0, 1], [0, 0, 0]] {
+                        // Otherwise all that is read may be at multiples of 16 bytes.
+                        let of_x = offsets[0] % 2 == 1 || eights % 2 == 1;
+                        let again = run(offsets);
+                        assert_as_close(&again, &expected, kind);
+                        let of_parameters = case.weight && offsets != [0; 3];
+                        assert!(
+                            again.equal(&found) || !of_x && !of_parameters,
+                            "{context} at {offsets:?}"
+                        );
+                    }
+                }
+            }
+        }
+    }
 }
 
 /// Tests more rows than the blocks can take at the same time, so that each block's ring buffer
@@ -227,19 +260,6 @@ fn with_samples_on_the_gpu(case: Case, sizes: &[[i64; 2]], test: impl FnOnce(&Su
         large: &|_, _| Vec::new(),
         terms: &move |sample: &Sample| sample.inputs[0].size()[0].max(columns(case, sample)),
     });
-}
-
-/// A copy of the values that begins `offset` elements after the start of an array, which otherwise
-/// holds NaN.
-fn among_nan(tensor: &Tensor, offset: i64) -> Tensor {
-    let around = Tensor::full(
-        [tensor.numel() as i64 + offset + 16],
-        f64::NAN,
-        (tensor.kind(), tensor.device()),
-    );
-    let mut inside = around.narrow(0, offset, tensor.numel() as i64).view(&tensor.size()[..]);
-    inside.copy_(&tensor.detach());
-    inside
 }
 
 /// More elements than 32 bits can count. The test compares the first rows, those around 2³¹

@@ -109,6 +109,7 @@ impl Case {
             [37, 256],    // the longest row for one warp in Double, and a block with idle teams
             [9, 1029],    // a block for each row, without vectors
             [6, 1032],    // a block for each row, with vectors
+            [5, 2068],    // rows of half kinds at multiples of 8 bytes, but not of 16
             [3, 4098],    // more than fits in registers in Double
             [2, 8200],    // more than fits in registers in the other kinds
             [3, 70001],   // more than 64K columns

@@ -4,7 +4,7 @@
 
 use proptest::prelude::*;
 use support::property::{Case as RandomCase, Property, size, style};
-use support::{KINDS, Suite};
+use support::{KINDS, Suite, among_nan};
 use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
@@ -13,7 +13,7 @@ use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::nn::{RmsNormConfig, rms_norm as layer};
 use tch_extension::ops::{NormWay, f_rms_norm, force, rms_norm_reference};
 use tch_extension::testing::{
-    Sample, SampleTable, Shape, assert_as_accurate, assert_close, devices,
+    Sample, SampleTable, Shape, assert_as_accurate, assert_close, cuda_or_skip, devices,
 };
 
 const EPS: Option<f64> = Some(1e-5);
@@ -81,6 +81,7 @@ impl Case {
             [37, 256],
             [9, 1029],
             [6, 1032],
+            [5, 2068],
             [3, 4098],
             [2, 8200],
             [2, 35000],
@@ -142,6 +143,37 @@ fn second_derivatives_of_every_small_sample() {
 #[test]
 fn conformance_in_every_kind() {
     for_each_case(|suite| suite.conformance_of(suite.small));
+}
+
+/// As in layer_norm's test of that name.
+#[test]
+fn cuda_rows_may_begin_at_multiples_of_8_bytes() {
+    use NormWay::{Automatic, Cluster, Passes, Registers};
+    let Some(device) = cuda_or_skip("cuda_rows_may_begin_at_multiples_of_8_bytes") else { return };
+    for kind in KINDS {
+        let size = kind.elt_size_in_bytes() as i64;
+        for (rows, eights) in support::ROWS_OF_EIGHTS {
+            let sizes = [rows, eights * 8 / size];
+            let inputs = AFFINE.samples(&[sizes], kind, device).remove(0).inputs;
+            let exact: Vec<Tensor> =
+                inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+            let expected = AFFINE.reference(&exact).expect("reference").remove(0).to_kind(kind);
+            for way in [Automatic, Registers, Cluster, Passes] {
+                let run = |eights: [i64; 2]| {
+                    let arguments: Vec<Tensor> = std::iter::zip(&inputs, eights)
+                        .map(|(tensor, eights)| among_nan(tensor, eights * 8 / size))
+                        .collect();
+                    Case { way, ..AFFINE }.fused(&arguments).expect("output").remove(0)
+                };
+                let found = run([1, 0]);
+                let context = format!("{way:?} {sizes:?} {kind:?}");
+                eprintln!("{context}");
+                support::assert_as_close(&found, &expected, kind);
+                assert!(run([0, 3]).equal(&found) && run([3, 1]).equal(&found), "{context}");
+                assert!(eights % 2 == 0 || run([0, 0]).equal(&found), "{context}");
+            }
+        }
+    }
 }
 
 #[test]

@@ -27,6 +27,46 @@ use tch_extension::testing::{
 
 pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
+/// Rows, and the multiples of 8 bytes that each has, for the norms: in half kinds (5, 2068) and
+/// (3, 11576), and sizes for each kernel.
+pub const ROWS_OF_EIGHTS: [(i64, i64); 10] = [
+    (5, 1),
+    (300, 3),
+    (40, 25),
+    (6, 255),
+    (5, 517),
+    (3, 2894),
+    (3, 4099), // more than 64 bytes for each thread of a block
+    (3, 8203), // more than a block holds
+    (140, 8203),
+    (2, 33_001), // more than a cluster holds
+];
+
+/// A copy of the values that begins `offset` elements after the start of an array, which otherwise
+/// holds NaN.
+pub fn among_nan(tensor: &Tensor, offset: i64) -> Tensor {
+    let around = Tensor::full(
+        [tensor.numel() as i64 + offset + 16],
+        f64::NAN,
+        (tensor.kind(), tensor.device()),
+    );
+    let mut inside = around.narrow(0, offset, tensor.numel() as i64).view(&tensor.size()[..]);
+    inside.copy_(&tensor.detach());
+    inside
+}
+
+/// Checks that the values are equal up to the rounding of another order of sums. Values that are
+/// not finite are never close.
+pub fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
+    let tolerance = match kind {
+        Kind::Double => 1e-12,
+        Kind::Float => 1e-4,
+        _ => 2e-2,
+    };
+    assert!(bool::try_from(expected.isfinite().all()).expect("one"));
+    assert_close(actual, expected, tolerance, tolerance);
+}
+
 pub type Operator<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Sync);
 
 /// An operator, its reference in tch operations, and samples of inputs for both.

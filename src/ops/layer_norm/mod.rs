@@ -39,7 +39,7 @@ pub(super) use kernels::KERNELS;
 /// libtorch; autocast on the CPU changes nothing. There are first and second derivatives with
 /// respect to each tensor. On CUDA the operator works on libtorch's current stream and never waits
 /// for the GPU. It is deterministic; the order of sums depends on sizes, and on CUDA also on
-/// whether all tensors allow 16-byte loads.
+/// whether all tensors allow loads of 16 bytes or of 8.
 ///
 /// The variance comes from a second pass over the centred row, and is corrected for the rounding of
 /// the mean. Tests enforce these error bounds: an output or gradient of kind `Float`, `Half` or

@@ -42,6 +42,8 @@ pub(crate) enum Loads {
     Single,
     /// 16 bytes at a time, from multiples of 16 bytes.
     Vector,
+    /// Forward: 8 bytes at a time, from multiples of 8 bytes.
+    Narrow,
     /// As `Vector`, but rows may begin at any address: their vectors are shifted out of the loads.
     Shifted,
 }
@@ -100,7 +102,8 @@ pub(crate) struct Rows {
     pub(crate) rows: i64,
     pub(crate) columns: i64,
     pub(crate) kind: Kind,
-    /// All arrays begin at multiples of this many bytes. Plans only test whether it is 16.
+    /// All arrays begin at multiples of this many bytes, and of a value's size. Plans only test whether
+    /// it is 16 or 8.
     pub(crate) alignment: i64,
     /// Whether a backward computes the gradient of weight or bias. Forwards do not depend on it.
     pub(crate) has_sums: bool,
@@ -128,10 +131,20 @@ impl Rows {
         i64::from(self.gpu.shared_memory) - 8 * 1024
     }
 
-    /// Whether aligned 16-byte loads can read every row. Otherwise rows in registers are shifted
-    /// out of such loads.
+    /// Whether aligned loads of this many bytes, 8 or 16, can read every row.
+    fn is_read_by(&self, bytes: i64) -> bool {
+        self.columns % (bytes / self.size()) == 0 && self.alignment.max(self.size()) % bytes == 0
+    }
+
+    /// Whether aligned 16-byte loads can read every row.
     fn is_aligned(&self) -> bool {
-        self.columns % self.wide() == 0 && self.alignment % 16 == 0
+        self.is_read_by(16)
+    }
+
+    /// Whether a forward has to shift rows in registers out of 16-byte loads. Rows of doubles never
+    /// are: 8-byte loads read them.
+    fn forward_shifts(&self) -> bool {
+        !self.is_read_by(8)
     }
 
     /// How many 16-byte loads a row takes.
@@ -215,7 +228,18 @@ impl Rows {
         team
     }
 
+    /// Rows at multiples of 8 bytes have the same plan as those at multiples of 16, but twice as many
+    /// loads of half the size: shifting costs more than these.
     pub(crate) fn forward(&self) -> Plan {
+        let plan = self.forward_of_16_bytes();
+        match self.is_aligned() || self.forward_shifts() {
+            true => plan,
+            false => Plan { loads: Loads::Narrow, ..plan },
+        }
+    }
+
+    /// A plan that loads 16 bytes at a time where possible.
+    fn forward_of_16_bytes(&self) -> Plan {
         let loads = self.loads();
         let Some(team) = self.team(loads, FORWARD_LOADS) else { return self.forward_of_long() };
         if let Some(threads) = self.value_by_value(team) {
@@ -245,7 +269,7 @@ impl Rows {
     /// 1 of the time.
     fn is_kept_when_long(&self) -> bool {
         match self.size() {
-            2 => !self.is_aligned(),
+            2 => self.forward_shifts(),
             size => size == 4,
         }
     }
@@ -255,7 +279,7 @@ impl Rows {
     fn cluster_of_forward(&self) -> Option<Plan> {
         // The same as kClusterBytes in csrc/norm/forward_registers.h, and for shifted rows as
         // kBytes.
-        let is_wide = self.size() == 4 && self.is_aligned();
+        let is_wide = self.size() == 4 && !self.forward_shifts();
         let each = if is_wide { 2 * FORWARD_LOADS } else { FORWARD_LOADS };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
@@ -268,15 +292,11 @@ impl Rows {
         Some(plan)
     }
 
-    /// The number of threads for rows that aligned 16-byte loads cannot read, where reading value by
-    /// value is faster than shifting vectors; `None` elsewhere.
+    /// The number of threads for rows that aligned loads cannot read, where reading value by value is
+    /// faster than shifting vectors; `None` elsewhere.
     fn value_by_value(&self, team: i64) -> Option<i64> {
-        if !self.adapts() || self.is_aligned() {
+        if !self.adapts() || !self.forward_shifts() {
             return None;
-        }
-        // 16 bytes hold only two doubles, so that shifting saves few loads: it took twice the time.
-        if self.size() == 8 && team == MOST_THREADS {
-            return Some(MOST_THREADS);
         }
         if self.has_few_values_per_thread() {
             let threads = power_of_two(self.columns).clamp(2 * WARP, MOST_THREADS);
@@ -635,6 +655,7 @@ pub(in crate::ops) fn ways_on_h200(page: &mut String) -> std::fmt::Result {
                 let (forward, backward) = (of.forward(), of.backward());
                 let loads = |plan: &Plan| match plan.loads {
                     Loads::Vector => "",
+                    Loads::Narrow => " (8 bytes)",
                     Loads::Shifted => " (shifted)",
                     Loads::Single => " (single values)",
                 };

@@ -36,7 +36,7 @@ pub(super) use kernels::KERNELS;
 /// Autocast changes nothing, as in libtorch. There are first and second derivatives with respect to
 /// each tensor. On CUDA the operator works on libtorch's current stream and never waits for the GPU.
 /// It is deterministic; the order of sums depends on sizes, and on CUDA also on whether all tensors
-/// allow 16-byte loads.
+/// allow loads of 16 bytes or of 8.
 ///
 /// An output or gradient of kind `Float`, `Half` or `BFloat16` is no further from the exact value
 /// than that of libtorch's own operator, apart from two roundings. A row that contains an infinity

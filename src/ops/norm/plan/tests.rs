@@ -48,17 +48,23 @@ fn forwards_suit_the_size() {
     assert_eq!(plan(MANY, 8191, Kind::Half), Some((256, 256)));
     assert_eq!(plan(MANY, 1, Kind::Half), Some((1, 64)));
     // Such rows are computed value by value if they are few, or if a team would be idle.
-    assert_eq!(plan(16, 100, Kind::Half), None);
-    assert_eq!(plan(MANY, 100, Kind::Half), Some((4, 64)));
+    assert_eq!(plan(16, 101, Kind::Half), None);
+    assert_eq!(plan(MANY, 101, Kind::Half), Some((4, 64)));
     assert_eq!(plan(MANY, 1025, Kind::Float), None);
     assert_eq!(plan(MANY, 1023, Kind::Float), Some((64, 64)));
     assert_eq!(plan(MANY, 1025, Kind::Half), Some((64, 64)));
     assert_eq!(plan(16, 3, Kind::Half), None);
     assert_eq!(plan(16, 3, Kind::Float), Some((1, 64)));
-    // Doubles are, too, if a row takes the largest team.
-    assert_eq!(plan(MANY, 2047, Kind::Double), Some((256, 256)));
-    assert_eq!(plan(MANY, 2049, Kind::Double), None);
-    assert_eq!(plan(MANY, 2050, Kind::Double), Some((512, 512)));
+    // Those at multiples of 8 bytes are not.
+    assert_eq!(plan(16, 100, Kind::Half), Some((16, 64)));
+    assert_eq!(plan(MANY, 1026, Kind::Float), Some((128, 128)));
+    assert_eq!(plan(MANY, 2068, Kind::BFloat16), Some((128, 128)));
+    assert_eq!(plan(664, 11_572, Kind::Half), Some((512, 512)));
+    assert_eq!(plan(MANY, 16_388, Kind::Half), None);
+    assert_eq!(plan(MANY, 2049, Kind::Double), Some((512, 512)));
+    assert_eq!(plan(MANY, 4095, Kind::Double), Some((512, 512)));
+    assert_eq!(plan(MANY, 4097, Kind::Double), None);
+    assert_eq!(plan(66, 4097, Kind::Double), Some((512, 2 * 512)));
     // Few rows get more threads, but no thread is without a load.
     assert_eq!(plan(256, 1024, Kind::BFloat16), Some((128, 128)));
     assert_eq!(plan(1024, 1024, Kind::Float), Some((128, 128)));
@@ -73,11 +79,63 @@ fn few_halves_that_are_not_aligned_are_read_value_by_value() {
     };
     assert_eq!(way(132, 384, Kind::BFloat16, 2), Way::Passes);
     assert_eq!(way(133, 384, Kind::BFloat16, 2), Way::Registers);
-    assert_eq!(way(132, 2120, Kind::BFloat16, 8), Way::Registers);
+    assert_eq!(way(132, 2120, Kind::BFloat16, 2), Way::Registers);
+    assert_eq!(way(132, 384, Kind::BFloat16, 8), Way::Registers);
     assert_eq!(way(132, 384, Kind::BFloat16, 16), Way::Registers);
     assert_eq!(way(132, 384, Kind::Float, 4), Way::Registers);
-    assert_eq!(way(MANY, 2048, Kind::Double, 8), Way::Registers);
-    assert_eq!(way(MANY, 2050, Kind::Double, 8), Way::Passes);
+}
+
+#[test]
+fn forwards_load_as_many_bytes_as_rows_allow() {
+    use Kind::{BFloat16, Double, Float, Half};
+    use Loads::{Narrow, Shifted, Vector};
+    for (kind, columns, alignment, expected) in [
+        (BFloat16, 2068, 16, Narrow),
+        (BFloat16, 2068, 4, Shifted),
+        (BFloat16, 2070, 16, Shifted),
+        (BFloat16, 2072, 16, Vector),
+        (Half, 4, 16, Narrow),
+        (Half, 11_576, 16, Vector),
+        (Half, 11_576, 8, Narrow),
+        (Half, 11_576, 2, Shifted),
+        (Half, 16_396, 8, Narrow),
+        (Float, 2, 16, Narrow),
+        (Float, 1022, 8, Narrow),
+        (Float, 1022, 4, Shifted),
+        (Float, 1023, 8, Shifted),
+        (Float, 1024, 8, Narrow),
+        (Float, 1024, 16, Vector),
+        (Double, 1, 16, Narrow),
+        (Double, 2066, 16, Vector),
+        (Double, 2066, 8, Narrow),
+        (Double, 28_377, 8, Narrow),
+    ] {
+        let rows = rows(Way::Automatic, columns, kind, alignment);
+        assert_eq!(rows.forward().loads, expected, "{kind:?} {columns} aligned to {alignment}");
+        assert_ne!(rows.backward().loads, Narrow);
+        assert!(rows.forward_of_sum().is_none_or(|plan| plan.loads == Vector));
+    }
+}
+
+#[test]
+fn forwards_at_8_bytes_have_the_plan_of_rows_at_16() {
+    use Way::{Automatic, Cluster, Passes, Registers};
+    for kind in [Kind::Half, Kind::Float, Kind::Double] {
+        for way in [Automatic, Registers, Cluster, Passes] {
+            for pieces in (1..40).chain((41..40_000).step_by(97)) {
+                for count in [1, 30, 300, MANY] {
+                    let plan = |pieces: i64, alignment| {
+                        let columns = pieces * 8 / kind.elt_size_in_bytes() as i64;
+                        Rows { rows: count, ..rows(way, columns, kind, alignment) }.forward()
+                    };
+                    let whole = plan(pieces + pieces % 2, 16);
+                    assert_eq!(whole.loads, Loads::Vector);
+                    let expected = Plan { loads: Loads::Narrow, ..whole };
+                    assert_eq!(plan(pieces, 8), expected, "{way:?} {count} {pieces} {kind:?}");
+                }
+            }
+        }
+    }
 }
 
 #[test]
@@ -282,6 +340,7 @@ fn every_plan_holds_its_row() {
 
                     let plan = rows.backward();
                     check(&plan, &rows);
+                    assert_ne!(plan.loads, Loads::Narrow);
                     let values = if kind == Kind::Double { 8 } else { 16 };
                     let (team, cluster) = (i64::from(plan.team), i64::from(plan.cluster));
                     let is_shifted = plan.loads == Loads::Shifted;
@@ -325,6 +384,7 @@ fn check(plan: &Plan, rows: &Rows) {
         Loads::Vector => {
             assert!(!is_odd || (plan.way == Way::InPlace && rows.alignment % 16 == 0));
         }
+        Loads::Narrow => assert!(is_odd && rows.is_read_by(8)),
         Loads::Shifted => assert!(!is_read_again && (is_odd || plan.way == Way::Few)),
     }
     let is_few = matches!(plan.way, Way::Few | Way::FewPasses);
