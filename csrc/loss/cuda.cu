@@ -443,6 +443,8 @@ void start_rows(const LossRows& params, cudaStream_t stream) {
   const bool in_total = params.of_mean && !by_rows && params.gradients == nullptr;
   const bool is_ahead = params.of_mean && !by_rows && !in_total;
   if (is_ahead) start_total<T>(params, true, nullptr, false, stream);
+  // What follows clears errors of launches that may fail.
+  if (cudaPeekAtLastError() != cudaSuccess) return;
   LossRows of_rows = params;
   if (is_ahead || in_total) of_rows.of_mean = 0;
   if (in_total) of_rows.factor = nullptr;

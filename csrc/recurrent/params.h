@@ -267,7 +267,7 @@ struct RecurrentBlockBackward {
   void* grad_h0;
   void* grad_c0;
   // `[T, B, G·H]` and `[T, B, S·H]`: the gradients for what the product with h is added to, and
-  // for the input's part of the separate gates; null where the weights' gradients are summed.
+  // for the input's part of the separate gates; null unless products need them.
   void* grad_gates;
   void* grad_separate;
   // `[blocks, G·H·(F + H) + (G + S)·H]`, or without the weights `[blocks, (G + S)·H]`, of the

@@ -29,12 +29,14 @@ pub const WAYS: [RnnWay; 10] = [
 /// Sizes for the kernels of each way: columns of each kernel's size, below it, and of one column;
 /// rows for one cluster or group, for several, and for a part of one; enough steps that all buffers
 /// are used again.
-pub const SIZES: [[i64; 4]; 19] = [
+pub const SIZES: [[i64; 4]; 21] = [
     [1, 1, 2, 1],
     [9, 5, 3, 8],
     [6, 1100, 13, 9],
     [11, 3, 32, 17],
     [5, 300, 20, 32],
+    [7, 140, 36, 64],
+    [5, 300, 64, 40],
     [2, 8, 3, 128],
     [7, 9, 5, 65],
     [33, 17, 8, 128],
@@ -234,7 +236,9 @@ impl Rnn {
     /// thousands of times as slow, comes to an end. It cannot judge the ways of a grid.
     pub fn small_ways_agree(&self, test: &str) {
         let ways = [RnnWay::Step, RnnWay::Block, RnnWay::Cluster];
-        self.ways_agree(&ways, &[[2, 8, 8, 128], [3, 2, 9, 11]], &[Kind::Half], test);
+        // The second has more rows than blocks, and with a step the same buffer for each of them.
+        let sizes = [[2, 8, 8, 128], [1, 140, 33, 33]];
+        self.ways_agree(&ways, &sizes, &[Kind::Half], test);
     }
 
     fn ways_agree(&self, ways: &[RnnWay], sizes: &[[i64; 4]], kinds: &[Kind], test: &str) {
@@ -260,6 +264,28 @@ impl Rnn {
                         error <= bound * scale,
                         "{way:?} {kind:?} {sizes:?}: result {index} is off by {error}, of {scale}"
                     );
+                }
+            }
+        }
+    }
+
+    /// An infinite input saturates gates, and what it makes of columns that are not there is not seen.
+    pub fn infinite_inputs_saturate(&self, test: &str) {
+        let Some(device) = cuda_or_skip(test) else { return };
+        let _strict = strict();
+        for sizes in [[6, 3, 3, 5], [4, 2, 20, 9], [5, 3, 9, 20], [3, 2, 50, 40]] {
+            let inputs = self.inputs(sizes, Kind::Float, device);
+            let _ = inputs[0].get(1).get(0).get(0).fill_(f64::INFINITY);
+            let exact: Vec<Tensor> = inputs.iter().map(|of| of.to_kind(Kind::Double)).collect();
+            let exact = (self.reference)(&exact).expect("outputs");
+            for way in [RnnWay::Step, RnnWay::Block, RnnWay::Cluster] {
+                if !way.is_on(device).expect("an answer") {
+                    continue;
+                }
+                let found = force(way, || (self.fused)(&inputs)).expect("outputs");
+                for (found, exact) in found.iter().zip(&exact) {
+                    let is_close = found.to_kind(Kind::Double).allclose(exact, 2e-5, 2e-5, false);
+                    assert!(is_close, "{way:?} {sizes:?}: {found} for {exact}");
                 }
             }
         }
@@ -528,6 +554,11 @@ macro_rules! tests {
         #[test]
         fn cuda_half_kinds_by_small_ways_agree() {
             RNN_OF_TESTS.small_ways_agree("cuda_half_kinds_by_small_ways_agree");
+        }
+
+        #[test]
+        fn cuda_infinite_inputs_saturate_gates() {
+            RNN_OF_TESTS.infinite_inputs_saturate("cuda_infinite_inputs_saturate_gates");
         }
 
         #[test]

@@ -12,8 +12,8 @@ use tch_extension::testing::cuda_or_skip;
 /// The error of tf32, of the largest value.
 const BOUND: f64 = 4e-3;
 
-/// The ways that have kernels of their own for tf32.
-const RESIDENT: [RnnWay; 3] = [RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid];
+/// The ways of one kernel for all steps. All but the first have kernels of their own for tf32.
+const RESIDENT: [RnnWay; 4] = [RnnWay::Block, RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid];
 
 /// A size for each kernel; rows for one group of blocks and for several.
 const LARGE: [[i64; 4]; 8] = [

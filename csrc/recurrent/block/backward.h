@@ -3,8 +3,8 @@
 
 #include "../cells/activations.h"
 #include "../cells/gradients.h"
-#include "team.h"
 #include "tch_extension/scalar_math.h"
+#include "team.h"
 
 namespace tch_extension::recurrent::block {
 namespace {
@@ -23,8 +23,8 @@ struct Sums {
   const int64_t hidden, of_h, of_biases, count;
 };
 
-// The weights that a thread multiplies the gates' gradients of its terms by, for the gradient of its
-// column: of h, or of the input.
+// The weights that a thread multiplies the gates' gradients of its terms by, for the gradient of
+// its column: of h, or of the input.
 template <typename T, typename Team, typename G, int kGates>
 __device__ void load_transposed(G (&to)[kGates][Team::kTerms], const void* weight, const Team& team,
                                 int hidden, int columns) {
@@ -72,11 +72,11 @@ struct Backwards {
   int64_t stride, left;
 };
 
-// What a thread loads for its column in each step: the gradient for the output, the state before the
-// step, h before the step, or the input.
+// What a thread loads for its column in each step: the gradient for the output, the state before
+// the step, h before the step, or the input.
 template <typename T>
 __device__ Backwards<T> other_values(const BackwardParams& params, int part, int column,
-                                        int64_t row) {
+                                     int64_t row) {
   const int64_t columns = part == 3 ? params.features : params.hidden;
   const int64_t at = row * columns + column, of_step = params.batch * columns;
   const int64_t steps = column < columns ? params.steps : 0;
@@ -108,10 +108,11 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
   const bool has_gate = is_there && part < kColumns;
   const bool stores_x = params.grad_input != nullptr && part == 0 && column < features;
   for (int64_t row = blockIdx.x; row < params.batch; row += gridDim.x) {
+    // The last step of the row before may still be read.
+    Team::wait();
     const int64_t of_row = row * hidden + column;
     auto value_of = [&](const void* of) {
-      return of == nullptr || !is_there ? G(0)
-                                        : static_cast<G>(static_cast<const T*>(of)[of_row]);
+      return of == nullptr || !is_there ? G(0) : static_cast<G>(static_cast<const T*>(of)[of_row]);
     };
     G from_next = value_of(params.grad_h), grad_state = value_of(params.grad_c), new_state = 0;
     const int64_t last = (params.steps - 1) * params.batch * hidden;
@@ -119,13 +120,14 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
       new_state = static_cast<G>(static_cast<const T*>(params.c)[last + of_row]);
     auto others = other_values<T>(params, part, column, row);
     Backwards<T> activations(params.activations, (row * kSaved + part) * hidden + column,
-                                kSaved * params.batch * hidden,
-                                is_there && part < kSaved ? params.steps : 0);
+                             kSaved * params.batch * hidden,
+                             is_there && part < kSaved ? params.steps : 0);
     T* to_x = static_cast<T*>(params.grad_input) +
               ((params.steps - 1) * params.batch + row) * features + column;
     // Those of the gates are for products over all steps, if the weights' are not summed here.
     const bool is_of_h = part < kGates;
     const int64_t gates_of_row = (is_of_h ? kGates : kSeparate) * hidden;
+    const bool stores_gate = !kSumsWeights && has_gate && params.grad_gates != nullptr;
     T* to_gate = static_cast<T*>(is_of_h ? params.grad_gates : params.grad_separate) +
                  ((params.steps - 1) * params.batch + row) * gates_of_row +
                  (is_of_h ? part : part - kGates) * hidden + column;
@@ -149,8 +151,7 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
         const G state = Cell::kStateIsH ? before : of_part(other, 1);
         saved_ahead[slot] = activations.load();
         others_ahead[slot] = others.load();
-        const auto factors =
-            Cell::template factors<Activation<T, G>, G>(saved, new_state, state);
+        const auto factors = Cell::template factors<Activation<T, G>, G>(saved, new_state, state);
         new_state = state;
         const G grad_h = grad_output + from_next;
         Cell::add_to_state(factors, grad_h, grad_state);
@@ -159,12 +160,11 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
         if (kSeparate > 0 && part >= kGates) own = Cell::separate_gradient(factors, grad_state);
         grad_state = Cell::before_step(factors, grad_state);
         auto& now = gradients[slot % 2];
-        if (part < kColumns) now[part][column] = own;
+        // Where no column is, zeros stay, even if an infinity times a weight of 0 made a NaN.
+        if (part < kColumns) now[part][column] = is_there ? own : G(0);
         sum_of_gate += own;
-        if constexpr (!kSumsWeights) {
-          if (has_gate) *to_gate = static_cast<T>(own);
-          to_gate -= params.batch * gates_of_row;
-        }
+        if (stores_gate) *to_gate = static_cast<T>(own);
+        to_gate -= params.batch * gates_of_row;
         // Two buffers: who writes the one of the next step has read that of the last one.
         Team::wait();
         G grad_x = 0;

@@ -83,8 +83,6 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
     T ahead[kAhead];
 #pragma unroll
     for (int slot = 0; slot < kAhead; ++slot) ahead[slot] = next_input();
-    // The last step of the row before may still be read.
-    Team::wait();
     if (part < 2) operands[0][part][column] = part == 0 ? h : static_cast<G>(first_input);
     Team::wait();
     for (int64_t first = 0; first < params.steps; first += kAhead) {
@@ -113,8 +111,9 @@ __global__ void __launch_bounds__(Team<kSize>::kThreads)
           separate[gate] = sum_of_parts(separate[gate]) + separate_bias[gate];
         G saved[kSaved];
         Cell::template forward<Activation<T, G>>(gates, separate, state, h, saved);
-        // A column that is not there has weights of zeros, and so no part in any sum.
-        if (part < 2) next[part][column] = part == 0 ? h : static_cast<G>(ahead[slot]);
+        // Where no column is, zeros stay: its gates may be NaN, from infinities times weights of 0.
+        const G own = is_there ? h : G(0);
+        if (part < 2) next[part][column] = part == 0 ? own : static_cast<G>(ahead[slot]);
         // Two buffers: who writes the one of the step after next has seen that all have read it.
         Team::wait();
         ahead[slot] = next_input();

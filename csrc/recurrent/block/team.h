@@ -78,14 +78,15 @@ __device__ __forceinline__ void load_terms(G (&terms)[kTerms], const G* from) {
 template <typename G, int kSize>
 constexpr bool kSumsWeights = kSize * sizeof(G) <= 128;
 
-// Calls body(Kernel<T, kSize>{}) for a kind and a number of columns, and returns an error if there
-// is no kernel: registers have no room for the weights of more columns.
+// A kernel's kind and number of columns.
 template <typename T, int kColumns>
 struct Kernel {
   using Element = T;
   enum : int { kSize = kColumns };
 };
 
+// Calls body(Kernel<T, kSize>{}) for a kind and a number of columns, and returns an error if there
+// is no kernel: registers have no room for the weights of more columns.
 template <typename Body>
 const char* for_kernels(int32_t kind, int64_t columns, const Body& body) {
   bool is_there = true;

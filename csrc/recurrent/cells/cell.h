@@ -1,4 +1,5 @@
-// What a cell is, for the ways that compute its steps (../cpu, ../step, ../cluster, ../grid,
+// What a cell is, for the ways that compute its steps (../cpu, ../step, ../block, ../cluster,
+// ../grid,
 // ../wide_grid). This header has no code: a cell is any struct that has what is described here.
 //
 // A cell has G gates. W_h is [G·H, H], and the gates of a step are

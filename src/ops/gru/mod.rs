@@ -44,7 +44,9 @@ use tch::Tensor;
 /// sequence; one step, and up to four rows in all steps, are products and a kernel for each step. The
 /// half kinds are computed as `Float` from end to end and rounded once.
 ///
-/// On CUDA, libtorch's own layer is cuDNN's. On compute capability 9.0 all steps of a direction are
+/// On CUDA, libtorch's own layer is cuDNN's. A layer whose F and H are up to 64 (32 in `Double`) is one
+/// kernel of this crate forward, and two backward with perhaps the products for the weights' gradients,
+/// where that is faster. On compute capability 9.0 all steps of a direction of other layers are
 /// one kernel of this crate where that is faster: in the half kinds and in tf32, for H up to 2048 that
 /// is a multiple of 8, and for any H up to 768; in other `Float` and in `Double` for H up to 128.
 /// Elsewhere it is cuDNN's kernels, or a product and a kernel for each
@@ -62,7 +64,7 @@ use tch::Tensor;
 /// in a product for each step, [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides,
 /// which is off by default.
 /// In the half kinds, our kernels for all steps keep h in `Float` from step to step, and round what
-/// they multiply.
+/// they multiply, but for small layers.
 ///
 /// With a graph other kernels may compute the output than without one, because the plan counts both
 /// passes: the last bits may differ.

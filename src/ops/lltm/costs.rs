@@ -25,9 +25,9 @@ fn kernels() -> Costs {
     };
     Costs {
         values: VALUES,
+        blocks: Vec::new(),
         // In strict `Float` and `Double`, two blocks per multiprocessor have not been measured in the
         // backward pass.
-        blocks: Vec::new(),
         clusters: cluster::Entry::of_tensor_cores(768)
             .into_iter()
             .chain([

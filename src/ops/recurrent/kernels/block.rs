@@ -86,7 +86,7 @@ pub(crate) struct BlockBackward {
     pub grad_h0: *mut c_void,
     pub grad_c0: *mut c_void,
     /// `[T, B, G·H]` and `[T, B, S·H]`: the gradients for what the product with h is added to, and
-    /// for the input's part of the separate gates; null where the weights' gradients are summed.
+    /// for the input's part of the separate gates; null unless products need them.
     pub grad_gates: *mut c_void,
     pub grad_separate: *mut c_void,
     /// `[blocks, G·H·(F + H) + (G + S)·H]`, or without the weights `[blocks, (G + S)·H]`, of the
@@ -225,8 +225,8 @@ pub(crate) struct BlockGradients {
     pub w_hh: Option<Tensor>,
     pub b_ih: Option<Tensor>,
     pub b_hh: Option<Tensor>,
-    /// Those of the gates of all steps, if the kernel does not sum the weights', and of the input's
-    /// part of the separate gates, if there are any.
+    /// Those of the gates of all steps, if the weights' are needed and the kernel does not sum them, and
+    /// of the input's part of the separate gates, if there are any.
     pub gates: Option<Tensor>,
     pub separate: Option<Tensor>,
 }
@@ -252,20 +252,22 @@ pub(crate) fn backward(
     let has_c = !shape.state_is_h;
     let [needs_x, needs_h0, needs_c0, needs_w_ih, needs_w_hh, needs_b_ih, needs_b_hh] = needs;
     let separate = shape.separate * hidden;
+    let needs_weights = needs_w_ih || needs_w_hh;
+    let needs_gates = needs_weights && !sums_weights;
     let gradients = BlockGradients {
         input: made(needs_x, &x)?,
         h0: made(needs_h0, &one)?,
         c0: made(needs_c0 && has_c, &one)?,
         w_ih: made(needs_w_ih && sums_weights, &[rows, features])?,
         w_hh: made(needs_w_hh && sums_weights, &[rows, hidden])?,
-        gates: made(!sums_weights, &[steps, batch, rows])?,
-        separate: made(!sums_weights && separate > 0, &[steps, batch, separate])?,
+        gates: made(needs_gates, &[steps, batch, rows])?,
+        separate: made(needs_gates && separate > 0, &[steps, batch, separate])?,
         b_ih: made(needs_b_ih, &[rows])?,
         b_hh: made(needs_b_hh, &[rows])?,
     };
     let of_weights = if sums_weights { rows * (features + hidden) } else { 0 };
     let count = of_weights + rows + separate;
-    let is_summed = needs_b_ih || needs_b_hh || sums_weights && (needs_w_ih || needs_w_hh);
+    let is_summed = needs_b_ih || needs_b_hh || sums_weights && needs_weights;
     let sums = is_summed
         .then(|| empty_of(&[blocks.into(), count], (gates_kind(of.like.0), of.like.1)))
         .transpose()?;

@@ -284,7 +284,9 @@ pub(in crate::ops) fn way_on_h200<C: Cell>(
 mod tests {
     use super::*;
     use crate::ops::recurrent::kernels::cuda::Product;
-    use crate::ops::recurrent::plan::{Line, Product as Multiplied, cluster, grid, wide_grid};
+    use crate::ops::recurrent::plan::{
+        Line, Product as Multiplied, block, cluster, grid, wide_grid,
+    };
 
     /// A cell with one kernel of each way, whose costs are those of a GRU.
     fn costs() -> Costs {
@@ -300,7 +302,7 @@ mod tests {
         wide.round = wide_grid::Round { fixed: 2.25, column: 0.0018, block: 0.0072 };
         Costs {
             values: 4,
-            blocks: Vec::new(),
+            blocks: block::Entry::all(),
             clusters: vec![
                 cluster(Multiplied::Half, 256, [0.96, 1.5]),
                 cluster(Multiplied::Scaled, 128, [0.5, 0.95]),
@@ -345,7 +347,23 @@ mod tests {
         assert_eq!(planned(512, 64, 1001, Room::Whole), Kernel::Step);
     }
 
-    /// Those of another compute capability have none of these kernels.
+    /// On any card: none of its kernels is for one compute capability.
+    #[test]
+    fn small_layers_are_one_block() {
+        let gpu = Gpu { processors: 108, ..Gpu::default() };
+        let of = |hidden, is_padded| {
+            let sizes = Sizes { steps: 20, batch: 5, features: 3, hidden };
+            let products = Products::new(layer(), 3, sizes, Kind::BFloat16, Tf32::NONE);
+            let on = On { gpu, room: Room::Whole, is_padded };
+            automatic(&costs(), Direction::Backward, sizes, products, on)
+        };
+        let block = |sums_weights| Kernel::Block { blocks: 5, sums_weights };
+        assert_eq!([of(16, false).0, of(64, false).0], [block(true), block(false)]);
+        // The products for the weights' gradients follow.
+        assert!(of(64, false).1.gpu > of(16, false).1.gpu + layer().block_products);
+        assert_eq!([of(65, false).0, of(16, true).0], [Kernel::Step; 2]);
+    }
+
     #[test]
     fn cards_without_kernels_for_all_steps_take_single_steps() {
         let cells = [costs(), costs()];
