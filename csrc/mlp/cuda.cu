@@ -5,6 +5,7 @@
 
 #include "activations.h"
 #include "tch_extension/cuda_column_sums.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::mlp {
 namespace {
@@ -151,9 +152,8 @@ struct GateDifferentiated {
 
 // Calls fetch and then store for each vector of arrays of `count` values. An output may be in the
 // place of an input, because each thread reads a vector before it writes there.
-template <typename T, int kLanes, typename Body>
+template <typename T, int kLanes, int kUnroll, typename Body>
 __global__ void __launch_bounds__(kThreads) for_each_kernel(Body body, int64_t count) {
-  constexpr int kUnroll = Body::kUnroll;
   constexpr int64_t kBlock = static_cast<int64_t>(kThreads) * kUnroll;
   const int64_t vectors = count / kLanes;
   for (int64_t first = blockIdx.x * kBlock + threadIdx.x; first < vectors;
@@ -183,9 +183,16 @@ template <typename T, typename Body>
 void start(const Body& body, int64_t count, bool is_aligned, cudaStream_t stream) {
   const auto start_with = [&](auto lanes) {
     constexpr int kLanes = decltype(lanes)::value;
-    constexpr int64_t kPerThread = static_cast<int64_t>(kLanes) * Body::kUnroll;
-    const unsigned int blocks = blocks_for((count + kPerThread - 1) / kPerThread);
-    for_each_kernel<T, kLanes><<<blocks, kThreads, 0, stream>>>(body, count);
+    // With fewer blocks than GPUs have multiprocessors, each thread has one vector: several
+    // activations one after another would take longer than the memory does.
+    constexpr unsigned int kFew = 128;
+    const unsigned int blocks = blocks_for(ceil_div(count, int64_t{kLanes} * Body::kUnroll));
+    if (blocks < kFew) {
+      const unsigned int more = blocks_for(ceil_div(count, int64_t{kLanes}));
+      for_each_kernel<T, kLanes, 1><<<more, kThreads, 0, stream>>>(body, count);
+    } else {
+      for_each_kernel<T, kLanes, Body::kUnroll><<<blocks, kThreads, 0, stream>>>(body, count);
+    }
   };
   is_aligned ? start_with(std::integral_constant<int, kLanesOf16Bytes<T>>{})
              : start_with(std::integral_constant<int, 1>{});

@@ -403,7 +403,7 @@ mod tests {
     #[test]
     fn few_steps_in_tf32_are_computed_without_scales() {
         let product_of = |steps| {
-            let sizes = Sizes { steps, batch: 16, features: 64, hidden: 64 };
+            let sizes = Sizes { steps, batch: 16, features: 96, hidden: 96 };
             let products = Products::new(layer(), 3, sizes, Kind::Float, Tf32::ALL);
             automatic(&costs(), Direction::Forward, sizes, products, H200).0
         };

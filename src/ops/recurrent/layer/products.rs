@@ -67,10 +67,10 @@ coefficients! {
     #[derive(Default)]
     pub(in crate::ops) struct Cudnn {
         Latency call: [f64; 2],
-        Parts half_64: [Steps; 2],
-        Parts half_192: [Steps; 2],
-        Parts float_64: [Steps; 2],
-        Parts float_192: [Steps; 2],
+        Parts half_64: [OnChip; 2],
+        Parts half_192: [OnChip; 2],
+        Parts float_64: [OnChip; 2],
+        Parts float_192: [OnChip; 2],
         Parts half: [Steps; 2],
         Parts bfloat16: [Steps; 2],
         Parts tf32: [Steps; 2],
@@ -88,6 +88,42 @@ coefficients! {
         Memory gates: f64,
         Memory weights: f64,
         Work product: f64,
+    }
+}
+
+impl Steps {
+    fn of(&self, products: &Products<'_>) -> f64 {
+        self.fixed
+            + self.row * products.batch
+            + self.gates * products.gates_bytes
+            + self.weights * products.weights_bytes
+            + self.product * (products.one + products.of_input)
+    }
+}
+
+coefficients! {
+    /// A kernel that keeps the weights on the chip: what it loads first takes `load` for a MB of weights. A
+    /// step is a chain of a fixed part and a MB of weights or, if that takes longer, what a row, a MB of gates
+    /// and a million operations add.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct OnChip {
+        Latency fixed: f64,
+        Latency row: f64,
+        Memory gates: f64,
+        Memory weights: f64,
+        Work product: f64,
+        Memory load: f64,
+    }
+}
+
+impl OnChip {
+    fn of(&self, products: &Products<'_>) -> f64 {
+        let chain = self.fixed + self.weights * products.weights_bytes;
+        let work = self.row * products.batch
+            + self.gates * products.gates_bytes
+            + self.product * (products.one + products.of_input);
+        // The longer one, or a bit more where they are alike.
+        chain.hypot(work)
     }
 }
 
@@ -281,26 +317,30 @@ impl<'a> Products<'a> {
         const NARROW: i64 = 64;
         let is_small = self.hidden <= of(SMALL, direction);
         let is_narrow = self.hidden <= NARROW;
-        let steps = match self.kind {
-            Kind::Half if is_small && is_narrow => cudnn.half_64,
-            Kind::Half if is_small => cudnn.half_192,
+        let on_chip = match self.kind {
+            Kind::Half if is_small && is_narrow => Some(cudnn.half_64),
+            Kind::Half if is_small => Some(cudnn.half_192),
+            Kind::Float if is_small && is_narrow => Some(cudnn.float_64),
+            Kind::Float if is_small => Some(cudnn.float_192),
+            _ => None,
+        };
+        let call = of(cudnn.call, direction);
+        if let Some(costs) = on_chip {
+            let costs = of(costs, direction);
+            let load = costs.load * self.weights_bytes;
+            return Call { gpu: call + load + self.steps * costs.of(&self), launches: 0.0 };
+        }
+        let each = match self.kind {
             Kind::Half => cudnn.half,
             Kind::BFloat16 => cudnn.bfloat16,
-            Kind::Float if is_small && is_narrow => cudnn.float_64,
-            Kind::Float if is_small => cudnn.float_192,
             Kind::Float if self.tf32.is_allowed => cudnn.tf32,
             Kind::Float => cudnn.float,
             _ => cudnn.double,
         };
-        let is_persistent = is_small && matches!(self.kind, Kind::Half | Kind::Float);
-        let launches =
-            if is_persistent { 0.0 } else { of(self.costs.host.step_of_cudnn, direction) };
-        let Steps { fixed, row, gates, weights, product } = of(steps, direction);
-        let step = fixed
-            + row * self.batch
-            + gates * self.gates_bytes
-            + weights * self.weights_bytes
-            + product * (self.one + self.of_input);
-        Call { gpu: of(cudnn.call, direction) + self.steps * step, launches: self.steps * launches }
+        let launches = of(self.costs.host.step_of_cudnn, direction);
+        Call {
+            gpu: call + self.steps * of(each, direction).of(&self),
+            launches: self.steps * launches,
+        }
     }
 }
