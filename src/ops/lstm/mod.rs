@@ -45,8 +45,8 @@ use tch::Tensor;
 /// computed as `Float` from end to end and rounded once.
 ///
 /// On CUDA, libtorch's own layer is cuDNN's. A layer whose F and H are up to 64 (32 in `Double`) is one
-/// kernel of this crate forward, and two backward with perhaps the products for the weights' gradients,
-/// where that is faster. On compute capability 9.0 all steps of a direction of other layers are
+/// kernel of this crate forward and two backward, where that is faster; above 32 columns (16) the
+/// products for the weights' gradients follow. On compute capability 9.0 a direction of other layers is
 /// one kernel of this crate where that is faster: in the half kinds and in tf32, for H up to 2048 that
 /// is a multiple of 8, and for any H up to 512; in other `Float` and in `Double` for H up to 128.
 /// Elsewhere it is cuDNN's kernels, or a product and a kernel for each
