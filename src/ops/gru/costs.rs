@@ -2,17 +2,13 @@
 
 use crate::ops::costs::Place;
 use crate::ops::recurrent::layer::Cudnn;
-use crate::ops::recurrent::plan::{
-    Costs, Direction, Line, Product, block, cluster, grid, wide_grid,
-};
+use crate::ops::recurrent::plan::{Costs, Direction, Line, block, cluster, grid, wide_grid};
 
 pub(in crate::ops) static COSTS: Place<Costs> = Place::new("gru", kernels);
 pub(in crate::ops) static CUDNN: Place<Cudnn> = Place::new("gru_cudnn", Cudnn::default);
 
 fn kernels() -> Costs {
     use Direction::{Backward, Forward};
-    use Product::{Double, Float};
-    const BOTH: [Direction; 2] = [Forward, Backward];
     let backward = |columns| grid::Entry {
         scaled_iteration: Some(Line::default()),
         least: Some(Line::default()),
@@ -21,13 +17,7 @@ fn kernels() -> Costs {
     Costs {
         values: 4,
         blocks: block::Entry::all(),
-        clusters: cluster::Entry::of_tensor_cores(768)
-            .into_iter()
-            .chain([
-                cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
-                cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
-            ])
-            .collect(),
+        clusters: cluster::Entry::of_cells(768),
         grids: vec![
             grid::Entry::new(Forward, 32, [2, 2]),
             grid::Entry::new(Forward, 16, [3, 2]),

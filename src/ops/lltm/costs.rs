@@ -18,7 +18,6 @@ pub(in crate::ops) static COSTS: Place<Costs> = Place::unscaled("lltm", kernels)
 fn kernels() -> Costs {
     use Direction::{Backward, Forward};
     use Product::{Double, Float};
-    const BOTH: [Direction; 2] = [Forward, Backward];
     let backward = |columns| grid::Entry {
         least: Some(Line::default()),
         ..grid::Entry::new(Backward, columns, [2, 1])
@@ -28,12 +27,10 @@ fn kernels() -> Costs {
         blocks: Vec::new(),
         // In strict `Float` and `Double`, two blocks per multiprocessor have not been measured in the
         // backward pass.
-        clusters: cluster::Entry::of_tensor_cores(768)
+        clusters: cluster::Entry::of_cells(768)
             .into_iter()
             .chain([
-                cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
                 cluster::Entry::new((Float, 256, 16), [1, 1], &[Forward]),
-                cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
                 cluster::Entry::new((Double, 256, 16), [1, 1], &[Forward]),
             ])
             .collect(),

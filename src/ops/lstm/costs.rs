@@ -11,19 +11,12 @@ pub(in crate::ops) static CUDNN: Place<Cudnn> = Place::new("lstm_cudnn", Cudnn::
 
 fn kernels() -> Costs {
     use Direction::{Backward, Forward};
-    use Product::{Double, Float, Half, Scaled};
-    const BOTH: [Direction; 2] = [Forward, Backward];
+    use Product::{Half, Scaled};
     let wide = |product| wide_grid::Entry::new((Forward, product), 16, 128);
     Costs {
         values: 4,
         blocks: block::Entry::all(),
-        clusters: cluster::Entry::of_tensor_cores(512)
-            .into_iter()
-            .chain([
-                cluster::Entry::new((Float, 128, 8), [2, 1], &BOTH),
-                cluster::Entry::new((Double, 128, 8), [2, 1], &BOTH),
-            ])
-            .collect(),
+        clusters: cluster::Entry::of_cells(512),
         grids: vec![
             grid::Entry {
                 most_iterations: 14,

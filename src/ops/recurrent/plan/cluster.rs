@@ -35,8 +35,9 @@ impl Entry {
 }
 
 impl Entry {
-    /// Those of half kinds and of scaled values, up to this H.
-    pub fn of_tensor_cores(widest: i64) -> Vec<Entry> {
+    /// Those that every cell has: of half kinds and of scaled values up to this H, and of `Float` and
+    /// `Double` up to 128.
+    pub fn of_cells(widest: i64) -> Vec<Entry> {
         const BOTH: [Direction; 2] = [Direction::Forward, Direction::Backward];
         let sizes = [(128, 8, 2), (256, 8, 2), (512, 16, 1), (512, 8, 1), (768, 16, 1)];
         let of = |product| {
@@ -45,7 +46,9 @@ impl Entry {
                 Entry::new((product, hidden, cluster), [share; 2], &BOTH)
             })
         };
-        of(Product::Half).chain(of(Product::Scaled)).collect()
+        let plain = |product| Entry::new((product, 128, 8), [2, 1], &BOTH);
+        let plain = [Product::Float, Product::Double].map(plain);
+        of(Product::Half).chain(of(Product::Scaled)).chain(plain).collect()
     }
 }
 
