@@ -1,7 +1,7 @@
 //! Which way computes a layer.
 
 use super::libtorch::are_flat_for_cudnn;
-use super::products::{Call, Cudnn, HostCosts, LAYER, LayerCosts, Products};
+use super::products::{Cudnn, LAYER, LayerCosts, Products, of};
 use super::tf32::Tf32;
 use super::{Arguments, Cell};
 use crate::Result;
@@ -126,26 +126,33 @@ pub(super) fn library<C: Cell>(
             let on = On { gpu, room, is_padded: false };
             let directions = [Direction::Forward, Direction::Backward];
             let directions = &directions[..if keep { 2 } else { 1 }];
-            let ours = Call::of_all(directions, |direction| {
-                automatic(costs, direction, sizes, products, on).1
-            });
+            let ours = directions
+                .iter()
+                .map(|&direction| automatic(costs, direction, sizes, products, on));
             let cudnn = C::CUDNN.of(device)?;
-            let cudnn = Call::of_all(directions, |direction| products.of_cudnn(cudnn, direction));
-            let host = &layer.host;
-            // Also within a capture, so that a replay computes what a call computes.
-            let host = if keep { &host.both } else { &host.forward };
-            faster([ours, cudnn], host, are_flat_for_cudnn(arguments)?)
+            let is_flat = are_flat_for_cudnn(arguments)?;
+            let cudnn = directions.iter().map(|&direction| {
+                let flattening = if is_flat { 0.0 } else { of(layer.flattening, direction) };
+                products.of_cudnn(cudnn, direction) + flattening
+            });
+            faster(ours, cudnn.sum())
         }
         _ => Library::Ours,
     })
 }
 
-/// The faster one for a call.
-fn faster([ours, cudnn]: [Call; 2], host: &HostCosts, is_flat: bool) -> Library {
-    let flattening = if is_flat { 0.0 } else { host.flattening };
-    let of_cudnn = cudnn.time(host.cudnn + flattening);
-    let both = [(Library::Cudnn, of_cudnn), (Library::Ours, ours.time(host.ours))];
-    cheapest(both).map_or(Library::Ours, |(library, _)| library)
+/// The faster one for a call, of which our kernels in each direction are known. The time of the GPU
+/// decides, so that a replay computes what a call computes.
+fn faster(ours: impl Iterator<Item = (Kernel, f64)>, cudnn: f64) -> Library {
+    /// Costs are off by about 15 % (`tune` reports it), and a mistake costs more than a small gain is worth.
+    const CLEARLY: f64 = 1.2;
+    let (mut is_by_steps, mut time) = (true, 0.0);
+    for (kernel, cost) in ours {
+        is_by_steps &= kernel == Kernel::Step;
+        time += cost;
+    }
+    // A product and a kernel for each step are what cuDNN has, too.
+    if is_by_steps || cudnn < CLEARLY * time { Library::Cudnn } else { Library::Ours }
 }
 
 /// The kernel for a direction of a layer that is ours; `is_padded` as in [`On`].
@@ -184,15 +191,14 @@ pub(super) fn is_step_cheapest<C: Cell>(sizes: Sizes, kind: Kind, device: Device
     Ok([Direction::Forward, Direction::Backward].into_iter().any(is_step))
 }
 
-/// The kernel with which all steps cost least, and what the direction costs with it and all products.
+/// The kernel with which all steps cost least, and what the direction costs the GPU with it and all products.
 fn automatic(
     costs: &Costs,
     direction: Direction,
     sizes: Sizes,
     products: Products<'_>,
     On { gpu, room, is_padded }: On,
-) -> (Kernel, Call) {
-    let host = &products.costs.host;
+) -> (Kernel, f64) {
     let tf32 = products.tf32.steps(direction);
     let steps = sizes.steps as f64;
     let on = |gpu| {
@@ -210,16 +216,14 @@ fn automatic(
         (kernel, products.with(direction, (kernel, steps * step), is_scaled))
     });
     // The host may be slower than the GPU.
-    let launches = host.step[usize::from(direction == Direction::Backward)];
+    let launches = of(products.costs.launches, direction);
     let of_step = products.step_by_step(direction);
     let at_once = products.at_once(direction);
     let by_step = (Kernel::Step, at_once + steps * of_step.max(launches));
-    let (kernel, gpu) = cheapest([by_step].into_iter().chain(of_all)).unwrap_or(by_step);
-    let call = match kernel {
-        Kernel::Step => Call { gpu: at_once + steps * of_step, launches: steps * launches },
-        _ => Call { gpu, launches: 0.0 },
-    };
-    (kernel, call)
+    match cheapest([by_step].into_iter().chain(of_all)) {
+        Some((kernel, cost)) if kernel != Kernel::Step => (kernel, cost),
+        _ => (Kernel::Step, at_once + steps * of_step),
+    }
 }
 
 /// A call of a layer, computed in a way that is forced.
@@ -244,9 +248,9 @@ pub(in crate::ops) fn predicted<C: Cell>(
     let is_tf32 = tf32 && kind == Kind::Float;
     let tf32 = if is_tf32 { Tf32::on(way, sizes) } else { Tf32::NONE };
     let products = Products::new(layer, C::GATES, sizes, kind, tf32);
-    let of = |direction| {
+    let cost = |direction| {
         if way == Way::Cudnn {
-            return Some(products.of_cudnn(cudnn, direction).gpu);
+            return Some(products.of_cudnn(cudnn, direction));
         }
         let tf32 = tf32.steps(direction);
         let pass = Pass { direction, sizes, kind, tf32, gpu };
@@ -260,8 +264,8 @@ pub(in crate::ops) fn predicted<C: Cell>(
         let tf32 = tf32.steps(Direction::Forward);
         costs.priced(way, &Pass { direction: Direction::Forward, sizes, kind, tf32, gpu }).is_some()
     };
-    let backward = if keep { of(Direction::Backward)? } else { 0.0 };
-    exists.then_some(of(Direction::Forward)? + backward)
+    let backward = if keep { cost(Direction::Backward)? } else { 0.0 };
+    exists.then_some(cost(Direction::Forward)? + backward)
 }
 
 #[cfg(test)]
@@ -360,7 +364,7 @@ mod tests {
         let block = |sums_weights| Kernel::Block { blocks: 5, sums_weights };
         assert_eq!([of(16, false).0, of(64, false).0], [block(true), block(false)]);
         // The products for the weights' gradients follow.
-        assert!(of(64, false).1.gpu > of(16, false).1.gpu + layer().block_products);
+        assert!(of(64, false).1 > of(16, false).1 + layer().block_products);
         assert_eq!([of(65, false).0, of(16, true).0], [Kernel::Step; 2]);
     }
 
@@ -374,9 +378,9 @@ mod tests {
                 for (cell, room) in cells.iter().zip([Room::Whole, Room::Half]) {
                     for direction in [Direction::Forward, Direction::Backward] {
                         let of = On { gpu: Gpu::default(), room, is_padded: false };
-                        let (kernel, call) = automatic(cell, direction, sizes, products, of);
+                        let (kernel, cost) = automatic(cell, direction, sizes, products, of);
                         assert_eq!(kernel, Kernel::Step);
-                        assert!(call.gpu.is_finite() && call.gpu > 0.0);
+                        assert!(cost.is_finite() && cost > 0.0);
                     }
                 }
             }
@@ -384,20 +388,14 @@ mod tests {
     }
 
     #[test]
-    fn cudnn_is_called_where_it_is_faster() {
-        let host = HostCosts { ours: 50.0, cudnn: 70.0, flattening: 350.0 };
-        let gpu = |gpu| Call { gpu, launches: 0.0 };
-        let of = |ours, cudnn, is_flat| faster([ours, cudnn], &host, is_flat);
-        assert_eq!(of(gpu(2000.0), gpu(1900.0), true), Library::Cudnn);
-        assert_eq!(of(gpu(1900.0), gpu(2000.0), true), Library::Ours);
-        // Few steps are over before the host has made another call.
-        assert_eq!(of(gpu(20.0), gpu(10.0), true), Library::Ours);
-        assert_eq!(of(gpu(100.0), gpu(70.0), true), Library::Cudnn);
-        assert_eq!(of(gpu(100.0), gpu(70.0), false), Library::Ours);
-        // Launches of single steps take the host longer than the GPU takes to run them.
-        let by_step = |launches| Call { gpu: 20.0, launches };
-        assert_eq!(of(by_step(88.0), by_step(56.0), true), Library::Cudnn);
-        assert_eq!(of(by_step(22.0), by_step(14.0), true), Library::Ours);
+    fn cudnn_is_called_unless_ours_is_clearly_faster() {
+        let grid = Kernel::Grid { columns: 32, row_groups: 1, product: Product::Plain };
+        let of = |ours: &[(Kernel, f64)], cudnn| faster(ours.iter().copied(), cudnn);
+        assert_eq!(of(&[(grid, 100.0)], 110.0), Library::Cudnn);
+        assert_eq!(of(&[(grid, 100.0)], 130.0), Library::Ours);
+        assert_eq!(of(&[(grid, 100.0), (Kernel::Step, 200.0)], 370.0), Library::Ours);
+        // Both launch a product and a kernel for each step.
+        assert_eq!(of(&[(Kernel::Step, 100.0), (Kernel::Step, 200.0)], 900.0), Library::Cudnn);
     }
 
     #[test]

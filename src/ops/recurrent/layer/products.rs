@@ -1,4 +1,4 @@
-//! What a call of ours and of cuDNN cost: products, kernels per step and the host.
+//! What a call of ours and of cuDNN cost: products and kernels per step.
 
 use super::tf32::Tf32;
 use crate::ops::costs::{Place, coefficients};
@@ -28,7 +28,10 @@ coefficients! {
         Latency scaling: f64,
         /// What each way does before its first step.
         Parts once: Once,
-        Parts host: Hosts,
+        /// What a product and a kernel for each step take the host, a step.
+        Host launches: [f64; 2],
+        /// What cuDNN takes the host in addition if the parameters have to be moved to one piece of memory.
+        Host flattening: [f64; 2],
     }
 }
 
@@ -127,28 +130,6 @@ impl OnChip {
     }
 }
 
-coefficients! {
-    /// What a call takes the host: the forward pass alone, and both.
-    #[derive(Default)]
-    pub(in crate::ops) struct Hosts {
-        Parts forward: HostCosts,
-        Parts both: HostCosts,
-        /// Launches of a step: a product and a kernel of ours, and cuDNN's.
-        Host step: [f64; 2],
-        Host step_of_cudnn: [f64; 2],
-    }
-}
-
-coefficients! {
-    #[derive(Default)]
-    pub(in crate::ops) struct HostCosts {
-        Host ours: f64,
-        Host cudnn: f64,
-        /// What cuDNN takes in addition if the parameters have to be moved to one piece of memory.
-        Host flattening: f64,
-    }
-}
-
 /// What layers cost on a device.
 pub(in crate::ops) static LAYER: Place<LayerCosts> = Place::new("layer", LayerCosts::default);
 
@@ -166,31 +147,8 @@ impl LayerCosts {
     }
 }
 
-fn of<T: Copy>(both: [T; 2], direction: Direction) -> T {
+pub(super) fn of<T: Copy>(both: [T; 2], direction: Direction) -> T {
     both[usize::from(direction == Direction::Backward)]
-}
-
-/// What a call costs in microseconds: the GPU, and the host for its launches of single steps.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Call {
-    pub(super) gpu: f64,
-    pub(super) launches: f64,
-}
-
-impl Call {
-    /// `of` says what a direction costs.
-    pub(super) fn of_all(directions: &[Direction], of: impl Fn(Direction) -> Call) -> Call {
-        let none = Call { gpu: 0.0, launches: 0.0 };
-        directions.iter().fold(none, |sum, &direction| {
-            let Call { gpu, launches } = of(direction);
-            Call { gpu: sum.gpu + gpu, launches: sum.launches + launches }
-        })
-    }
-
-    /// The GPU waits for the host, or the host for the GPU.
-    pub(super) fn time(self, host: f64) -> f64 {
-        self.gpu.max(host + self.launches)
-    }
 }
 
 /// The products of a layer, and what they cost.
@@ -311,7 +269,7 @@ impl<'a> Products<'a> {
     }
 
     /// cuDNN's whole call.
-    pub(super) fn of_cudnn(self, cudnn: &Cudnn, direction: Direction) -> Call {
+    pub(super) fn of_cudnn(self, cudnn: &Cudnn, direction: Direction) -> f64 {
         /// Up to these H libtorch asks for cuDNN's kernels that keep the weights on the chip.
         const SMALL: [i64; 2] = [192, 128];
         const NARROW: i64 = 64;
@@ -328,7 +286,7 @@ impl<'a> Products<'a> {
         if let Some(costs) = on_chip {
             let costs = of(costs, direction);
             let load = costs.load * self.weights_bytes;
-            return Call { gpu: call + load + self.steps * costs.of(&self), launches: 0.0 };
+            return call + load + self.steps * costs.of(&self);
         }
         let each = match self.kind {
             Kind::Half => cudnn.half,
@@ -337,10 +295,6 @@ impl<'a> Products<'a> {
             Kind::Float => cudnn.float,
             _ => cudnn.double,
         };
-        let launches = of(self.costs.host.step_of_cudnn, direction);
-        Call {
-            gpu: call + self.steps * of(each, direction).of(&self),
-            launches: self.steps * launches,
-        }
+        call + self.steps * of(each, direction).of(&self)
     }
 }
