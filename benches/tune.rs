@@ -59,15 +59,16 @@ fn of_gru(draw: &mut Draw, kind: Kind, device: Device) -> Case {
     sequences(gru::LAYER, draw, kind, device)
 }
 
-/// Half of the calls are large: what only they tell apart, such as the rate of products, is needed for
-/// larger ones yet.
+/// Half of the calls are large, and some take milliseconds: what only they tell apart, such as the rate of
+/// products and the rows of a step, is needed for larger ones yet.
 fn sequences(layer: rnn::Layer, draw: &mut Draw, kind: Kind, device: Device) -> Case {
-    const MOST: i64 = 1 << 33;
+    const MOST: [i64; 2] = [1 << 33, 1 << 37];
+    let most_products = MOST[usize::from(draw.one_in(8))];
     loop {
         let step = draw.step();
         let [least, most] = if draw.one_in(2) { [1, 1] } else { [8, 48] };
         let (t, b, h) = (draw.size(512, 1), draw.size(1024, 1), draw.size(2048, step));
-        if t * b * h * h <= MOST && t >= least && b >= least && h >= most {
+        if t * b * h * h <= most_products && t >= least && b >= least && h >= most {
             return layer.case(kind, device, (t, b, h));
         }
     }

@@ -190,7 +190,7 @@ impl Lookup {
                 Ok(sum(&grad.f_to_kind(Kind::Float)?, indices, rows)?.f_to_kind(kind)?)
             }
             Device::Cpu => Ok(sum(grad, indices, rows)?),
-            _ if !scale && are_few(rows, indices.numel() as i64, grad.numel() as i64) => {
+            _ if !scale && are_few(rows, indices.numel() as i64, grad.numel() as i64, kind) => {
                 self.sum_by_masks(grad, indices, rows)
             }
             _ => {
@@ -229,20 +229,20 @@ impl Lookup {
 
 /// Whether masks are faster on CUDA than libtorch's sums, for so many elements of the gradient of the
 /// output. With more than 3072 indices libtorch sorts them, which takes 90 µs on an H200; else a block
-/// goes through all of them, at 23 ns each. Masks take 14 µs for five short kernels, and 3.6 ns for 1000
-/// elements of the copies, which have at most 128 MiB. docs/lab/embedding.md has more.
-fn are_few(rows: i64, indices: i64, elements: i64) -> bool {
+/// goes through all of them, at 23 ns each. Masks take 14 µs for five short kernels, and up to 2.5 µs for a
+/// MiB of the copies. docs/lab/embedding.md has more.
+fn are_few(rows: i64, indices: i64, elements: i64, kind: Kind) -> bool {
     const MOST_ROWS: i64 = 32;
     const FEWEST_INDICES: i64 = 768;
     /// Of the copies of all rows, for each index.
     const MOST_COLUMNS: i64 = 2048;
-    const MOST_ELEMENTS: i64 = 1 << 24;
+    const MOST_BYTES: i64 = 32 << 20;
     let copies = rows.saturating_mul(elements);
     // One row needs no copy, and one kernel.
     rows == 1 && indices > 4
         || (2..=MOST_ROWS).contains(&rows)
             && indices >= FEWEST_INDICES
-            && copies <= MOST_ELEMENTS
+            && copies.saturating_mul(kind.elt_size_in_bytes() as i64) <= MOST_BYTES
             && copies / indices <= MOST_COLUMNS
 }
 
@@ -291,7 +291,9 @@ mod tests {
 
     #[test]
     fn masks_are_for_few_rows_of_few_columns() {
-        let of = |rows: i64, indices: i64, columns: i64| are_few(rows, indices, indices * columns);
+        let of = |rows: i64, indices: i64, columns: i64| {
+            are_few(rows, indices, indices * columns, Kind::Half)
+        };
         for [rows, indices, columns] in [
             [1, 5, 1],
             [1, 25_322, 848],
@@ -317,6 +319,9 @@ mod tests {
         ] {
             assert!(!of(rows, indices, columns), "{rows} {indices} {columns}");
         }
+        // 13 rows of 24 columns, which are 48 MiB in `Double`.
+        let of = |kind| are_few(13, 20_000, 20_000 * 24, kind);
+        assert_eq!([Kind::Half, Kind::Double].map(of), [true, false]);
     }
 
     #[test]

@@ -11,7 +11,7 @@ mod place;
 mod table;
 mod tuning;
 
-pub(in crate::ops) use choose::cheapest;
+pub(in crate::ops) use choose::{cheapest, is_clearly_cheaper};
 pub(in crate::ops) use coefficients::{Each, Unit, Visit, coefficients};
 pub(in crate::ops) use facts::Facts;
 pub(in crate::ops) use place::{Named, Place};

@@ -5,7 +5,7 @@
 use super::costs::{Aligned, Costs, Load, Padded};
 use crate::Result;
 use crate::ffi::kind_code;
-use crate::ops::costs::cheapest;
+use crate::ops::costs::is_clearly_cheaper;
 use std::ffi::c_void;
 use tch::Kind;
 
@@ -161,10 +161,11 @@ pub(super) fn choose<'a>(
         return Ok(library);
     }
     let (costs, processors) = costs()?;
-    let priced = [library, Way::Padded]
-        .into_iter()
-        .filter_map(|way| Some((way, described.cost(way, costs, processors)?)));
-    Ok(cheapest(priced).map_or(library, |(way, _)| way))
+    let cost = |way| described.cost(way, costs, processors);
+    let is_padded = cost(Way::Padded)
+        .zip(cost(library))
+        .is_some_and(|(padded, library)| is_clearly_cheaper(padded, library));
+    Ok(if is_padded { Way::Padded } else { library })
 }
 
 /// `Small` computes a tile of 16×16 per block.

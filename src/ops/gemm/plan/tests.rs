@@ -139,8 +139,10 @@ fn narrow_products_are_padded_where_only_an_address_is_off() {
         let described = contiguous(([1, 1], sizes), bias, kinds, offset, Layout::Linear);
         super::choose(&described, || Ok((COSTS.h200(), 132))).expect("a way")
     };
-    assert_eq!(way([1024, 5952, 64], Bias::Row, 3), Way::Padded);
-    assert_eq!(way([16, 2488, 16], Bias::Row, 1), Way::Padded);
+    assert_eq!(way([8, 3432, 5224], Bias::Row, 19), Way::Padded);
+    assert_eq!(way([16, 2360, 1824], Bias::Row, 7), Way::Padded);
+    // The copy would be of the large factor: 132 µs for 92.
+    assert_eq!(way([13_136, 5760, 8], Bias::Row, 26), Way::Plan);
     assert_eq!(way([1024, 5952, 64], Bias::Row, 0), Way::Plan);
     // Without a bias, and where rows are not whole.
     assert_eq!(way([1024, 5952, 48], Bias::None, 3), Way::Composite);

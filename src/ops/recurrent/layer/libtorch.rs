@@ -99,10 +99,8 @@ pub(super) fn backward_by_cudnn(
         ],
     )?;
     let [input, h, c, w_ih, w_hh, b_ih, b_hh] = made;
-    // Those of the parameters share one piece of memory.
-    let own = |grad: Option<Tensor>| grad.map(|grad| copied(&grad)).transpose();
+    // Those of the parameters are parts of one piece of memory, as they are in libtorch's layer.
     let of_one_layer = |grad: Option<Tensor>| grad.map(|grad| grad.f_squeeze_dim(0)).transpose();
-    let [w_ih, w_hh, b_ih, b_hh] = [own(w_ih)?, own(w_hh)?, own(b_ih)?, own(b_hh)?];
     let all = [input, of_one_layer(h)?, of_one_layer(c)?, w_ih, w_hh, b_ih, b_hh];
     Ok(needed(all, needs))
 }

@@ -5,7 +5,7 @@ use super::products::{Cudnn, LAYER, LayerCosts, Products, of};
 use super::tf32::Tf32;
 use super::{Arguments, Cell};
 use crate::Result;
-use crate::ops::costs::cheapest;
+use crate::ops::costs::{cheapest, is_clearly_cheaper};
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::kernels::{cudnn, onednn};
 use crate::ops::recurrent::plan::{
@@ -144,15 +144,13 @@ pub(super) fn library<C: Cell>(
 /// The faster one for a call, of which our kernels in each direction are known. The time of the GPU
 /// decides, so that a replay computes what a call computes.
 fn faster(ours: impl Iterator<Item = (Kernel, f64)>, cudnn: f64) -> Library {
-    /// Costs are off by about 15 % (`tune` reports it), and a mistake costs more than a small gain is worth.
-    const CLEARLY: f64 = 1.2;
     let (mut is_by_steps, mut time) = (true, 0.0);
     for (kernel, cost) in ours {
         is_by_steps &= kernel == Kernel::Step;
         time += cost;
     }
     // A product and a kernel for each step are what cuDNN has, too.
-    if is_by_steps || cudnn < CLEARLY * time { Library::Cudnn } else { Library::Ours }
+    if is_by_steps || !is_clearly_cheaper(time, cudnn) { Library::Cudnn } else { Library::Ours }
 }
 
 /// The kernel for a direction of a layer that is ours; `is_padded` as in [`On`].
