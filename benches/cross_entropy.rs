@@ -32,7 +32,7 @@ fn provider(name: &'static str, op: Op) -> Provider {
     })
 }
 
-fn case((m, v): (i64, i64), kind: Kind, device: Device) -> Case {
+pub fn of_size((m, v): (i64, i64), kind: Kind, device: Device) -> Case {
     Case {
         operator: "cross_entropy",
         point: format!("{:?}", (m, v)),
@@ -52,11 +52,11 @@ fn case((m, v): (i64, i64), kind: Kind, device: Device) -> Case {
 
 /// A case with drawn sizes.
 pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
-    case(draw.rows_and_columns(250_000), kind, device)
+    of_size(draw.rows_and_columns(250_000), kind, device)
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
     let sizes: &[(i64, i64)] = if device.is_cuda() { &ON_CUDA } else { &ON_CPU };
-    let of = |kind| sizes.iter().map(move |&size| case(size, kind, device));
+    let of = |kind| sizes.iter().map(move |&size| of_size(size, kind, device));
     KINDS.into_iter().flat_map(of).collect()
 }

@@ -76,6 +76,11 @@ pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
     case(Point { size: draw.rows_and_columns(70_000), kind, affine: !draw.one_in(8) }, device)
 }
 
+/// With a weight and a bias.
+pub fn of_size(size: (i64, i64), kind: Kind, device: Device) -> Case {
+    case(Point { size, kind, affine: true }, device)
+}
+
 fn case(Point { size: (m, n), kind, affine }: Point, device: Device) -> Case {
     let parameters = [(vec![n], 1.0), (vec![n], 1.0)];
     let mut providers = vec![

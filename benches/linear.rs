@@ -26,7 +26,7 @@ fn provider(name: &'static str, linear: Linear) -> Provider {
 const HALF_SIZES: [(i64, i64, i64); 4] =
     [(16, 32, 128), (256, 1024, 1024), (4096, 1024, 1024), (8192, 1024, 4096)];
 
-fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
+pub fn of_size((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
     Case {
         operator: "linear",
         point: format!("{:?}", (m, k, n)),
@@ -49,7 +49,7 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
 /// A case with drawn sizes; a batch adds a leading dimension.
 pub fn drawn(draw: &mut Draw, kind: Kind, device: Device) -> Case {
     let [batch, m, k, n] = product(draw);
-    let mut case = case((batch * m, k, n), kind, device);
+    let mut case = of_size((batch * m, k, n), kind, device);
     if batch > 1 {
         case.point = format!("{:?}", (batch, m, k, n));
         case.inputs[0].0 = vec![batch, m, k];
@@ -66,9 +66,9 @@ pub fn product(draw: &mut Draw) -> [i64; 4] {
 
 pub fn cases(device: Device) -> Vec<Case> {
     let mut cases: Vec<Case> =
-        SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
+        SIZES.into_iter().map(|size| of_size(size, Kind::Float, device)).collect();
     if device.is_cuda() {
-        cases.extend(HALF_SIZES.into_iter().map(|size| case(size, Kind::BFloat16, device)));
+        cases.extend(HALF_SIZES.into_iter().map(|size| of_size(size, Kind::BFloat16, device)));
     }
     cases
 }

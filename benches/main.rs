@@ -2,6 +2,7 @@
 //!
 //! - `cargo xtask bench [WORD…]` compares each operator with what a user would call instead, and
 //!   writes a table and JSON. With words, it runs only the cases whose titles contain all of them.
+//! - `cargo xtask bench host` measures small calls of three operators, where the host decides.
 //! - `cargo xtask bench sweep` measures layer_norm over a grid of sizes.
 //! - `cargo xtask bench lltm sweep` measures sequences with various numbers of steps and rows.
 //! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer; `lstm sizes` and
@@ -29,6 +30,7 @@ mod draw;
 mod floor;
 mod gelu_mlp;
 mod gru;
+mod host;
 mod layer_norm;
 mod layer_norm_sweep;
 mod library;
@@ -98,6 +100,7 @@ fn main() {
         {
             mlp_ways::run(words).expect("a GPU that can be measured");
         }
+        [first, second] if first == "table" && second == "host" => host::run(),
         [first, second, words @ ..] if first == "table" && second == "tune" => {
             // Users call it, also where there is no GPU.
             if let Err(error) = tune::run(words) {

@@ -19,9 +19,9 @@ struct Look {
 }
 
 /// Checks that outputs and gradients have the same sizes, kinds and strides by each of these ways,
-/// of which the first is the one that the plan chooses, and that none of them shares memory with an
-/// argument, with an incoming gradient or with another result. All results must be row-major, as
-/// new tensors are, since a kernel of this crate makes them so. It checks on each device, in each
+/// of which the first is the one that the plan chooses, and that none of them is in one piece of memory
+/// with an argument or an incoming gradient, or overlaps another result. All results must be row-major,
+/// as new tensors are, since a kernel of this crate makes them so. It checks on each device, in each
 /// kind, for arguments of each of these `sizes` in several layouts, with and without gradients.
 pub fn assert_alike<W: Copy + Debug>(
     ways: &[W],
@@ -98,12 +98,12 @@ fn looks(
     outputs: &[Tensor],
     incoming: Layout,
 ) -> std::result::Result<Vec<Option<Look>>, String> {
-    let mut others: Vec<(String, Tensor)> = Vec::new();
+    let (mut given, mut made) = (Vec::new(), Vec::<(String, Tensor)>::new());
     let named = |name: &str, tensors: &[Tensor]| -> Vec<(String, Tensor)> {
         let name = |(place, tensor): (usize, &Tensor)| (format!("{name} {place}"), tensor.detach());
         tensors.iter().enumerate().map(name).collect()
     };
-    others.extend(named("argument", arguments));
+    given.extend(named("argument", arguments));
     let mut results: Vec<(String, Option<Tensor>)> =
         named("output", outputs).into_iter().map(|(name, tensor)| (name, Some(tensor))).collect();
     let leaves: Vec<&Tensor> = arguments.iter().filter(|leaf| leaf.requires_grad()).collect();
@@ -120,7 +120,7 @@ fn looks(
         };
         let outputs: Vec<&Tensor> = outputs.iter().collect();
         let gradients = grad(&outputs, &leaves, &options).expect("gradients").into_vec();
-        others.extend(named("incoming gradient", &vectors));
+        given.extend(named("incoming gradient", &vectors));
         let name = |(place, gradient)| (format!("gradient {place}"), gradient);
         results.extend(gradients.into_iter().enumerate().map(name));
     }
@@ -130,10 +130,13 @@ fn looks(
             looks.push(None);
             continue;
         };
-        let shares = |(_, other): &&(String, Tensor)| {
-            memory(other).is_some() && memory(other) == memory(&result)
-        };
-        if let Some((other, _)) = others.iter().find(shares) {
+        let is_one_piece =
+            |other: &Tensor| memory(other).is_some() && memory(other) == memory(&result);
+        // Gradients may be parts of one piece of memory, as cuDNN's of the parameters are.
+        let overlaps = |other: &Tensor| is_one_piece(other) && !are_apart(other, &result);
+        let in_given = given.iter().find(|(_, other)| is_one_piece(other));
+        let in_made = || made.iter().find(|(_, other)| overlaps(other));
+        if let Some((other, _)) = in_given.or_else(in_made) {
             return Err(format!("{name} shares memory with {other}"));
         }
         let (kind, size, stride) = (result.kind(), result.size(), result.stride());
@@ -141,9 +144,19 @@ fn looks(
             return Err(format!("{name} of size {size:?} has strides {stride:?}"));
         }
         looks.push(Some(Look { kind, size, stride }));
-        others.push((name, result));
+        made.push((name, result));
     }
     Ok(looks)
+}
+
+/// Whether two tensors without gaps have no byte in common.
+fn are_apart(a: &Tensor, b: &Tensor) -> bool {
+    let bytes = |of: &Tensor| {
+        let begin = of.data_ptr() as usize;
+        begin..begin + of.numel() * of.kind().elt_size_in_bytes()
+    };
+    let (a, b) = (bytes(a), bytes(b));
+    a.end <= b.start || b.end <= a.start
 }
 
 /// The strides of a new tensor of this size. A contiguous tensor may have others, where its size is

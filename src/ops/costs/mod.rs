@@ -4,6 +4,8 @@
 //!
 //! All costs are in microseconds: of a launch, of a step, of a million operations or bytes.
 
+#[cfg(test)]
+mod cards;
 mod choose;
 mod coefficients;
 mod facts;
@@ -11,6 +13,8 @@ mod place;
 mod table;
 mod tuning;
 
+#[cfg(test)]
+pub(in crate::ops) use cards::CARDS;
 pub(in crate::ops) use choose::{cheapest, is_clearly_cheaper};
 pub(in crate::ops) use coefficients::{Each, Unit, Visit, coefficients};
 pub(in crate::ops) use facts::Facts;

@@ -173,6 +173,7 @@ fn read(path: &Path, facts: &Facts) -> Result<Table> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::costs::CARDS;
 
     #[test]
     fn the_shipped_tables_are_whole() {
@@ -200,15 +201,10 @@ mod tests {
 
     #[test]
     fn other_cards_have_costs_of_a_sensible_size() {
-        // Multiprocessors, MHz, GB/s.
-        let cards = [
-            ("NVIDIA A100-SXM4-80GB", [108, 1410, 2039]),
-            ("NVIDIA GeForce RTX 4090", [128, 2520, 1008]),
-            ("NVIDIA L4", [58, 2040, 300]),
-            ("NVIDIA B200", [148, 1965, 8000]),
-            ("a card that tells nothing", [0, 0, 0]),
-        ];
-        for (card, [multiprocessors, clock, bandwidth]) in cards {
+        let known =
+            CARDS.map(|card| (card.name, [card.multiprocessors, card.clock, card.bandwidth]));
+        let nothing = ("a card that tells nothing", [0, 0, 0]);
+        for (card, [multiprocessors, clock, bandwidth]) in known.into_iter().chain([nothing]) {
             let facts =
                 Facts { card: card.into(), multiprocessors, clock, bandwidth, ..h200().facts };
             let loaded = load(&facts, None);

@@ -36,6 +36,7 @@ use tch::Tensor;
 /// have memory of their own. The tensors are of one kind, `Float`, `Double`, `Half` or `BFloat16`,
 /// on one device. Strides and sizes are arbitrary; tensors may be empty, and there may be no steps
 /// at all. There are first and second derivatives of each output with respect to each tensor.
+/// Gradients of the weights may be parts of one piece of memory, as libtorch's are.
 ///
 /// Under autocast on CUDA, all tensors are cast to autocast's kind, which the outputs have, too. On the
 /// CPU only what is multiplied is rounded to it, and the outputs have the kind of h, as in libtorch.

@@ -1,4 +1,5 @@
 use super::*;
+use crate::ops::costs::CARDS;
 
 /// An H200.
 const GPU: Gpu = Gpu { processors: 132, shared_memory: 227 << 10, clusters: 1 };
@@ -309,11 +310,18 @@ fn every_plan_holds_its_row() {
     use Way::{Automatic, Cluster, Few, FewPasses, InPlace, Passes, Registers, Ring};
     let ways = [Automatic, Registers, Cluster, Ring, InPlace, Few, Passes, FewPasses];
     let sizes = || (0..9000).step_by(3).chain(16000..17000).chain(32760..32780).chain(65530..65550);
+    let cards = CARDS.map(|card| Gpu {
+        processors: card.multiprocessors as i32,
+        shared_memory: card.shared_memory,
+        clusters: card.clusters.into(),
+    });
+    let on_cards =
+        || cards.into_iter().flat_map(|gpu| [(16, gpu, MANY, true), (2, gpu, 300, true)]);
     for kind in [Kind::Half, Kind::Float, Kind::Double] {
         let size = kind.elt_size_in_bytes() as i64;
         for way in ways {
             for columns in sizes().chain([1 << 33]) {
-                for (alignment, gpu, rows, has_sums) in [
+                let on_h200 = [
                     (16, GPU, MANY, true),
                     (4, GPU, MANY, true),
                     (2, GPU, 300, true),
@@ -323,7 +331,8 @@ fn every_plan_holds_its_row() {
                     (16, GPU, 300, true),
                     (16, GPU, 30, false),
                     (2, GPU, 30, false),
-                ] {
+                ];
+                for (alignment, gpu, rows, has_sums) in on_h200.into_iter().chain(on_cards()) {
                     let shape = Rows { way, rows, columns, kind, alignment, has_sums, gpu };
                     let rows = shape;
                     check(&rows.forward(), &rows);
@@ -362,7 +371,7 @@ fn every_plan_holds_its_row() {
                     for device in [Device::Cpu, Device::Cuda(0)] {
                         for rows in [0, 1, 1000, 1 << 40] {
                             let rows = Rows { rows, ..shape };
-                            assert!((1..=2112).contains(&rows.parts(&plan, device, 60)));
+                            assert!((1..=16 * 148).contains(&rows.parts(&plan, device, 60)));
                         }
                     }
                 }

@@ -285,6 +285,7 @@ pub(in crate::ops) fn way_on_h200<C: Cell>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::costs::CARDS;
     use crate::ops::recurrent::kernels::cuda::Product;
     use crate::ops::recurrent::plan::{
         Line, Product as Multiplied, block, cluster, grid, wide_grid,
@@ -352,7 +353,13 @@ mod tests {
     /// On any card: none of its kernels is for one compute capability.
     #[test]
     fn small_layers_are_one_block() {
-        let gpu = Gpu { processors: 108, ..Gpu::default() };
+        for card in &CARDS {
+            small_layers_are_one_block_on(card.multiprocessors.into());
+        }
+    }
+
+    fn small_layers_are_one_block_on(processors: i64) {
+        let gpu = Gpu { processors, ..Gpu::default() };
         let of = |hidden, is_padded| {
             let sizes = Sizes { steps: 20, batch: 5, features: 3, hidden };
             let products = Products::new(layer(), 3, sizes, Kind::BFloat16, Tf32::NONE);
@@ -374,11 +381,16 @@ mod tests {
                 let sizes = Sizes { steps, batch, features: hidden, hidden };
                 let products = Products::new(layer(), 4, sizes, kind, tf32);
                 for (cell, room) in cells.iter().zip([Room::Whole, Room::Half]) {
-                    for direction in [Direction::Forward, Direction::Backward] {
-                        let of = On { gpu: Gpu::default(), room, is_padded: false };
-                        let (kernel, cost) = automatic(cell, direction, sizes, products, of);
-                        assert_eq!(kernel, Kernel::Step);
-                        assert!(cost.is_finite() && cost > 0.0);
+                    for card in &CARDS {
+                        let processors = card.multiprocessors.into();
+                        let gpu = Gpu { processors, ..Gpu::default() };
+                        for direction in [Direction::Forward, Direction::Backward] {
+                            let of = On { gpu, room, is_padded: false };
+                            let (kernel, cost) = automatic(cell, direction, sizes, products, of);
+                            // The whole layer in blocks is not for wide ones.
+                            assert!(kernel == Kernel::Step || hidden == 64, "{kernel:?}");
+                            assert!(cost.is_finite() && cost > 0.0);
+                        }
                     }
                 }
             }
