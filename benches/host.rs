@@ -66,9 +66,11 @@ fn ratio(case: &Case) -> f64 {
     let calls =
         both.map(|runner| clock::iterations_for(case.device, &mut || runner.run(direction)));
     let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..ROUNDS {
-        for ((times, runner), calls) in times.iter_mut().zip(both).zip(calls) {
-            times.push(clock::per_call(case.device, calls, &mut || runner.run(direction)));
+    for round in 0..ROUNDS {
+        // Whoever comes first in a round is not always the same one.
+        for place in [round % 2, 1 - round % 2] {
+            let mut call = || both[place].run(direction);
+            times[place].push(clock::per_call(case.device, calls[place], &mut call));
         }
     }
     let [rival, ours] = times.map(median);

@@ -2,6 +2,10 @@
 // preceding kernel still runs. Before compute capability 9.0 these functions do nothing.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include <atomic>
+
 namespace tch_extension::hopper {
 
 // Waits until the preceding kernel is complete and its writes are visible.
@@ -17,5 +21,38 @@ __device__ __forceinline__ void allow_next_kernel() {
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
+
+// For each device, whether a kernel that waits may be launched with this attribute.
+class DependentLaunches {
+ public:
+  // On the current device, which is queried once.
+  bool are_possible(const void* kernel) {
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
+    int found = known[device].load(std::memory_order_relaxed);
+    if (found == 0) {
+      found = ask(device, kernel) ? 1 : -1;
+      known[device].store(found, std::memory_order_relaxed);
+    }
+    return found == 1;
+  }
+
+ private:
+  static bool ask(int device, const void* kernel) {
+    int major = 0;
+    // Code that the driver compiles from an older architecture's PTX does not wait.
+    cudaFuncAttributes code = {};
+    if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
+      return major >= 9 && code.ptxVersion >= 90;
+    // Clear this query's error before the next launch check.
+    (void)cudaGetLastError();
+    return false;
+  }
+
+  static constexpr int kDevices = 64;
+  // 0 as long as it is unknown.
+  std::atomic<int> known[kDevices] = {};
+};
 
 }  // namespace tch_extension::hopper

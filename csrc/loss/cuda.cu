@@ -196,6 +196,7 @@ __global__ void __launch_bounds__(kOfTeams)
   const int64_t teams = blockDim.x / team;
   const TeamRow<T> mine(params, blockIdx.x * teams + threadIdx.x / team, team, each);
   mine.start_copies();
+  hopper::allow_next_kernel();
   const Compute<T> factor = factor_of<T>(params);
   const Row<T, kPlain> row(params, mine.index, mine.target);
   compute_team_row<false>(mine, row, factor);
@@ -242,6 +243,7 @@ template <typename T>
 __global__ void __launch_bounds__(kMostThreads)
     rows_by_blocks(const __grid_constant__ LossRows params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
+  hopper::allow_next_kernel();
   const Compute<T> factor = factor_of<T>(params);
   const bool is_like_logits = are_alike(params.logits, params.gradients);
   for (int64_t index = blockIdx.x; index < params.rows; index += gridDim.x) {
@@ -408,10 +410,10 @@ bool start_small(const LossRows& params, int64_t vectors, cudaStream_t stream) {
   return true;
 }
 
-// Computes the factor of a mean, if it is asked for, and the total, if it is not null. `is_early`:
-// the kernel before allows this one to start before it ends.
+// Computes the factor of a mean, if it is asked for, and the total, if it is not null. `follows`:
+// the kernel before is that of the rows, which allows this one to start before it ends.
 template <typename T>
-void start_total(const LossRows& rows, bool of_mean, void* total, bool is_early,
+void start_total(const LossRows& rows, bool of_mean, void* total, bool follows,
                  cudaStream_t stream) {
   const LossTotal params{rows.rows,    rows.classes, rows.ignore_index, rows.kind,   of_mean,
                          rows.targets, rows.weight,  rows.losses,       rows.factor, total};
@@ -423,7 +425,9 @@ void start_total(const LossRows& rows, bool of_mean, void* total, bool is_early,
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &early;
-  config.numAttrs = is_early ? 1 : 0;
+  static hopper::DependentLaunches launches;
+  const auto any_kind = reinterpret_cast<const void*>(total_kernel<float>);
+  config.numAttrs = follows && launches.are_possible(any_kind) ? 1 : 0;
   // An error stays for the check of the launch.
   (void)cudaLaunchKernelEx(&config, rows.wide_total ? total_kernel<Compute<T>> : total_kernel<T>,
                            params);
@@ -448,16 +452,13 @@ void start_rows(const LossRows& params, cudaStream_t stream) {
   LossRows of_rows = params;
   if (is_ahead || in_total) of_rows.of_mean = 0;
   if (in_total) of_rows.factor = nullptr;
-  bool is_early = false;
   if (teams.is_possible()) {
     start_teams<T>(of_rows, teams, stream);
-  } else if (start_rows_in_shared_memory(of_rows, stream)) {
-    is_early = true;
-  } else {
+  } else if (!start_rows_in_shared_memory(of_rows, stream)) {
     const int64_t vectors = ceil_div(params.classes, int64_t{kLanesOf16Bytes<T>});
     rows_by_blocks<T><<<at_most(params.rows), threads_for(vectors), 0, stream>>>(of_rows);
   }
-  if (total != nullptr) start_total<T>(params, in_total, total, is_early, stream);
+  if (total != nullptr) start_total<T>(params, in_total, total, true, stream);
 }
 
 }  // namespace

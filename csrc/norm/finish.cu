@@ -85,22 +85,15 @@ bool start_finish(const NormBackward& params, cudaStream_t stream) {
 
 // Describes the current device, whose index must be `device`.
 extern "C" const char* tch_extension_norm_device_cuda(int32_t device, NormGpu* result) {
-  int major = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&result->processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&result->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin,
                                    device);
   }
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
-  // Code that the driver compiles from an older architecture's PTX has neither the cluster's
-  // barriers nor the wait for the previous kernel.
-  cudaFuncAttributes code = {};
-  if (error == cudaSuccess) {
-    error = cudaFuncGetAttributes(&code, tch_extension::norm::finish_kernel<float>);
-  }
-  result->clusters = major >= 9 && code.ptxVersion >= 90 ? 1 : 0;
+  // Where a kernel can wait for the previous one, there are clusters and their barrier, too.
+  static tch_extension::hopper::DependentLaunches launches;
+  const auto waits = reinterpret_cast<const void*>(tch_extension::norm::finish_kernel<float>);
+  result->clusters = launches.are_possible(waits) ? 1 : 0;
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

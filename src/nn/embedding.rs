@@ -228,22 +228,20 @@ impl Lookup {
 }
 
 /// Whether masks are faster on CUDA than libtorch's sums, for so many elements of the gradient of the
-/// output. With more than 3072 indices libtorch sorts them, which takes 90 µs on an H200; else a block
-/// goes through all of them, at 23 ns each. Masks take 14 µs for five short kernels, and up to 2.5 µs for a
-/// MiB of the copies. docs/lab/embedding.md has more.
+/// output, by times on an H200 in µs (docs/lab/embedding.md). libtorch sorts more than 3072 indices, and else
+/// a block goes through all of them. Masks are five short kernels, and copies of all elements for each row.
 fn are_few(rows: i64, indices: i64, elements: i64, kind: Kind) -> bool {
     const MOST_ROWS: i64 = 32;
-    const FEWEST_INDICES: i64 = 768;
-    /// Of the copies of all rows, for each index.
-    const MOST_COLUMNS: i64 = 2048;
-    const MOST_BYTES: i64 = 32 << 20;
-    let copies = rows.saturating_mul(elements);
+    const MOST_UNSORTED: i64 = 3072;
+    const SORT: f64 = 90.0;
+    const OF_INDEX: f64 = 0.023;
+    const KERNELS: f64 = 14.0;
+    const OF_MIB: f64 = 2.5;
+    let mib = rows as f64 * elements as f64 * kind.elt_size_in_bytes() as f64 / (1 << 20) as f64;
+    let of_libtorch = if indices > MOST_UNSORTED { SORT } else { OF_INDEX * indices as f64 };
     // One row needs no copy, and one kernel.
     rows == 1 && indices > 4
-        || (2..=MOST_ROWS).contains(&rows)
-            && indices >= FEWEST_INDICES
-            && copies.saturating_mul(kind.elt_size_in_bytes() as i64) <= MOST_BYTES
-            && copies / indices <= MOST_COLUMNS
+        || (2..=MOST_ROWS).contains(&rows) && KERNELS + OF_MIB * mib < of_libtorch
 }
 
 /// For each index, 1 / how often it occurs, with a last dimension of 1.
@@ -302,8 +300,8 @@ mod tests {
             [4, 1761, 1],
             [2, 4096, 1024],
             [9, 768, 8],
-            [32, 1024, 64],
-            [32, 1 << 19, 1],
+            [32, 1024, 32],
+            [32, 1 << 18, 1],
         ] {
             assert!(of(rows, indices, columns), "{rows} {indices} {columns}");
         }
@@ -311,7 +309,7 @@ mod tests {
             [0, 5000, 8],
             [1, 4, 8],
             [33, 5000, 8],
-            [2, 767, 8],
+            [2, 600, 8],
             [2, 1024, 1025],
             [2, 16384, 513],
             [25, 35_075, 64],
@@ -319,9 +317,10 @@ mod tests {
         ] {
             assert!(!of(rows, indices, columns), "{rows} {indices} {columns}");
         }
-        // 13 rows of 24 columns, which are 48 MiB in `Double`.
         let of = |kind| are_few(13, 20_000, 20_000 * 24, kind);
         assert_eq!([Kind::Half, Kind::Double].map(of), [true, false]);
+        let of = |kind| are_few(2, 768, 768 * 1024, kind);
+        assert_eq!([Kind::Half, Kind::Double].map(of), [false; 2]);
     }
 
     #[test]

@@ -111,8 +111,8 @@ fn page() -> Result<String, std::fmt::Error> {
     let recurrent = "T = 512. The kernels are in `csrc/recurrent/` and the folder of that name, or in `csrc/lltm_cell` for \"fused\" and\n\
                      \"tensor cores\"; \"plain grid\" is `grid/plain.h`.";
     table(&mut page, "lltm", recurrent, &HIDDEN, super::lltm::way_on_h200)?;
-    let layers = "T = 512, where our kernels compute the layer: cuDNN's and oneDNN's layers are compared with them at each call\n\
-                  (`src/ops/recurrent/layer/plan.rs:library`). Products are in tf32 where cuDNN's surely are (`tf32.rs`).";
+    let layers = "T = 512, where our kernels compute the layer: at each call cuDNN's and oneDNN's layers are compared with them, and taken instead of\n\
+                  single steps (`src/ops/recurrent/layer/plan.rs:library`). Products are in tf32 where cuDNN's surely are (`tf32.rs`).";
     table(
         &mut page,
         "lstm",

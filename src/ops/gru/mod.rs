@@ -36,7 +36,7 @@ use tch::Tensor;
 /// have memory of their own. The tensors are of one kind, `Float`, `Double`, `Half` or `BFloat16`,
 /// on one device. Strides and sizes are arbitrary; tensors may be empty, and there may be no steps
 /// at all. There are first and second derivatives of each output with respect to each tensor.
-/// Gradients of the weights may be parts of one piece of memory, as libtorch's are.
+/// Gradients of weights and biases may be parts of one piece of memory, as libtorch's are.
 ///
 /// Under autocast on CUDA, all tensors are cast to autocast's kind, which the outputs have, too. On the
 /// CPU only what is multiplied is rounded to it, and the outputs have the kind of h, as in libtorch.
@@ -50,9 +50,9 @@ use tch::Tensor;
 /// products for the weights' gradients follow. On compute capability 9.0 a direction of other layers is
 /// one kernel of this crate where that is faster: in the half kinds and in tf32, for H up to 2048 that
 /// is a multiple of 8, and for any H up to 768; in other `Float` and in `Double` for H up to 128.
-/// Elsewhere it is cuDNN's kernels, or a product and a kernel for each
-/// step. Which it is depends on the sizes, the kind and the GPU, and on whether the parameters
-/// follow one another in one piece of memory, from which cuDNN takes them without a copy
+/// Elsewhere, and unless that is clearly faster, it is cuDNN's layer. Which it is depends on the sizes,
+/// the kind and the GPU, and on whether the parameters follow one another in one piece of memory, from
+/// which cuDNN takes them without a copy
 /// ([`flatten_parameters`](crate::nn::Gru::flatten_parameters)).
 ///
 /// Unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it, `Float` is multiplied in

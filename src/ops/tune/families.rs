@@ -15,6 +15,8 @@ pub(super) struct Family {
     pub operators: &'static [&'static str],
     pub places: &'static [&'static (dyn Named + Sync)],
     pub predict: Predict,
+    /// The library's way, which plans leave for a clear gain only.
+    pub library: &'static str,
 }
 
 /// The times of calls; `None` for a way that does not exist, and for a plan's own choice.
@@ -31,11 +33,13 @@ pub(super) const FAMILIES: [Family; 2] = [
         operators: &["lstm", "gru"],
         places: &[&lstm::COSTS, &lstm::CUDNN, &gru::COSTS, &gru::CUDNN, &LAYER],
         predict: layers,
+        library: "Cudnn",
     },
     Family {
         operators: &["linear", "matmul_add_relu"],
         places: &[&gemm::COSTS],
         predict: products,
+        library: "Plan",
     },
 ];
 

@@ -161,6 +161,9 @@ fn a_full_bias_takes_the_kernel_of_9_0_or_libtorch() {
     assert_eq!(way([4096, 1024, 1920], &gpu), Way::Plan);
     assert_eq!(way([4096, 1024, 2056], &gpu), Way::Plan);
     assert_eq!(choose(&product(Kind::Half, [4096, 1024, 2048], Bias::Row), &gpu), Way::Plan);
+    let batch = |batch, sizes| Product { batch, ..product(Kind::Half, sizes, Bias::Full) };
+    assert_eq!(choose(&batch(16, [1024, 1024, 1024]), &gpu), Way::Hopper);
+    assert_eq!(choose(&batch(10, [3840, 1280, 4160]), &gpu), Way::Plan);
     // Rows of the bias that do not begin at multiples of 16 bytes.
     assert_eq!(way([4096, 1024, 2049], &gpu), Way::Composite);
     let float = product(Kind::Float, [4096, 1024, 2049], Bias::Full);

@@ -8,6 +8,7 @@ use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Operator, Outputs, Slots,
 };
 use crate::ops::recurrent::RnnWeights;
+use crate::ops::recurrent::operands::copied;
 use crate::ops::recurrent::plan::Sizes;
 use tch::{Device, Kind, Tensor};
 
@@ -274,6 +275,12 @@ pub(in crate::ops) fn backward<C: Layer>(
     };
     let mut gradients =
         padded::backward::<C>(grads, arguments, cell.lengths(), &kept, needs, plan)?;
+    if again.is_traced && plan.library == Library::Cudnn {
+        // Results of a registered operator may not be parts of one piece of memory.
+        for gradient in gradients[place::W_IH..].iter_mut().flatten() {
+            *gradient = copied(gradient)?;
+        }
+    }
     let mut places = places::<C>();
     Ok(C::In::each(|_| places.next().and_then(|place| gradients[place].take())))
 }

@@ -130,27 +130,49 @@ pub(super) fn library<C: Cell>(
                 .iter()
                 .map(|&direction| automatic(costs, direction, sizes, products, on));
             let cudnn = C::CUDNN.of(device)?;
-            let is_flat = are_flat_for_cudnn(arguments)?;
-            let cudnn = directions.iter().map(|&direction| {
-                let flattening = if is_flat { 0.0 } else { of(layer.flattening, direction) };
-                products.of_cudnn(cudnn, direction) + flattening
-            });
-            faster(ours, cudnn.sum())
+            let sum = |of: &dyn Fn(Direction) -> f64| directions.iter().copied().map(of).sum();
+            let theirs = Theirs {
+                gpu: sum(&|direction| products.of_cudnn(cudnn, direction)),
+                flattening: match are_flat_for_cudnn(arguments)? {
+                    true => 0.0,
+                    false => sum(&|direction| of(layer.flattening, direction)),
+                },
+                is_on_chip: directions.iter().any(|&of| products.on_chip(cudnn, of).is_some()),
+                room,
+            };
+            faster(ours, &theirs)
         }
         _ => Library::Ours,
     })
 }
 
+/// What is known of cuDNN's layer.
+struct Theirs {
+    gpu: f64,
+    /// The host's time to move the parameters to one piece of memory, in each call.
+    flattening: f64,
+    /// Whether one of its kernels keeps the weights on the chip for all steps.
+    is_on_chip: bool,
+    room: Room,
+}
+
 /// The faster one for a call, of which our kernels in each direction are known. The time of the GPU
-/// decides, so that a replay computes what a call computes.
-fn faster(ours: impl Iterator<Item = (Kernel, f64)>, cudnn: f64) -> Library {
+/// decides, so that a replay computes what a call computes, unless cuDNN has to move parameters.
+fn faster(ours: impl Iterator<Item = (Kernel, f64)>, theirs: &Theirs) -> Library {
+    let Theirs { gpu, flattening, is_on_chip, room } = *theirs;
     let (mut is_by_steps, mut time) = (true, 0.0);
     for (kernel, cost) in ours {
         is_by_steps &= kernel == Kernel::Step;
         time += cost;
     }
-    // A product and a kernel for each step are what cuDNN has, too.
-    if is_by_steps || !is_clearly_cheaper(time, cudnn) { Library::Cudnn } else { Library::Ours }
+    // A product and a kernel for each step are what cuDNN has for these sizes, too.
+    let is_alike = is_by_steps && !is_on_chip && flattening == 0.0;
+    let is_ours_faster = match room {
+        Room::Whole => is_clearly_cheaper(time, gpu.max(flattening)),
+        // Two of cuDNN's at a time are slower than one, which its costs do not say.
+        Room::Half => time < gpu.max(flattening),
+    };
+    if is_ours_faster && !is_alike { Library::Ours } else { Library::Cudnn }
 }
 
 /// The kernel for a direction of a layer that is ours; `is_padded` as in [`On`].
@@ -387,8 +409,8 @@ mod tests {
                         for direction in [Direction::Forward, Direction::Backward] {
                             let of = On { gpu, room, is_padded: false };
                             let (kernel, cost) = automatic(cell, direction, sizes, products, of);
-                            // The whole layer in blocks is not for wide ones.
-                            assert!(kernel == Kernel::Step || hidden == 64, "{kernel:?}");
+                            let is_block = matches!(kernel, Kernel::Block { .. });
+                            assert!(kernel == Kernel::Step || hidden == 64 && is_block);
                             assert!(cost.is_finite() && cost > 0.0);
                         }
                     }
@@ -400,12 +422,24 @@ mod tests {
     #[test]
     fn cudnn_is_called_unless_ours_is_clearly_faster() {
         let grid = Kernel::Grid { columns: 32, row_groups: 1, product: Product::Plain };
-        let of = |ours: &[(Kernel, f64)], cudnn| faster(ours.iter().copied(), cudnn);
-        assert_eq!(of(&[(grid, 100.0)], 110.0), Library::Cudnn);
-        assert_eq!(of(&[(grid, 100.0)], 130.0), Library::Ours);
-        assert_eq!(of(&[(grid, 100.0), (Kernel::Step, 200.0)], 370.0), Library::Ours);
-        // Both launch a product and a kernel for each step.
-        assert_eq!(of(&[(Kernel::Step, 100.0), (Kernel::Step, 200.0)], 900.0), Library::Cudnn);
+        let theirs = |gpu| Theirs { gpu, flattening: 0.0, is_on_chip: false, room: Room::Whole };
+        let of = |ours: &[(Kernel, f64)], theirs: &Theirs| faster(ours.iter().copied(), theirs);
+        assert_eq!(of(&[(grid, 100.0)], &theirs(110.0)), Library::Cudnn);
+        assert_eq!(of(&[(grid, 100.0)], &theirs(130.0)), Library::Ours);
+        let half = Theirs { room: Room::Half, ..theirs(110.0) };
+        assert_eq!(of(&[(grid, 100.0)], &half), Library::Ours);
+        assert_eq!(of(&[(grid, 100.0), (Kernel::Step, 200.0)], &theirs(370.0)), Library::Ours);
+        // Both launch a product and a kernel for each step, unless cuDNN keeps the weights on the chip or has
+        // to move them.
+        let by_steps = [(Kernel::Step, 100.0), (Kernel::Step, 200.0)];
+        assert_eq!(of(&by_steps, &theirs(900.0)), Library::Cudnn);
+        let on_chip = |gpu| Theirs { is_on_chip: true, ..theirs(gpu) };
+        assert_eq!(of(&by_steps, &on_chip(900.0)), Library::Ours);
+        assert_eq!(of(&by_steps, &on_chip(300.0)), Library::Cudnn);
+        let moved = |gpu| Theirs { flattening: 850.0, ..theirs(gpu) };
+        assert_eq!([1.0, 900.0].map(|gpu| of(&by_steps, &moved(gpu))), [Library::Ours; 2]);
+        // The host moves them while the GPU still works.
+        assert_eq!(of(&[(grid, 2000.0)], &moved(2100.0)), Library::Cudnn);
     }
 
     #[test]

@@ -28,9 +28,9 @@ coefficients! {
         Latency scaling: f64,
         /// What each way does before its first step.
         Parts once: Once,
-        /// What a product and a kernel for each step take the host, a step.
+        /// The host's time for the launches of a step, which are a product and a kernel.
         Host launches: [f64; 2],
-        /// What cuDNN takes the host in addition if the parameters have to be moved to one piece of memory.
+        /// The host's time to move the parameters to one piece of memory for cuDNN.
         Host flattening: [f64; 2],
     }
 }
@@ -268,23 +268,26 @@ impl<'a> Products<'a> {
         of(self.costs.step, direction) + rate * self.one * self.share_of_tiles(is_tf32)
     }
 
-    /// cuDNN's whole call.
-    pub(super) fn of_cudnn(self, cudnn: &Cudnn, direction: Direction) -> f64 {
-        /// Up to these H libtorch asks for cuDNN's kernels that keep the weights on the chip.
+    /// What cuDNN's kernels that keep the weights on the chip cost, if libtorch asks for them.
+    pub(super) fn on_chip(self, cudnn: &Cudnn, direction: Direction) -> Option<OnChip> {
+        /// Up to these H it does.
         const SMALL: [i64; 2] = [192, 128];
         const NARROW: i64 = 64;
-        let is_small = self.hidden <= of(SMALL, direction);
         let is_narrow = self.hidden <= NARROW;
-        let on_chip = match self.kind {
-            Kind::Half if is_small && is_narrow => Some(cudnn.half_64),
-            Kind::Half if is_small => Some(cudnn.half_192),
-            Kind::Float if is_small && is_narrow => Some(cudnn.float_64),
-            Kind::Float if is_small => Some(cudnn.float_192),
-            _ => None,
+        let costs = match self.kind {
+            Kind::Half if is_narrow => cudnn.half_64,
+            Kind::Half => cudnn.half_192,
+            Kind::Float if is_narrow => cudnn.float_64,
+            Kind::Float => cudnn.float_192,
+            _ => return None,
         };
+        (self.hidden <= of(SMALL, direction)).then(|| of(costs, direction))
+    }
+
+    /// cuDNN's whole call.
+    pub(super) fn of_cudnn(self, cudnn: &Cudnn, direction: Direction) -> f64 {
         let call = of(cudnn.call, direction);
-        if let Some(costs) = on_chip {
-            let costs = of(costs, direction);
+        if let Some(costs) = self.on_chip(cudnn, direction) {
             let load = costs.load * self.weights_bytes;
             return call + load + self.steps * costs.of(&self);
         }
