@@ -350,3 +350,26 @@ fn imports_run_downward() {
     }
     assert!(among_ops.is_empty(), "operators import one another in a circle: {among_ops:?}");
 }
+
+/// Plans can serve programs without tch.
+#[test]
+fn plans_name_no_tch_type() {
+    fn sources(folder: &str) -> Vec<String> {
+        let within = |name: String| match root().join(folder).join(&name).is_dir() {
+            true => sources(&format!("{folder}/{name}")),
+            false => vec![format!("{folder}/{name}")],
+        };
+        names(folder).into_iter().flat_map(within).collect()
+    }
+    let is_plan = |file: &String| {
+        let is_cost = file.starts_with("src/ops/costs/") && !file.ends_with("/mod.rs");
+        is_cost || file.ends_with("/plan.rs") || file.contains("/plan/")
+    };
+    let plans: Vec<String> = sources("src/ops").into_iter().filter(is_plan).collect();
+    assert!(plans.len() > 20, "{plans:?}");
+    for plan in plans {
+        let text = std::fs::read_to_string(root().join(&plan)).expect("a source file");
+        let named = text.lines().find(|line| line.contains("tch::") || line.contains("Tensor>"));
+        assert_eq!(named, None, "{plan}: `ops::kinds` has kinds and devices for plans");
+    }
+}

@@ -13,6 +13,7 @@
 
 #[macro_use]
 mod list;
+mod kinds;
 
 #[cfg(feature = "norm")]
 mod add_layer_norm;

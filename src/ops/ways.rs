@@ -2,10 +2,10 @@
 //! the page, and the test here compares it.
 
 use super::generated::compare;
+use super::kinds::{Device, Kind};
 use super::lltm_cell::plan as cell;
 use super::recurrent::plan::{Direction, Sizes};
 use std::fmt::Write;
-use tch::{Device, Kind};
 
 /// The kinds of a table, and whether libtorch allows tf32.
 const KINDS: [(&str, Kind, bool); 4] = [

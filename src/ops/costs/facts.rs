@@ -2,9 +2,9 @@
 
 use super::Unit;
 use crate::cuda::device_properties;
+use crate::ops::kinds::Device;
 use crate::{Error, Result, library};
 use std::path::PathBuf;
-use tch::Device;
 
 /// What tells one card from another, and what its costs depend on. The versions belong to it, because
 /// they decide which kernels cuBLAS and cuDNN have.
@@ -29,7 +29,7 @@ impl Facts {
     /// # Errors
     /// When `device` is not an existing CUDA device, or this build has no CUDA.
     pub fn of(device: Device) -> Result<Facts> {
-        let found = device_properties(device)?;
+        let found = device_properties(device.into())?;
         let bits = f64::from(found.memory_bus_width) * f64::from(found.memory_clock_rate) * 2.0;
         Ok(Facts {
             card: found.name,

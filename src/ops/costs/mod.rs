@@ -13,6 +13,7 @@ mod place;
 mod table;
 mod tuning;
 
+use crate::Result;
 #[cfg(test)]
 pub(in crate::ops) use cards::CARDS;
 pub(in crate::ops) use choose::{cheapest, is_clearly_cheaper};
@@ -20,5 +21,13 @@ pub(in crate::ops) use coefficients::{Each, Unit, Visit, coefficients};
 pub(in crate::ops) use facts::Facts;
 pub(in crate::ops) use place::{Named, Place};
 pub(in crate::ops) use table::Table;
-pub use tuning::{CostSource, Tuning, tuning};
+pub use tuning::{CostSource, Tuning};
 pub(in crate::ops) use tuning::{Loaded, multiprocessors};
+
+/// Which costs a CUDA device has.
+///
+/// # Errors
+/// When `device` is not an existing CUDA device, or this build has no CUDA.
+pub fn tuning(device: tch::Device) -> Result<Tuning> {
+    tuning::loaded(device.into()).map(|loaded| loaded.tuning.clone())
+}

@@ -4,9 +4,9 @@
 use super::tuning;
 use super::tuning::{Loaded, loaded};
 use super::{Each, Table, Unit};
+use crate::ops::kinds::Device;
 use crate::{Error, Result};
 use std::sync::OnceLock;
-use tch::Device;
 
 const MOST_DEVICES: usize = 64;
 

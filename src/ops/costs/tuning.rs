@@ -1,12 +1,12 @@
 //! Which table a device gets. It is chosen once, at the first plan that needs it, and kept.
 
 use super::{Facts, Table, Unit};
+use crate::ops::kinds::Device;
 use crate::{Error, Result};
 use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use tch::Device;
 
 /// The tables that come with this crate. A card without a table gets the costs of the first one, scaled.
 const SHIPPED: [&str; 1] = [include_str!("nvidia_h200.txt")];
@@ -49,7 +49,7 @@ pub struct Tuning {
 }
 
 pub(in crate::ops) struct Loaded {
-    tuning: Tuning,
+    pub(super) tuning: Tuning,
     pub table: Table,
     /// The card, if the table is another one's.
     scaled_to: Option<Facts>,
@@ -65,14 +65,6 @@ impl Loaded {
     pub fn times(&self, unit: Unit) -> f64 {
         self.scaled_to.as_ref().map_or(1.0, |card| self.table.facts.times(card, unit))
     }
-}
-
-/// Which costs a CUDA device has.
-///
-/// # Errors
-/// When `device` is not an existing CUDA device, or this build has no CUDA.
-pub fn tuning(device: Device) -> Result<Tuning> {
-    loaded(device).map(|loaded| loaded.tuning.clone())
 }
 
 /// How many multiprocessors a CUDA device has.

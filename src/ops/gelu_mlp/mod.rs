@@ -11,6 +11,7 @@ use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Slots, call,
 };
+use crate::ops::kinds::Kind;
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -257,7 +258,7 @@ impl GeluMlp {
         let activation = self.activation;
         let facts = Facts {
             activation,
-            kind: input.f_kind()?,
+            kind: Kind::of(input.f_kind()?)?,
             is_cuda: input.device().is_cuda(),
             rows: input.size2()?.0,
             hidden: w1.size2()?.0,

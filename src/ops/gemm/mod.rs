@@ -18,11 +18,12 @@ pub(super) use plan::ways_on_h200;
 pub use plan::{Counters, Way};
 
 use super::costs::multiprocessors;
+use super::kinds;
 use crate::Result;
 use costs::COSTS;
 use plan::{Description, choose};
 use std::marker::PhantomData;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 #[cfg(not(tch_extension_cuda))]
 use absent as calls;
@@ -97,7 +98,7 @@ fn compute(operands: Operands<'_>, way: Way) -> Result<Option<Tensor>> {
     match way {
         Way::Automatic => {
             let device =
-                Device::Cuda(usize::try_from(described.facts.device).unwrap_or(usize::MAX));
+                kinds::Device::Cuda(usize::try_from(described.facts.device).unwrap_or(usize::MAX));
             let costs = || Ok((COSTS.of(device)?, multiprocessors(device)?));
             match choose(&described.facts, costs)? {
                 Way::Composite => Ok(None),

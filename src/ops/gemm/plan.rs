@@ -4,10 +4,9 @@
 
 use super::costs::{Aligned, Costs, Load, Padded};
 use crate::Result;
-use crate::ffi::kind_code;
 use crate::ops::costs::is_clearly_cheaper;
+use crate::ops::kinds::Kind;
 use std::ffi::c_void;
-use tch::Kind;
 
 /// The ways to compute a product. Each is a file of `csrc/gemm`.
 #[doc(hidden)]
@@ -177,7 +176,7 @@ const HOPPER_TILE: i64 = 128;
 
 impl Product {
     fn kind_is(&self, kinds: &[Kind]) -> bool {
-        kinds.iter().any(|&kind| kind_code(kind).is_ok_and(|code| code == self.kind))
+        kinds.iter().any(|kind| kind.code() == self.kind)
     }
 
     fn is_half(&self) -> bool {

@@ -1,7 +1,6 @@
 //! Into how many chunks the rows are cut.
 
-use crate::ops::loss::kernels::size_of;
-use tch::Kind;
+use crate::ops::kinds::Kind;
 
 /// What the cuts depend on.
 pub(super) struct Sizes {
@@ -33,7 +32,7 @@ impl Chunks {
     /// `memory` bounds the bytes of a chunk of logits and of a sum in `Float`. It is exceeded only if
     /// otherwise the weight's gradient were rounded more than six times.
     pub(super) fn new(sizes: &Sizes, memory: Option<i64>, in_float: bool) -> Chunks {
-        let of_row = (sizes.classes * size_of(sizes.kind)).max(1);
+        let of_row = (sizes.classes * sizes.kind.elt_size_in_bytes() as i64).max(1);
         let few = to_tiles_above(div_ceil(sizes.rows, MOST_ROUNDED));
         let in_float = in_float && sizes.can_add_in_float();
         let Some(memory) = memory else {
@@ -73,7 +72,7 @@ impl Sizes {
     /// The bytes of a sum in `Float`, less those of the gradient that it becomes. On the CPU each
     /// chunk's product is computed in memory of its own.
     fn bytes_of_sum(&self) -> i64 {
-        let size = size_of(self.kind);
+        let size = self.kind.elt_size_in_bytes() as i64;
         self.classes * self.features * (4 - size + if self.is_cuda { 0 } else { size })
     }
 }

@@ -417,7 +417,8 @@ impl LinearCrossEntropy {
         let classes = layer.weight.size2()?.0;
         let is_cuda = device.is_cuda();
         let of_weight = wanted.weight;
-        let sizes = Sizes { rows: all, classes, features, kind, is_cuda, of_weight };
+        let kind_of = crate::ops::kinds::Kind::of(kind)?;
+        let sizes = Sizes { rows: all, classes, features, kind: kind_of, is_cuda, of_weight };
         let chunks = Chunks::new(&sizes, self.memory, self.accumulate_in_float);
         // Then one call computes the factor, the rows and the total.
         let is_whole = 0 < all && all <= chunks.rows;

@@ -2,11 +2,11 @@
 //! (`src/ops/costs`).
 
 use crate::ops::costs::Place;
+use crate::ops::kinds::Kind;
 use crate::ops::recurrent::kernels::cuda::{Kernel, Product as Multiplied};
 use crate::ops::recurrent::plan::{
     Costs, Direction, Line, Pass, Priced, Product, Sizes, cluster, grid, plain_grid, wide_grid,
 };
-use tch::Kind;
 
 /// The most vectors of a row of h that a warp can have if a block of a plain grid has 16 columns.
 const MOST_VECTORS: i64 = 8;

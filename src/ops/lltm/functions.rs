@@ -12,6 +12,7 @@ use super::{kernels, weight};
 use crate::cuda::matmul_allow_tf32;
 use crate::ffi::facts::facts;
 use crate::operator::Meta;
+use crate::ops::kinds;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -33,7 +34,9 @@ fn plan(
     kinds: (Kind, Kind),
     on: Device,
 ) -> Result<Plan> {
-    Ok(Plan::new(way, direction, sizes, kinds, Chip::of(on, kinds.0)?))
+    let kinds = (kinds::Kind::of(kinds.0)?, kinds::Kind::of(kinds.1)?);
+    let chip = Chip::of(on.into(), kinds.0, || i64::from(tch::get_num_threads()))?;
+    Ok(Plan::new(way, direction, sizes, kinds, chip))
 }
 
 /// Computes all steps. No two outputs share memory, nor does one with an argument. If `keep` is set, it

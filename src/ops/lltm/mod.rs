@@ -17,6 +17,7 @@ use crate::operator::{
     Again, Args, Call, Dim, Each, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Slots, call,
 };
+use crate::ops::kinds;
 use crate::{Error, Result};
 use cell::Shapes;
 pub(super) use costs::COSTS;
@@ -252,7 +253,7 @@ impl Operator for Lltm {
         let (Some(&[steps, _, _]), Some(kind)) = (first.all_sizes(), first.kind()) else {
             return Ok(None);
         };
-        if !calls_the_cell(way, steps, kind) {
+        if !kinds::Kind::of(kind).is_ok_and(|kind| calls_the_cell(way, steps, kind)) {
             return Ok(None);
         }
         let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
@@ -278,7 +279,9 @@ impl Operator for Lltm {
         let kinds = (known[1].kind(), known[4].kind());
         let one_step = match (known[0].sizes(), kinds, known[4].device()) {
             (Some([1, _, _]), (Some(product), Some(state)), Some(device)) => {
-                let is_the_cell_s = is_one_step_of_the_cell(way, 1, (product, state), device);
+                let kinds = kinds::Kind::of(product).ok().zip(kinds::Kind::of(state).ok());
+                let is_the_cell_s = kinds
+                    .is_some_and(|kinds| is_one_step_of_the_cell(way, 1, kinds, device.into()));
                 let known = of_one_step(known);
                 Shapes::that_fit(&known, bias.is_some(), true).filter(|_| is_the_cell_s)
             }

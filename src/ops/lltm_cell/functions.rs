@@ -7,6 +7,7 @@ use super::plan::{Sizes, Way};
 use super::{gemm, place};
 use crate::ffi::facts::{Facts, empty_of};
 use crate::ffi::tensor::plain;
+use crate::ops::kinds;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -93,12 +94,14 @@ pub(crate) fn forward(
     let sizes = shapes.sizes;
     let extras = Extras { activations: keep, output: shapes.is_sequence };
     let Some((kind, device)) = shapes.alike else { return by_product(operands, sizes, extras) };
-    if sizes.fuse_forward(way, kind, device) {
+    let on = kinds::Device::from(device);
+    let kind = kinds::Kind::of(kind)?;
+    if sizes.fuse_forward(way, kind, on) {
         return fused::forward(operands, known, sizes, extras);
     }
-    if sizes.fit_tensor_cores(kind, device)
+    if sizes.fit_tensor_cores(kind, on)
         && fused::allow_bulk_copies(known, sizes)
-        && sizes.use_tensor_cores(way, TensorCores::of(device)?.processors)
+        && sizes.use_tensor_cores(way, TensorCores::of(on)?.processors)
         && let Some(outputs) = fused::forward_by_tensor_cores(operands, known, sizes, extras)?
     {
         return Ok(outputs);
@@ -163,7 +166,10 @@ pub(crate) fn backward(
     needs: &Needs,
     way: Way,
 ) -> Result<Gradients> {
-    let is_fused = |(kind, device): (Kind, Device)| shapes.sizes.fuse_backward(way, kind, device);
+    let is_fused = |(kind, device): (Kind, Device)| {
+        let kind = kinds::Kind::of(kind);
+        kind.is_ok_and(|kind| shapes.sizes.fuse_backward(way, kind, device.into()))
+    };
     if !shapes.alike.is_some_and(is_fused) {
         return backward_by_product([grad_new_h, grad_new_c], saved, shapes, needs);
     }

@@ -1,7 +1,7 @@
 //! Which kernels compute a cell, by its sizes, kind and device.
 
 use crate::ffi::precision::matmul_allow_tf32;
-use tch::{Device, Kind};
+use crate::ops::kinds::{Device, Kind};
 
 /// The ways to compute a cell, which tests force.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -166,7 +166,7 @@ impl Sizes {
 
 /// What `csrc/lltm_cell/cpu_fused.cpp` can compute, and where it is fast.
 mod cpu {
-    use tch::Kind;
+    use crate::ops::kinds::Kind;
 
     pub fn exists(kind: Kind) -> bool {
         matches!(kind, Kind::Float | Kind::Double)

@@ -2,7 +2,7 @@
 //! computed by the kernels of `csrc/mlp` between the products.
 
 use super::Activation;
-use tch::Kind;
+use crate::ops::kinds::Kind;
 
 /// The ways to compute the activation of `gelu_mlp`.
 #[doc(hidden)]

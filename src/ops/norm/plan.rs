@@ -2,7 +2,7 @@
 
 mod forward;
 
-use tch::{Device, Kind};
+use crate::ops::kinds::{Device, Kind};
 
 /// The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/norm`.
 /// A forward has `Registers`, `Cluster` and `Passes` only: it takes `Passes` if `FewPasses` is

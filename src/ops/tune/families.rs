@@ -5,6 +5,7 @@ use crate::Result;
 use crate::ops::costs::{Named, Table};
 use crate::ops::gemm::costs as gemm;
 use crate::ops::gemm::plan::{Bias, Description, Layout, Way as ProductWay, contiguous};
+use crate::ops::kinds::Kind;
 use crate::ops::recurrent::Way;
 use crate::ops::recurrent::layer::{self, LAYER};
 use crate::ops::recurrent::plan::Sizes;
@@ -54,7 +55,7 @@ fn products(table: &Table, rows: &[&Measured], card: &Card) -> Result<Vec<Option
             "Hopper" | "Composite" => ProductWay::Composite,
             _ => return None,
         };
-        let kinds = (row.kind, row.tf32);
+        let kinds = (Kind::of(row.kind).ok()?, row.tf32);
         let cost = |product: Description, way| match product.can(way) {
             true => product.cost(way, &costs, processors),
             false => product.cost(ProductWay::Composite, &costs, processors),
@@ -115,7 +116,8 @@ fn layers(table: &Table, rows: &[&Measured], card: &Card) -> Result<Vec<Option<f
             return None;
         };
         let sizes = Sizes { steps, batch, features, hidden };
-        let call = layer::Forced { way, sizes, kind: row.kind, tf32: row.tf32, keep: row.both };
+        let kind = Kind::of(row.kind).ok()?;
+        let call = layer::Forced { way, sizes, kind, tf32: row.tf32, keep: row.both };
         match row.operator.as_str() {
             "lstm" => layer::predicted::<lstm::Lstm>(&call, (&lstm, &cudnn[0], &layer), card.rows),
             _ => layer::predicted::<gru::Gru>(&call, (&gru, &cudnn[1], &layer), card.rows),

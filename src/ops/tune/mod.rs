@@ -50,8 +50,8 @@ impl Card {
 /// # Errors
 /// When `device` is not an existing CUDA device.
 pub fn head(device: Device) -> Result<String> {
-    let RnnGpu { clusters, grid, .. } = RnnGpu::of(device)?;
-    let table = Table { facts: Facts::of(device)?, costs: Vec::new() };
+    let RnnGpu { clusters, grid, .. } = RnnGpu::of(device.into())?;
+    let table = Table { facts: Facts::of(device.into())?, costs: Vec::new() };
     let counts = [clusters.of_8, clusters.of_16, grid.blocks];
     Ok(format!("{}{RUNNING}{counts:?}\n", table.text()))
 }

@@ -54,7 +54,7 @@ pub(in crate::ops) fn contiguous(
             Bias::None => Matrices { data: null(), ..matrices(ALIGNED, [0, 0], 0, 1) },
         },
         out: null_mut(),
-        kind: kind_code(kind).unwrap_or_default(),
+        kind: kind.code(),
         relu: i32::from(layout == Layout::Matrices && bias != Bias::None),
     };
     let (rows, shorts) = (m.max(n), m.min(n));

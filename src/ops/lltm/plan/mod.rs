@@ -9,12 +9,12 @@ pub(super) use crate::ops::recurrent::plan::{Direction, Sizes, Way};
 use super::costs::{COSTS, VALUES, is_faster};
 use crate::Result;
 use crate::ffi::precision::matmul_allow_tf32;
+use crate::ops::kinds::{Device, Kind};
 use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
 use crate::ops::recurrent::kernels::cpu::Team;
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::plan::{Costs, Gpu, Pass, are_too_few_to_pack, is_half, team};
-use tch::{Device, Kind};
 use tensor_cores::Tiles;
 
 /// Whether this is one step, with products and state of these kinds, that the cell's kernels
@@ -68,8 +68,8 @@ impl Hopper {
 }
 
 impl Chip {
-    /// The device, for products of this kind.
-    pub fn of(device: Device, product: Kind) -> Result<Chip> {
+    /// The device, for products of this kind. `threads` says how many a CPU's kernel gets.
+    pub fn of(device: Device, product: Kind, threads: impl FnOnce() -> i64) -> Result<Chip> {
         Ok(match device {
             Device::Cuda(index) => {
                 let (gpu, tensor_cores) = (Gpu::of(device)?, TensorCores::of(device)?);
@@ -77,7 +77,7 @@ impl Chip {
                 let costs = Some(COSTS.of(device)?);
                 Chip::Cuda { device: index, hopper: Hopper { gpu, tensor_cores, costs, tf32 } }
             }
-            _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
+            _ => Chip::Cpu { threads: threads() },
         })
     }
 }

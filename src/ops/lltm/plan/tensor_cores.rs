@@ -1,10 +1,10 @@
 //! `csrc/lltm_cell/hopper_forward.cu`: the cell's tensor-core kernel, for each step of many rows.
 //! With libtorch's product, the gates would be written in f32 and read again by another kernel.
 
+use crate::ops::kinds::{Device, Kind};
 use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
 use crate::ops::recurrent::plan::Sizes;
-use tch::{Device, Kind};
 
 /// The tiles of a step ([`cell::Sizes::tiles`]). The multiprocessors compute them in rounds.
 #[derive(Clone, Copy, Debug)]

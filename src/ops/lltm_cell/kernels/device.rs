@@ -3,7 +3,7 @@
 use crate::Result;
 #[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::PerDevice;
-use tch::Device;
+use crate::ops::kinds::Device;
 
 /// The number of multiprocessors of a GPU that can run the tensor-core kernel; 0 for any other GPU.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,7 +23,7 @@ impl TensorCores {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: PerDevice<TensorCores> = PerDevice::new();
-            KNOWN.of("lltm_cell", device, |_, found| {
+            KNOWN.of("lltm_cell", device.into(), |_, found| {
                 // SAFETY: the function only queries the current device, which `KNOWN.of` has set.
                 found.processors =
                     i64::from(unsafe { tch_extension_lltm_cell_hopper_processors_cuda() });

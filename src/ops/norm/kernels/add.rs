@@ -5,6 +5,7 @@ use crate::Result;
 use crate::ffi::facts::empty_of;
 use crate::ffi::{kind_code, optional_ptr};
 use crate::operator::Borrowed;
+use crate::ops::kinds;
 use crate::ops::norm::plan::{Plan, Rows};
 #[cfg(tch_extension_cuda)]
 use crate::{Error, ffi::take_message};
@@ -240,7 +241,7 @@ impl AddKinds {
 
     fn rows(self, shape: Shape, device: Device, alignment: i64) -> Result<Rows> {
         let Shape { rows, columns, way } = shape;
-        let (kind, gpu) = (self.branch, gpu(device)?);
+        let (kind, gpu) = (kinds::Kind::of(self.branch)?, gpu(device)?);
         Ok(Rows { way, rows, columns, kind, alignment, has_sums: true, gpu })
     }
 }
@@ -336,7 +337,7 @@ impl AddKernels {
         let all = [sum, grad_output, grad_sum, weight, grad_residual, grad_input];
         let rows_of = kinds.rows(shape, device, alignment(&all.map(<*mut c_void>::cast_const)))?;
         let plan = plan_on(device, rows_of.backward_of_sum(kinds.stream_bytes()))?;
-        let parts = rows_of.parts(&plan, device, 0);
+        let parts = rows_of.parts(&plan, device.into(), 0);
         let scratch = |gradient: Option<&Tensor>| {
             gradient.map(|_| empty_of(&[parts, columns], compute)).transpose()
         };

@@ -3,12 +3,13 @@
 pub(in crate::ops) mod add;
 
 use super::plan::{Gpu, Plan, Rows, Way};
-#[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::{PerDevice, constant};
 use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::ffi::{flat, kind_code, optional_ptr};
 use crate::operator::{Borrowed, Each, Meta};
+#[cfg(tch_extension_cuda)]
+use crate::ops::kinds;
 use crate::{Error, Result};
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_char;
@@ -223,6 +224,7 @@ impl Kernels {
         let output = flat("output", Some(output), elements, like)?;
         let alignment = alignment(&[input, weight, bias, output]);
         let (kind, gpu) = (like.0, gpu(like.1)?);
+        let kind = kinds::Kind::of(kind)?;
         let rows_of = Rows { way, rows, columns, kind, alignment, has_sums: false, gpu };
         let params = Forward {
             rows,
@@ -280,12 +282,14 @@ impl Kernels {
         let alignment = alignment(&[grad_output, input, weight, grad_input]);
         let has_sums = of_weight.or(of_bias).is_some();
         let (kind, gpu) = (like.0, gpu(like.1)?);
+        let kind = kinds::Kind::of(kind)?;
         let rows_of = Rows { way, rows, columns, kind, alignment, has_sums, gpu };
         let plan = rows_of.backward();
         // dw and db are computed directly, by columns.
         let by_columns = matches!(plan.way, Way::Few | Way::FewPasses);
         let is_one_kernel = plan.way == Way::Few;
-        let parts = rows_of.parts(&plan, like.1, self.clusters_at_a_time(&plan, like.0, like.1)?);
+        let parts =
+            rows_of.parts(&plan, like.1.into(), self.clusters_at_a_time(&plan, like.0, like.1)?);
         let scratch = |gradient: Option<&Tensor>| {
             let gradient = gradient.filter(|_| !by_columns);
             gradient.map(|_| empty_of(&[parts, columns], compute)).transpose()

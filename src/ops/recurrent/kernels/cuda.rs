@@ -10,7 +10,6 @@ use crate::cuda::{LaunchStatus, cudaStream_t};
 use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::{address, describe, is_in_memory};
 use crate::ffi::{checked, kind_code, optional_ptr};
-use crate::ops::recurrent::plan::is_half;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -180,7 +179,7 @@ impl<'a> Source<'a> {
 /// Checks that there are kernels for a state and products of these kinds: they take any other pair for
 /// one of these.
 fn check_kinds(state: Kind, product: Kind) -> Result<()> {
-    if state == product || state == Kind::Float && is_half(product) {
+    if state == product || state == Kind::Float && matches!(product, Kind::Half | Kind::BFloat16) {
         return Ok(());
     }
     Err(Error::msg(format!(

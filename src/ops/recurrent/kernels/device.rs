@@ -1,10 +1,12 @@
 //! What plans need to know about a GPU. `csrc/recurrent` says which of its kernels run on it, and how
 //! many of their blocks run at a time.
 
+use super::{cudnn, onednn};
 use crate::Result;
 #[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::{PerDevice, constant};
-use tch::Device;
+use crate::ops::kinds::Device;
+use crate::ops::recurrent::plan::Way;
 
 /// How many clusters of large blocks a GPU runs at a time, of 8 and of 16 blocks each. Both are 0
 /// if the GPU has no clusters, or if there is no code for it.
@@ -26,7 +28,7 @@ impl Clusters {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: PerDevice<Clusters> = PerDevice::new();
-            KNOWN.of("recurrent", device, |index, clusters| {
+            KNOWN.of("recurrent", device.into(), |index, clusters| {
                 let mut counts = [0; 2];
                 // SAFETY: the C side fills both elements of `counts`, and returns null or a pointer
                 // to a constant string.
@@ -73,7 +75,7 @@ impl Grid {
             static KNOWN: PerDevice<Grid> = PerDevice::new();
             // SAFETY: the C side fills `blocks`, and returns null or a pointer to a constant
             // string.
-            KNOWN.of("recurrent", device, |index, grid| unsafe {
+            KNOWN.of("recurrent", device.into(), |index, grid| unsafe {
                 constant(tch_extension_recurrent_grid_device_cuda(index, &mut grid.blocks))
             })
         }
@@ -82,6 +84,28 @@ impl Grid {
             let _ = device;
             Ok(Grid::default())
         }
+    }
+}
+
+impl Way {
+    /// Whether a device has kernels for this way.
+    ///
+    /// # Errors
+    /// When CUDA fails.
+    pub fn is_on(self, device: tch::Device) -> Result<bool> {
+        let device = Device::from(device);
+        Ok(match self {
+            Way::Resident | Way::Cluster => Clusters::of(device)?.are_there(),
+            Way::TensorCores | Way::Grid | Way::PlainGrid | Way::WideGrid | Way::CrowdedGrid => {
+                Grid::of(device)?.is_there()
+            }
+            Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
+            Way::Onednn => device == Device::Cpu && onednn::is_enabled(),
+            Way::Packed => device == Device::Cpu,
+            Way::Block | Way::Fused => device.is_cuda(),
+            Way::Step => device.is_cuda() || device == Device::Cpu,
+            Way::Automatic | Way::Cells => true,
+        })
     }
 }
 

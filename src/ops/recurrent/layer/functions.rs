@@ -7,6 +7,7 @@ use super::tf32::Tf32;
 use super::{Arguments, Cell, Gradients, Needs, Plan, absent, place};
 use crate::Result;
 use crate::ffi::tensor::plain;
+use crate::ops::kinds::Kind;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
 use crate::ops::recurrent::kernels::block::{self, BlockCell, BlockGradients};
 use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuSaved, InputGates};
@@ -162,7 +163,8 @@ fn on_cuda<C: Cell>(
 ) -> Result<Option<(CudaCell, Kernel)>> {
     let Some(cell) = C::CUDA.filter(|_| like.device().is_cuda()) else { return Ok(None) };
     let (kind, device) = (like.f_kind()?, like.device());
-    let kernel = plan::kernel::<C>(choice, direction, sizes, kind, device, is_padded)?;
+    let kernel =
+        plan::kernel::<C>(choice, direction, sizes, Kind::of(kind)?, device.into(), is_padded)?;
     Ok(Some((cell, kernel)))
 }
 
@@ -188,7 +190,7 @@ fn all_steps<C: Cell>(
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
     let (kind, bias) = (h0.f_kind()?, bias.as_ref());
-    let is_tf32 = h0.device().is_cuda() && choice.tf32(kind, sizes)?.input;
+    let is_tf32 = h0.device().is_cuda() && choice.tf32(Kind::of(kind)?, sizes)?.input;
     let all_input_gates = || -> Result<(Tensor, bool)> {
         let (gates, has_bias) = input_gates(&input, &w_ih, bias, is_tf32)?;
         if let Some(padding) = padding {
@@ -213,7 +215,9 @@ fn all_steps<C: Cell>(
         let given;
         let operands = CpuOperands {
             weight: &weight,
-            input_gates: if padding.is_none() && multiplies_input(sizes, C::GATES, kind, team) {
+            input_gates: if padding.is_none()
+                && multiplies_input(sizes, C::GATES, Kind::of(kind)?, team)
+            {
                 InputGates::Product { input: &input, weight: &w_ih, bias }
             } else {
                 (given, _) = all_input_gates()?;
@@ -248,7 +252,7 @@ fn keep_state<C: Cell>(gates: &Tensor, padding: &Tensor, hidden: i64) -> Result<
 
 fn cpu_team<C: Cell>(sizes: Sizes, like: &Tensor) -> Result<cpu::Team> {
     let threads = i64::from(tch::get_num_threads());
-    Ok(team([sizes.steps, sizes.batch, sizes.hidden], C::GATES, like.f_kind()?, threads))
+    Ok(team([sizes.steps, sizes.batch, sizes.hidden], C::GATES, Kind::of(like.f_kind()?)?, threads))
 }
 
 /// Computes the gradients that are needed, from those for the output and for the last h and c; an
@@ -307,7 +311,7 @@ fn backward_by_ours<C: Cell>(
     if let Some((cell, Kernel::Block { blocks, sums_weights })) = &on_cuda
         && let Some(of) = cell.block
     {
-        let tf32 = choice.tf32(kind, sizes)?;
+        let tf32 = choice.tf32(Kind::of(kind)?, sizes)?;
         let of = (cell, of, (*blocks, *sums_weights));
         return backward_by_block(of, grads, saved, needs, tf32);
     }
@@ -332,8 +336,8 @@ fn backward_by_ours<C: Cell>(
         }
         None => {
             let team = cpu_team::<C>(sizes, &states)?;
-            let is_input_multiplied =
-                needs[place::INPUT] && multiplies_input(sizes, C::GATES, states.f_kind()?, team);
+            let is_input_multiplied = needs[place::INPUT]
+                && multiplies_input(sizes, C::GATES, Kind::of(states.f_kind()?)?, team);
             let w_ih = is_input_multiplied.then(|| worked(operands.w_ih)).transpose()?;
             cpu::backward(C::CPU, team, &read, w_ih.as_ref(), grads, needs[place::H])?
         }
@@ -348,7 +352,7 @@ fn backward_by_ours<C: Cell>(
         input: &input,
         h0: &h0,
         output: &output,
-        tf32: if device.is_cuda() { choice.tf32(kind, sizes)? } else { Tf32::NONE },
+        tf32: if device.is_cuda() { choice.tf32(Kind::of(kind)?, sizes)? } else { Tf32::NONE },
     };
     let wanted = |place: usize, gradient: Option<Tensor>| -> Result<Option<Tensor>> {
         let gradient = gradient.filter(|_| needs[place]);

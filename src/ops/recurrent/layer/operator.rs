@@ -1,16 +1,18 @@
 //! A layer as an [`Operator`]: its rule, its plan, and its two directions.
 
 use super::functions::Kept;
+use super::libtorch::are_flat_for_cudnn;
 use super::plan::{Choice, Library, cpu_library, is_step_cheapest, library};
 use super::{Arguments, Cell, KINDS, Needs, absent, autocast, padded, place};
 use crate::Result;
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Operator, Outputs, Slots,
 };
+use crate::ops::kinds;
 use crate::ops::recurrent::RnnWeights;
 use crate::ops::recurrent::operands::copied;
-use crate::ops::recurrent::plan::Sizes;
-use tch::{Device, Kind, Tensor};
+use crate::ops::recurrent::plan::{Sizes, is_half};
+use tch::Tensor;
 
 crate::slots! {
     /// What a layer keeps. Our kernels keep the same in every way: c of all steps, `[T, B, H]`, if
@@ -131,7 +133,10 @@ pub(in crate::ops) fn plan<C: Layer>(cell: &C, of: &Args<'_, C>, keep: bool) -> 
     let library = match cell.lengths() {
         // A library's kernels keep no state but h.
         Some(lengths) if !C::STATE_IS_H && !padded::are_equal(lengths) => Library::Ours,
-        _ if device.is_cuda() => library::<C>(choice, sizes, kind, device, keep, &arguments)?,
+        _ if device.is_cuda() => {
+            let is_flat = || are_flat_for_cudnn(&arguments);
+            library::<C>(choice, sizes, kind, device, keep, is_flat)?
+        }
         _ => cpu_library::<C>(choice, sizes, kind, keep),
     };
     Ok(Plan { library, ..ours })
@@ -141,15 +146,15 @@ pub(in crate::ops) fn plan<C: Layer>(cell: &C, of: &Args<'_, C>, keep: bool) -> 
 fn sizes<C: Cell>(
     arguments: &Arguments<'_>,
     lengths: Option<&[i64]>,
-) -> Option<(Sizes, Kind, Device)> {
+) -> Option<(Sizes, kinds::Kind, kinds::Device)> {
     let (input, h) = (arguments[place::INPUT]?, arguments[place::H]?);
     let (steps, batch, features) = input.size3().ok()?;
     let steps = lengths.map_or(steps, |lengths| padded::longest(lengths, steps));
-    let (hidden, kind) = (h.size2().ok()?.1, h.f_kind().ok()?);
+    let (hidden, kind) = (h.size2().ok()?.1, kinds::Kind::of(h.f_kind().ok()?).ok()?);
     let count = steps.checked_mul(batch)?.checked_mul(hidden.checked_mul(C::GATES)?)?;
-    let makes_sense =
-        count > 0 && KINDS.contains(&kind) && (h.device() == Device::Cpu || C::CUDA.is_some());
-    makes_sense.then_some((Sizes { steps, batch, features, hidden }, kind, h.device()))
+    let device = kinds::Device::from(h.device());
+    let makes_sense = count > 0 && (device == kinds::Device::Cpu || C::CUDA.is_some());
+    makes_sense.then_some((Sizes { steps, batch, features, hidden }, kind, device))
 }
 
 /// Whether a traced backward pass computes the forward pass once more. On the CPU it does in half kinds: they
@@ -161,7 +166,7 @@ fn is_repeated<C: Layer>(cell: &C, arguments: &Arguments<'_>) -> Result<bool> {
         return Ok(false);
     };
     match device {
-        Device::Cpu => Ok(matches!(kind, Kind::Half | Kind::BFloat16)),
+        kinds::Device::Cpu => Ok(is_half(kind)),
         _ => is_step_cheapest::<C>(sizes, kind, device),
     }
 }

@@ -1,11 +1,11 @@
 //! Which way computes a layer.
 
-use super::libtorch::are_flat_for_cudnn;
+use super::Cell;
 use super::products::{Cudnn, LAYER, LayerCosts, Products, of};
 use super::tf32::Tf32;
-use super::{Arguments, Cell};
 use crate::Result;
 use crate::ops::costs::{cheapest, is_clearly_cheaper};
+use crate::ops::kinds::{Device, Kind};
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::kernels::{cudnn, onednn};
 use crate::ops::recurrent::plan::{
@@ -13,7 +13,6 @@ use crate::ops::recurrent::plan::{
 };
 use crate::ops::way::forced;
 use std::cell::Cell as Slot;
-use tch::{Device, Kind};
 
 /// How much of a GPU a layer may fill.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -105,14 +104,15 @@ pub(super) fn is_by_steps(Choice { way, .. }: Choice, sizes: Sizes) -> bool {
     }
 }
 
-/// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set.
+/// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set. `is_flat` says
+/// whether cuDNN takes the parameters as they are.
 pub(super) fn library<C: Cell>(
     choice: Choice,
     sizes: Sizes,
     kind: Kind,
     device: Device,
     keep: bool,
-    arguments: &Arguments<'_>,
+    is_flat: impl FnOnce() -> Result<bool>,
 ) -> Result<Library> {
     let Choice { way, room } = choice;
     // cuDNN accepts no input without features.
@@ -133,7 +133,7 @@ pub(super) fn library<C: Cell>(
             let sum = |of: &dyn Fn(Direction) -> f64| directions.iter().copied().map(of).sum();
             let theirs = Theirs {
                 gpu: sum(&|direction| products.of_cudnn(cudnn, direction)),
-                flattening: match are_flat_for_cudnn(arguments)? {
+                flattening: match is_flat()? {
                     true => 0.0,
                     false => sum(&|direction| of(layer.flattening, direction)),
                 },

@@ -2,9 +2,9 @@
 
 use super::tf32::Tf32;
 use crate::ops::costs::{Place, coefficients};
+use crate::ops::kinds::Kind;
 use crate::ops::recurrent::kernels::cuda::Kernel;
 use crate::ops::recurrent::plan::{Direction, Sizes};
-use tch::Kind;
 
 coefficients! {
     /// What layers cost apart from the kernels of a cell.

@@ -2,8 +2,8 @@
 
 use crate::Result;
 use crate::ffi::precision::rnn_allow_tf32;
+use crate::ops::kinds::Kind;
 use crate::ops::recurrent::plan::{Direction, Sizes, Way};
-use tch::Kind;
 
 /// cuDNN takes tf32 in some products and `Float` in others, by heuristics that are not documented. A
 /// layer of ours rounds only where cuDNN's did at every one of 13 000 sizes on an H100

@@ -83,7 +83,7 @@ impl Kernel {
         if !counts_in_32_bits(sizes, values) {
             return None;
         }
-        let product = Product::of(kind, tf32)?;
+        let product = Product::of(kind, tf32);
         let of_product = || kernels.iter().filter(|entry| entry.product == product);
         let hidden = of_product().map(|entry| entry.hidden).find(|&most| sizes.hidden <= most)?;
         let kernels = of_product().filter(|entry| entry.hidden == hidden).filter_map(|entry| {

@@ -1,8 +1,8 @@
 //! Which way computes a sequence on the CPU, and how many threads share it.
 
 use super::Sizes;
+use crate::ops::kinds::Kind;
 use crate::ops::recurrent::kernels::cpu::Team;
-use tch::Kind;
 
 /// The team for a cell with this many gates.
 pub(in crate::ops) fn team(

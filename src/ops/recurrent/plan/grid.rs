@@ -3,7 +3,7 @@
 use super::resident::Pass;
 use super::sizes::{Direction, Line, Sizes, counts_in_32_bits, is_half};
 use crate::ops::costs::{Each, Unit, Visit, cheapest};
-use tch::Kind;
+use crate::ops::kinds::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;

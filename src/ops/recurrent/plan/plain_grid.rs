@@ -5,7 +5,7 @@ use super::grid::{Share, are_for_a_grid};
 use super::resident::Pass;
 use super::sizes::{Direction, Line, Sizes};
 use crate::ops::costs::{Each, Unit, Visit};
-use tch::Kind;
+use crate::ops::kinds::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;

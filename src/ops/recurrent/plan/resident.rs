@@ -5,9 +5,9 @@ use super::way::Way;
 use super::{Direction, Sizes, block, cluster, grid, plain_grid, wide_grid};
 use crate::Result;
 use crate::ops::costs::{Each, Unit, Visit, multiprocessors};
+use crate::ops::kinds::{Device, Kind};
 use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
-use tch::{Device, Kind};
 
 /// A cell's kernels, and what they cost.
 #[derive(Clone, Debug)]

@@ -1,7 +1,7 @@
 //! What every plan is given, and how all of them count.
 
 use crate::ops::costs::coefficients;
-use tch::Kind;
+use crate::ops::kinds::Kind;
 
 /// The direction in which a kernel goes through the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,14 +71,12 @@ impl Product {
         }
     }
 
-    /// `None` for kinds without kernels.
-    pub fn of(kind: Kind, tf32: bool) -> Option<Product> {
+    pub fn of(kind: Kind, tf32: bool) -> Product {
         match kind {
-            Kind::Half | Kind::BFloat16 => Some(Product::Half),
-            Kind::Float if tf32 => Some(Product::Scaled),
-            Kind::Float => Some(Product::Float),
-            Kind::Double => Some(Product::Double),
-            _ => None,
+            Kind::Half | Kind::BFloat16 => Product::Half,
+            Kind::Float if tf32 => Product::Scaled,
+            Kind::Float => Product::Float,
+            Kind::Double => Product::Double,
         }
     }
 }

@@ -1,10 +1,5 @@
 //! The ways to compute a sequence.
 
-use crate::Result;
-use crate::ops::recurrent::kernels::device::{Clusters, Grid};
-use crate::ops::recurrent::kernels::{cudnn, onednn};
-use tch::Device;
-
 /// The ways to compute a sequence of LSTM, GRU or LLTM. Where a description begins with a name and a
 /// colon, the kernels are in that folder of `csrc/recurrent`. A way of the other device is another one: on the
 /// CPU `Packed` or what the plan chooses, and on CUDA `Step`, what the plan chooses or, for an LLTM, `Fused`. So
@@ -48,24 +43,3 @@ pub enum Way {
 }
 
 crate::ops::way::ways!(Way);
-
-impl Way {
-    /// Whether a device has kernels for this way.
-    ///
-    /// # Errors
-    /// When CUDA fails.
-    pub fn is_on(self, device: Device) -> Result<bool> {
-        Ok(match self {
-            Way::Resident | Way::Cluster => Clusters::of(device)?.are_there(),
-            Way::TensorCores | Way::Grid | Way::PlainGrid | Way::WideGrid | Way::CrowdedGrid => {
-                Grid::of(device)?.is_there()
-            }
-            Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
-            Way::Onednn => device == Device::Cpu && onednn::is_enabled(),
-            Way::Packed => device == Device::Cpu,
-            Way::Block | Way::Fused => device.is_cuda(),
-            Way::Step => device.is_cuda() || device == Device::Cpu,
-            Way::Automatic | Way::Cells => true,
-        })
-    }
-}

@@ -56,7 +56,7 @@ pub(in crate::ops) fn share((kernels, values): (&[Entry], i64), pass: &Pass) -> 
     const WIDEST: i64 = 1024;
     let Pass { direction, sizes, kind, tf32, gpu } = *pass;
     let Sizes { batch, hidden, .. } = sizes;
-    let product = Product::of(kind, tf32)?;
+    let product = Product::of(kind, tf32);
     let is_for_it = |of: &&Entry| of.direction == direction && of.product == product;
     let kernel = kernels.iter().find(is_for_it)?;
     if hidden > WIDEST || !are_for_a_grid(sizes, values) {
