@@ -9,6 +9,10 @@ coefficients! {
     pub(in crate::ops) struct Costs {
         Parts half: Arithmetic,
         Parts tf32: Arithmetic,
+        /// Strict.
+        Parts float: Arithmetic,
+        Parts double: Arithmetic,
+        Parts padded: PaddedKinds,
         /// What follows libtorch's product: bias and ReLU.
         Parts pass: Pass,
         /// The sum of columns that is a bias' gradient, for predictions alone.
@@ -17,14 +21,73 @@ coefficients! {
 }
 
 coefficients! {
-    /// Half kinds, or `Float` in tf32: copies pay off for tensor cores alone.
     #[derive(Default)]
     pub(in crate::ops) struct Arithmetic {
         /// One call of cuBLASLt.
         Parts plan: Aligned,
         /// libtorch's product, without what follows.
         Parts libtorch: Aligned,
-        Parts padded: Padded,
+        Parts small: Tiles,
+        Parts skinny: Skinny,
+    }
+}
+
+coefficients! {
+    /// Copies pay off for tensor cores alone.
+    #[derive(Default)]
+    pub(in crate::ops) struct PaddedKinds {
+        Parts half: Padded,
+        Parts tf32: Padded,
+    }
+}
+
+coefficients! {
+    /// Small tiles: a fixed part, a thousand terms of a sum, a tile for each multiprocessor, and a thousand
+    /// terms of it.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct Tiles {
+        Latency fixed: f64,
+        Latency chain: f64,
+        Latency tile: f64,
+        Latency term: f64,
+    }
+}
+
+impl Tiles {
+    pub fn of(&self, load: &Load, tiles: f64) -> f64 {
+        self.fixed + self.chain * load.depth + tiles * (self.tile + self.term * load.depth)
+    }
+}
+
+coefficients! {
+    /// Dot products, by whether the long factor is contiguous along K.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct Skinny {
+        Parts by_rows: Dots,
+        Parts by_columns: Dots,
+    }
+}
+
+coefficients! {
+    /// A fixed part, a million operations, a MB, a thousand terms of a sum, and a thousand rows of the long
+    /// factor for each multiprocessor.
+    #[derive(Copy, Default)]
+    pub(in crate::ops) struct Dots {
+        Latency fixed: f64,
+        Work product: f64,
+        Memory bytes: f64,
+        Latency chain: f64,
+        Latency rows: f64,
+    }
+}
+
+impl Dots {
+    pub fn of(&self, load: &Load, rows: f64) -> f64 {
+        self.fixed
+            + self.product * load.operations
+            + self.bytes * load.bytes
+            + self.chain * load.depth
+            + self.rows * rows
     }
 }
 

@@ -4,7 +4,7 @@
 
 use super::costs::{Aligned, Costs, Load, Padded};
 use crate::Result;
-use crate::ops::costs::is_clearly_cheaper;
+use crate::ops::costs::{cheapest, is_clearly_cheaper};
 use crate::ops::kinds::Kind;
 use std::ffi::c_void;
 
@@ -136,18 +136,12 @@ pub(in crate::ops) struct Description {
     pub hopper: bool,
 }
 
-/// The fastest way. `Composite` stands for libtorch's product. `costs` are asked for only where they
-/// decide: those of the GPU, and how many multiprocessors it has.
+/// The fastest way. `Composite` stands for libtorch's product. `costs` are those of the GPU, and how many
+/// multiprocessors it has.
 pub(super) fn choose<'a>(
     described: &Description,
     costs: impl FnOnce() -> Result<(&'a Costs, i64)>,
 ) -> Result<Way> {
-    if described.small_is_faster() {
-        return Ok(Way::Small);
-    }
-    if described.skinny_is_faster() {
-        return Ok(Way::Skinny);
-    }
     if described.hopper_is_faster() {
         return Ok(Way::Hopper);
     }
@@ -156,15 +150,17 @@ pub(super) fn choose<'a>(
     let product = &described.product;
     let is_slow = product.is_large_double() || described.has_uneven_bias();
     let library = if product.has_bias() && !is_slow { Way::Plan } else { Way::Composite };
-    if !described.may_be_padded() {
-        return Ok(library);
-    }
     let (costs, processors) = costs()?;
-    let cost = |way| described.cost(way, costs, processors);
-    let is_padded = cost(Way::Padded)
-        .zip(cost(library))
-        .is_some_and(|(padded, library)| is_clearly_cheaper(padded, library));
-    Ok(if is_padded { Way::Padded } else { library })
+    let cost = |way| described.cost(way, costs, processors).map(|cost| (way, cost));
+    let (way, least) = cheapest([library, Way::Small, Way::Skinny].into_iter().filter_map(cost))
+        .unwrap_or((library, 0.0));
+    // These are predicted less well.
+    let padded = cost(Way::Padded).filter(|_| described.may_be_padded());
+    Ok(if padded.is_some_and(|(_, padded)| is_clearly_cheaper(padded, least)) {
+        Way::Padded
+    } else {
+        way
+    })
 }
 
 /// `Small` computes a tile of 16×16 per block.
@@ -220,7 +216,7 @@ impl Description {
         match way {
             Way::Small => self.small,
             Way::Hopper => self.hopper,
-            Way::Skinny => self.skinny.rows > 0,
+            Way::Skinny => self.skinny.rows > 0 && self.product.m.min(self.product.n) <= MOST_SHORT,
             Way::Padded => self.padding.launches > 0,
             _ => true,
         }
@@ -231,59 +227,11 @@ impl Description {
         self.product.is_half() || (self.product.kind_is(&[Kind::Float]) && self.tf32)
     }
 
-    fn small_is_faster(&self) -> bool {
-        let product = &self.product;
-        let tiles = |size: i64| (size + SMALL_TILE - 1) / SMALL_TILE;
-        let blocks = product.batch.saturating_mul(tiles(product.m) * tiles(product.n));
-        // In half precision, libtorch and cuBLASLt use tensor cores, which are faster unless there
-        // is very little to compute.
-        if product.is_half() {
-            return product.k <= 32 && blocks <= 256;
-        }
-        // A product with a bias competes with cuBLASLt, which has kernels for narrow products; the
-        // plain product without a bias has none.
-        let narrow = if product.has_bias() { [8, 16] } else { [2, 2] };
-        let is_wide = |size: i64| product.m.min(product.n) > size;
-        match product.k {
-            ..=32 => blocks <= 384,
-            33..=64 => blocks <= 144 && is_wide(narrow[0]),
-            65..=128 => blocks <= 32 && is_wide(narrow[1]),
-            _ => false,
-        }
-    }
-
-    fn skinny_is_faster(&self) -> bool {
-        // If there are only a few rows and K is very long, K would have to be split between blocks,
-        // as cuBLAS does.
-        const FEW_ROWS: i64 = 132;
-        const LONGEST: i64 = 8192;
-        let Self { product, skinny, .. } = self;
-        if skinny.rows == 0 || product.m.min(product.n) > MOST_SHORT || product.k < 32 {
-            return false;
-        }
-        let rows = skinny.rows.saturating_mul(product.batch);
-        if skinny.by_rows != 0 {
-            return rows >= FEW_ROWS || product.k <= LONGEST;
-        }
-        if !(64..=LONGEST).contains(&product.k) {
-            return false;
-        }
-        let (has_bias, is_whole) = (product.has_bias(), skinny.whole != 0);
-        // In half precision, tensor cores are faster unless they have very few rows, or their
-        // kernels are the slow ones for any alignment.
-        if product.is_half() {
-            return has_bias
-                && match is_whole {
-                    true => skinny.shorts <= 2 && skinny.rows <= 64 && product.k >= 2048,
-                    false => skinny.shorts >= 2 && skinny.rows <= 32 && product.k >= 512,
-                };
-        }
-        match skinny.shorts {
-            // cuBLAS's plain product has good kernels for a row times a matrix.
-            1 => !product.is_double() && has_bias && is_whole && rows <= 2048 && product.k >= 256,
-            2 => true,
-            _ => has_bias && rows <= 4096 && (is_whole || skinny.rows <= 64 || product.k >= 512),
-        }
+    /// How many tiles of `Small` there are for each multiprocessor.
+    fn tiles(&self, processors: i64) -> f64 {
+        let Product { batch, m, n, .. } = self.product;
+        let tiles = |size: i64| (size as f64 / SMALL_TILE as f64).ceil();
+        batch as f64 * tiles(m) * tiles(n) / processors.max(1) as f64
     }
 
     /// Whether the product has a bias of full shape whose rows do not begin at multiples of 16
@@ -331,13 +279,15 @@ impl Description {
         }
     }
 
-    /// The GPU's time; `None` for ways without costs.
+    /// The GPU's time; `None` for ways without costs, and those that cannot compute it.
     pub fn cost(&self, way: Way, costs: &Costs, processors: i64) -> Option<f64> {
         let product = &self.product;
-        let arithmetic = match self.uses_tensor_cores() {
-            true if product.is_half() => &costs.half,
-            true => &costs.tf32,
-            false => return None,
+        let uses_tensor_cores = self.uses_tensor_cores();
+        let arithmetic = match () {
+            () if product.is_half() => &costs.half,
+            () if product.is_double() => &costs.double,
+            () if uses_tensor_cores => &costs.tf32,
+            () => &costs.float,
         };
         let aligned = |of: &Aligned| match self.alignment() {
             16 => of.of_16,
@@ -353,10 +303,20 @@ impl Description {
                 let pass = if product.has_bias() { costs.pass.of(1.0, once_more) } else { 0.0 };
                 Some(aligned(&arithmetic.libtorch).of(&load) + pass)
             }
-            Way::Padded if self.can(way) => {
+            Way::Small if self.can(way) => Some(arithmetic.small.of(&load, self.tiles(processors))),
+            Way::Skinny if self.can(way) => {
+                let Skinny { rows, by_rows, .. } = self.skinny;
+                let costs = &arithmetic.skinny;
+                let dots = if by_rows != 0 { &costs.by_rows } else { &costs.by_columns };
+                let rows = rows as f64 * product.batch as f64;
+                Some(dots.of(&load, 1e-3 * rows / processors.max(1) as f64))
+            }
+            Way::Padded if self.can(way) && uses_tensor_cores => {
                 let Padding { lhs, rhs, out, copied, launches } = self.padding;
                 let load = Load { bytes: megabytes(product, lhs + rhs + out), ..load };
-                let Padded { product: times, copies } = &arithmetic.padded;
+                let of_kind =
+                    if product.is_half() { &costs.padded.half } else { &costs.padded.tf32 };
+                let Padded { product: times, copies } = of_kind;
                 Some(times.of(&load) + copies.of(launches as f64, 2.0 * megabytes(product, copied)))
             }
             _ => None,

@@ -2,7 +2,7 @@
 
 use super::{Card, Measured};
 use crate::Result;
-use crate::ops::costs::{Named, Table};
+use crate::ops::costs::{Named, Table, cheapest, is_clearly_cheaper};
 use crate::ops::gemm::costs as gemm;
 use crate::ops::gemm::plan::{Bias, Description, Layout, Way as ProductWay, contiguous};
 use crate::ops::kinds::Kind;
@@ -16,9 +16,11 @@ pub(super) struct Family {
     pub operators: &'static [&'static str],
     pub places: &'static [&'static (dyn Named + Sync)],
     pub predict: Predict,
-    /// The library's way, which plans leave for a clear gain only.
-    pub library: &'static str,
+    pub choose: Choose,
 }
+
+/// Of the ways of a call and what they are predicted to cost, the time of the one that plans take.
+type Choose = fn(&[(&Measured, f64)]) -> Option<f64>;
 
 /// The times of calls; `None` for a way that does not exist, and for a plan's own choice.
 type Predict = fn(&Table, &[&Measured], &Card) -> Result<Vec<Option<f64>>>;
@@ -34,13 +36,13 @@ pub(super) const FAMILIES: [Family; 2] = [
         operators: &["lstm", "gru"],
         places: &[&lstm::COSTS, &lstm::CUDNN, &gru::COSTS, &gru::CUDNN, &LAYER],
         predict: layers,
-        library: "Cudnn",
+        choose: of_layer,
     },
     Family {
         operators: &["linear", "matmul_add_relu"],
         places: &[&gemm::COSTS],
         predict: products,
-        library: "Plan",
+        choose: of_product,
     },
 ];
 
@@ -51,6 +53,8 @@ fn products(table: &Table, rows: &[&Measured], card: &Card) -> Result<Vec<Option
         let way = match row.way.as_str() {
             "Plan" => ProductWay::Plan,
             "Padded" => ProductWay::Padded,
+            "Small" => ProductWay::Small,
+            "Skinny" => ProductWay::Skinny,
             // Where these have no kernel, libtorch's product takes their place.
             "Hopper" | "Composite" => ProductWay::Composite,
             _ => return None,
@@ -91,6 +95,33 @@ fn products(table: &Table, rows: &[&Measured], card: &Card) -> Result<Vec<Option
         if row.both || is_hopper { None } else { cost(product, way) }
     };
     Ok(rows.iter().map(of).collect())
+}
+
+/// The cheapest of some ways, with its cost.
+fn cheapest_of(group: &[(&Measured, f64)], ways: &[&str]) -> Option<(f64, f64)> {
+    let of = |way: &&str| group.iter().find(|(row, _)| row.way == **way);
+    cheapest(ways.iter().filter_map(of).map(|(row, cost)| (row.micros, *cost)))
+}
+
+/// As `layer::plan` does, except that it also knows where both are single steps.
+fn of_layer(group: &[(&Measured, f64)]) -> Option<f64> {
+    let ours = cheapest_of(group, &["Step", "Block", "Cluster", "Grid", "WideGrid"]);
+    unless_clearly_cheaper(cheapest_of(group, &["Cudnn"]), ours)
+}
+
+/// As `gemm::plan` does where its library is cuBLASLt.
+fn of_product(group: &[(&Measured, f64)]) -> Option<f64> {
+    let simple = cheapest_of(group, &["Plan", "Small", "Skinny"]);
+    unless_clearly_cheaper(simple, cheapest_of(group, &["Padded"]))
+}
+
+/// The time of the second one if its cost is clearly less, else of the first one.
+fn unless_clearly_cheaper(first: Option<(f64, f64)>, second: Option<(f64, f64)>) -> Option<f64> {
+    let is_second = match (first, second) {
+        (Some((_, first)), Some((_, second))) => is_clearly_cheaper(second, first),
+        (first, _) => first.is_none(),
+    };
+    if is_second { second } else { first }.map(|(micros, _)| micros)
 }
 
 /// Costs that no family predicts yet. They stay as they were.

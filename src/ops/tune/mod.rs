@@ -7,7 +7,7 @@ mod solve;
 
 pub use measured::Measured;
 
-use super::costs::{Facts, Loaded, Table, cheapest, is_clearly_cheaper};
+use super::costs::{Facts, Loaded, Table};
 use super::recurrent::kernels::device::{Clusters, Grid};
 use super::recurrent::plan::Gpu as RnnGpu;
 use crate::{Error, Result};
@@ -137,7 +137,7 @@ fn report_of(family: &Family, table: &Table, card: &Card, rows: &[&Measured]) ->
             let off: Vec<f64> =
                 of.iter().map(|(row, cost)| (cost / row.micros).ln().abs()).collect();
             let mean = off.iter().sum::<f64>() / off.len().max(1) as f64;
-            let [regret, worst, before] = regrets(&of, rows, family.library);
+            let [regret, worst, before] = regrets(&of, rows, family);
             let _ = writeln!(
                 text,
                 "{operator} {direction}: {} times, off by {:.0} %; chosen ways take {regret:.3} of the best, at worst {worst:.2}; {before:.3} of the former plan's",
@@ -173,26 +173,11 @@ fn report_of_ways(rows: &[&Measured], predicted: &[Option<f64>]) -> String {
     ways.iter().map(line).collect()
 }
 
-/// The time of the way that a plan takes by these predictions.
-fn chosen(group: &[&(&Measured, f64)], library: &str) -> Option<f64> {
-    let (of_library, ours): (Vec<_>, Vec<_>) =
-        group.iter().partition(|(row, _)| row.way == library);
-    let times = |(row, cost): &&&(&Measured, f64)| (row.micros, *cost);
-    let ours = cheapest(ours.iter().map(times));
-    let theirs = cheapest(of_library.iter().map(times));
-    match (ours, theirs) {
-        (Some((micros, cost)), Some((_, theirs))) if is_clearly_cheaper(cost, theirs) => {
-            Some(micros)
-        }
-        (ours, theirs) => theirs.or(ours).map(|(micros, _)| micros),
-    }
-}
-
 /// The geometric mean, over calls, of the time of the way that plans take over that of the fastest way; the
 /// largest of these; and the mean over the time of the plan that measured.
-fn regrets(of: &[(&Measured, f64)], rows: &[&Measured], library: &str) -> [f64; 3] {
-    let mut groups: Vec<Vec<&(&Measured, f64)>> = Vec::new();
-    for row in of {
+fn regrets(of: &[(&Measured, f64)], rows: &[&Measured], family: &Family) -> [f64; 3] {
+    let mut groups: Vec<Vec<(&Measured, f64)>> = Vec::new();
+    for &row in of {
         match groups.last_mut().filter(|group| group[0].0.is_like(row.0)) {
             Some(group) => group.push(row),
             None => groups.push(vec![row]),
@@ -207,7 +192,7 @@ fn regrets(of: &[(&Measured, f64)], rows: &[&Measured], library: &str) -> [f64; 
         if plan.is_some_and(is_other) {
             continue;
         }
-        let Some(chosen) = chosen(group, library) else { continue };
+        let Some(chosen) = (family.choose)(group) else { continue };
         let best = group.iter().map(|(row, _)| row.micros).fold(f64::INFINITY, f64::min);
         logs += (chosen / best).ln();
         worst = worst.max(chosen / best);
@@ -260,7 +245,7 @@ mod tests {
     fn a_table_is_fitted_to_times() {
         let shipped = Table::read(SHIPPED).expect("a table");
         let mut other = shipped.clone();
-        let names = ["gemm.half.plan.of_16.fixed", "gemm.half.padded.product.product"];
+        let names = ["gemm.half.plan.of_16.fixed", "gemm.padded.half.product.product"];
         let costs: Vec<f64> = names
             .iter()
             .zip([2.0, 1.5])
