@@ -55,11 +55,11 @@ impl Default for GeluMlpOptions {
 ///
 /// The products are those of [`linear`](super::linear()). One pass computes a from z. In the backward
 /// pass, another one computes dz in the place of da, with db₁ from values that are not rounded yet, and
-/// a if it was not kept. On CUDA, in half kinds and where M·H is at least 10⁷, cuBLASLt computes the
-/// GELU with tanh as it stores z, by an approximation of its own. In the half kinds z, a, da and dz are rounded, as in libtorch's three
-/// operations, and everything between is computed in `Float`. NaN and infinity give what libtorch's
-/// operations give, except that the exact GELU of infinity is infinity on the CPU, too, where oneDNN's
-/// is NaN.
+/// a if it was not kept. On CUDA, in half kinds and where rows begin at multiples of 16 bytes, cuBLASLt
+/// computes the GELU with tanh as it stores z, by an approximation of its own. In the half kinds z, a, da
+/// and dz are rounded, as in libtorch's three operations, and everything between is computed in `Float`.
+/// NaN and infinity give what libtorch's operations give, except that the exact GELU of infinity is
+/// infinity on the CPU, too, where oneDNN's is NaN.
 ///
 /// A call whose result has a graph keeps all its tensors, which a second derivative may read. It also
 /// keeps z (M·H elements) if x, W₁ or b₁ requires grad, and with
@@ -260,8 +260,6 @@ impl GeluMlp {
             activation,
             kind: Kind::of(input.f_kind()?)?,
             is_cuda: input.device().is_cuda(),
-            rows: input.size2()?.0,
-            hidden: w1.size2()?.0,
         };
         if plan::takes_epilogue(way, &facts)
             && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z, way == Way::Automatic)?

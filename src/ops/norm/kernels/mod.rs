@@ -3,12 +3,12 @@
 pub(in crate::ops) mod add;
 
 use super::plan::{Gpu, Plan, Rows, Way};
+#[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::{PerDevice, constant};
 use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::ffi::{flat, kind_code, optional_ptr};
 use crate::operator::{Borrowed, Each, Meta};
-#[cfg(tch_extension_cuda)]
 use crate::ops::kinds;
 use crate::{Error, Result};
 #[cfg(tch_extension_cuda)]
