@@ -35,8 +35,7 @@ use tch::Tensor;
 /// contiguous and have memory of their own. The tensors are of one kind, `Float`, `Double`, `Half`
 /// or `BFloat16`, on one device. Strides and sizes are arbitrary; tensors may be empty, and there
 /// may be no steps at all. There are first and second derivatives of each output with respect to
-/// each tensor. Gradients of weights and biases may be
-/// parts of one piece of memory, as libtorch's are.
+/// each tensor. Gradients of weights and biases may be parts of one piece of memory, as libtorch's are.
 ///
 /// Under autocast, all tensors are cast to autocast's kind, which the outputs have, too.
 ///

@@ -30,7 +30,7 @@ pub(crate) struct Facts {
 
 /// Whether a comes from the product's epilogue, if cuBLASLt has it for these tensors and, unless it is
 /// forced, their rows begin at multiples of 16 bytes. There it was faster at all of 45 random sizes forward,
-/// by 16 to 31 %, and in both passes 4 % slower at most; elsewhere cuBLASLt's kernels with it are slow.
+/// and in both passes 4 % slower at most (docs/lab/mlp.md); elsewhere cuBLASLt's kernels with it are slow.
 pub(crate) fn takes_epilogue(way: Way, facts: &Facts) -> bool {
     let Facts { activation, kind, is_cuda } = *facts;
     let is_half = matches!(kind, Kind::Half | Kind::BFloat16);

@@ -169,7 +169,7 @@ fn faster(ours: impl Iterator<Item = (Kernel, f64)>, theirs: &Theirs) -> Library
     let is_alike = is_by_steps && !is_on_chip && flattening == 0.0;
     let is_ours_faster = match room {
         Room::Whole => is_clearly_cheaper(time, gpu.max(flattening)),
-        // Two of cuDNN's at a time are slower than one, which its costs do not say.
+        // The margin was measured for one layer at a time only.
         Room::Half => time < gpu.max(flattening),
     };
     if is_ours_faster && !is_alike { Library::Ours } else { Library::Cudnn }
