@@ -18,6 +18,7 @@ enum Said {
     /// A stranger wants to be a member.
     Hello(Hello, Writer),
     Report(Report),
+    Alive,
     /// The connection ended.
     Left(String),
 }
@@ -46,7 +47,8 @@ impl Server {
         std::thread::spawn(move || accept(&listener, most, lost_after, &said));
         let (sender, done) = mpsc::channel();
         std::thread::spawn(move || {
-            let members = Members { coordinator, connected: HashMap::new() };
+            let (connected, waiting) = (HashMap::new(), Vec::new());
+            let members = Members { coordinator, connected, waiting };
             if let Err(error) = members.serve(&hears) {
                 note(&format!("error: {error:#}"));
             }
@@ -134,8 +136,10 @@ fn serve_one(
     say(Said::Hello(hello, writer.clone())).map_err(gone)?;
     writer.keep_alive(lost_after);
     let why = loop {
-        match reader.line().and_then(|line| Report::parse(&line)) {
-            Ok(report) => say(Said::Report(report)).map_err(gone)?,
+        let line = reader.line_or_alive();
+        match line.and_then(|line| line.as_deref().map(Report::parse).transpose()) {
+            Ok(Some(report)) => say(Said::Report(report)).map_err(gone)?,
+            Ok(None) => say(Said::Alive).map_err(gone)?,
             Err(error) => break format!("{error:#}"),
         }
     };
@@ -147,7 +151,21 @@ struct Members {
     coordinator: Coordinator,
     /// The node of a connection, and how to write to it.
     connected: HashMap<u64, (usize, Writer)>,
+    waiting: Vec<Waiting>,
 }
+
+/// A node that has a connection already. Either it came back before the end of that one was noticed,
+/// or it is a second one with the same number.
+struct Waiting {
+    connection: u64,
+    hello: Hello,
+    writer: Writer,
+    /// How often the other one has spoken since.
+    heard: u32,
+}
+
+/// One of the other one's lines may be from the time before its end.
+const LIVES: u32 = 2;
 
 impl Members {
     fn serve(mut self, hears: &Receiver<(u64, Said)>) -> Result<()> {
@@ -177,29 +195,68 @@ impl Members {
 
     fn hear(&mut self, connection: u64, said: Said) -> Result<Orders> {
         match (said, self.connected.get(&connection).map(|(node, _)| *node)) {
-            (Said::Hello(hello, writer), _) => match self.admit(&hello) {
-                Ok(orders) => {
-                    self.connected.insert(connection, (hello.node_rank, writer));
-                    Ok(orders)
-                }
-                Err(error) => {
-                    let refusal = Order::End(1, format!("node 0 refuses this node: {error:#}"));
-                    // It is not a member, whether it reads this or not.
-                    let _ = writer.line(&refusal.to_line());
-                    Ok(vec![])
-                }
-            },
+            (Said::Hello(hello, writer), _) => Ok(self.greet(connection, hello, writer)),
             (Said::Report(report), Some(node)) => self.coordinator.report(node, report),
+            (Said::Alive, Some(node)) => {
+                self.refuse_twins(node);
+                Ok(vec![])
+            }
             (Said::Left(why), Some(node)) => {
                 self.connected.remove(&connection);
-                self.coordinator.lose(node, &why)
+                let mut orders = self.coordinator.lose(node, &why)?;
+                let next = self.waiting.iter().position(|other| other.hello.node_rank == node);
+                if let Some(Waiting { connection, hello, writer, .. }) =
+                    next.map(|next| self.waiting.remove(next))
+                {
+                    orders.extend(self.greet(connection, hello, writer));
+                }
+                Ok(orders)
             }
-            // Of one that was refused.
-            (Said::Report(_) | Said::Left(_), None) => Ok(vec![]),
+            (Said::Left(_), None) => {
+                self.waiting.retain(|other| other.connection != connection);
+                Ok(vec![])
+            }
+            // Of one that waits or was refused.
+            (Said::Report(_) | Said::Alive, None) => Ok(vec![]),
         }
     }
 
-    fn admit(&mut self, hello: &Hello) -> Result<Orders> {
+    /// Makes it a member, refuses it, or lets it wait for the end of the connection that its node has.
+    fn greet(&mut self, connection: u64, hello: Hello, writer: Writer) -> Orders {
+        let is_taken = self.connected.values().any(|(node, _)| *node == hello.node_rank);
+        let joined = self.check(&hello).and_then(|()| match is_taken {
+            true => Ok(None),
+            false => self.coordinator.join(hello.node_rank, hello.processes).map(Some),
+        });
+        match joined {
+            Ok(Some(orders)) => {
+                self.connected.insert(connection, (hello.node_rank, writer));
+                orders
+            }
+            Ok(None) => {
+                self.waiting.push(Waiting { connection, hello, writer, heard: 0 });
+                vec![]
+            }
+            Err(error) => {
+                refuse(&writer, &error);
+                vec![]
+            }
+        }
+    }
+
+    /// This node's connection lives, so those that wait for its end are other nodes.
+    fn refuse_twins(&mut self, node: usize) {
+        for other in self.waiting.iter_mut().filter(|other| other.hello.node_rank == node) {
+            other.heard += 1;
+            if other.heard == LIVES {
+                let twin = anyhow!("--node-rank {node} is there already: give each node its own");
+                refuse(&other.writer, &twin);
+            }
+        }
+        self.waiting.retain(|other| other.heard < LIVES);
+    }
+
+    fn check(&self, hello: &Hello) -> Result<()> {
         let settings = self.coordinator.settings();
         ensure!(
             hello.version == VERSION,
@@ -218,7 +275,7 @@ impl Members {
             hello.run_id,
             settings.run_id
         );
-        self.coordinator.join(hello.node_rank, hello.processes)
+        Ok(())
     }
 
     /// Sends orders. If one cannot be sent, the thread that reads what the member says notices that
@@ -230,6 +287,12 @@ impl Members {
             }
         }
     }
+}
+
+/// It is not a member, whether it reads this or not.
+fn refuse(writer: &Writer, why: &anyhow::Error) {
+    let refusal = Order::End(1, format!("node 0 refuses this node: {why:#}"));
+    let _ = writer.line(&refusal.to_line());
 }
 
 #[cfg(test)]

@@ -17,6 +17,8 @@ const LONGEST: usize = 4096;
 const ALIVE: &str = "alive";
 /// How long the first line of the other side may take. A tch-run sends it at once.
 const FIRST: Duration = Duration::from_secs(10);
+/// The longest silence of one that is alive.
+const MOST_SILENT: Duration = Duration::from_secs(1);
 /// What a member without `--run-id` says in its place.
 pub const NO_ID: &str = "-";
 
@@ -168,7 +170,7 @@ impl Writer {
         let writer = self.clone();
         std::thread::spawn(move || {
             while writer.line(ALIVE).is_ok() {
-                std::thread::sleep(lost_after / 4);
+                std::thread::sleep(MOST_SILENT.min(lost_after / 4));
             }
         });
     }
@@ -189,17 +191,25 @@ impl Reader {
     /// The first line, from which it is known whether the other side is a tch-run. `None` if it only
     /// says that it is alive.
     pub fn first(&mut self) -> Result<Option<String>> {
-        let line = self.any_line(FIRST.min(self.lost_after))?;
-        Ok((line != ALIVE).then_some(line))
+        self.within(FIRST.min(self.lost_after))
+    }
+
+    /// The next line. `None` if it only says that the other side is alive.
+    pub fn line_or_alive(&mut self) -> Result<Option<String>> {
+        self.within(self.lost_after)
     }
 
     pub fn line(&mut self) -> Result<String> {
         loop {
-            let line = self.any_line(self.lost_after)?;
-            if line != ALIVE {
+            if let Some(line) = self.line_or_alive()? {
                 return Ok(line);
             }
         }
+    }
+
+    fn within(&mut self, time: Duration) -> Result<Option<String>> {
+        let line = self.any_line(time)?;
+        Ok((line != ALIVE).then_some(line))
     }
 
     /// A line that arrives as a whole within this time.

@@ -197,6 +197,28 @@ fn a_node_whose_tch_run_is_killed_may_come_back() {
     place.wait_for("pid.1.1");
 }
 
+/// It comes back while its old connection, which nobody has closed, may still be alive.
+#[test]
+fn a_node_may_come_back_before_its_loss_is_noticed() {
+    let place = Place::new();
+    let nodes = Nodes::new(&place, 2);
+    let script = "echo > ready.$RANK.$TORCHELASTIC_RESTART_COUNT; \
+                  [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60";
+    let options = ["-n", "1", "--max-restarts", "1", "--lost-after", "2"];
+    let first = nodes.start(0, &options, script);
+    let mut second = nodes.start(1, &options, script);
+    place.wait_for("ready.0.0");
+    place.wait_for("ready.1.0");
+    signal("STOP", &second.id().to_string());
+    let again = nodes.start(1, &options, script);
+    for done in finish_all([first, again]) {
+        assert_eq!(done.code, 0, "{}", done.err);
+    }
+    second.kill().unwrap();
+    second.wait().unwrap();
+    place.wait_for("ready.1.1");
+}
+
 #[test]
 fn without_node_0_the_others_end() {
     let place = Place::new();
