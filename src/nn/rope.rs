@@ -1,7 +1,7 @@
 //! Rotary position embedding as a layer.
 
 use crate::Result;
-use crate::ops::{RopeOptions, f_rope, f_rope_tables, rope_reference};
+use crate::ops::{RopeOptions, RopeScaling, f_rope, f_scaled_rope_tables, rope_reference};
 use tch::{Device, Kind, Tensor};
 
 /// How the layer is computed.
@@ -21,6 +21,8 @@ pub struct RopeConfig {
     pub positions: i64,
     /// The base of the angles; see [`rope_tables`](crate::ops::rope_tables()).
     pub base: f64,
+    /// How the angles are changed for longer sequences.
+    pub scaling: RopeScaling,
     /// Whether pairs are interleaved; see [`RopeOptions`].
     pub interleaved: bool,
     /// The kind of the tables: `Float` suits q and k of half kinds, too.
@@ -34,6 +36,7 @@ impl Default for RopeConfig {
         RopeConfig {
             positions: 4096,
             base: 10000.0,
+            scaling: RopeScaling::None,
             interleaved: false,
             kind: Kind::Float,
             op: RopeOp::default(),
@@ -65,9 +68,10 @@ pub struct Rope {
 /// ```
 ///
 /// # Panics
-/// When the tables cannot be made; see [`f_rope_tables`].
+/// When the tables cannot be made; see [`f_scaled_rope_tables`].
 pub fn rope(dim: i64, device: Device, config: RopeConfig) -> Rope {
-    let tables = f_rope_tables(config.positions, dim, config.base, (config.kind, device));
+    let RopeConfig { positions, base, scaling, kind, .. } = config;
+    let tables = f_scaled_rope_tables(positions, dim, base, scaling, (kind, device));
     let (cos, sin) = tables.unwrap_or_else(|error| panic!("nn::rope: {error}"));
     Rope { cos, sin, config }
 }

@@ -109,7 +109,7 @@ pub use recurrent::{RnnOptions, RnnWeights};
 #[cfg(feature = "recurrent")]
 pub(crate) use recurrent::{check_lengths, flatten_for_cudnn, with_half_of_the_gpu};
 #[cfg(feature = "rope")]
-pub use rope::RopeOptions;
+pub use rope::{RopeOptions, RopeScaling, f_scaled_rope_tables};
 #[cfg(feature = "mlp")]
 pub use swiglu_mlp::SwigluMlpOptions;
 #[doc(hidden)]

@@ -12,7 +12,10 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::nn::{RopeConfig, RopeOp, rope as layer};
-use tch_extension::ops::{RopeOptions, f_rope, f_rope_tables, rope, rope_reference, rope_tables};
+use tch_extension::ops::{
+    RopeOptions, RopeScaling, f_rope, f_rope_tables, f_scaled_rope_tables, rope, rope_reference,
+    rope_tables,
+};
 use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_close, cuda_or_skip, devices, gradcheck, gradgradcheck,
 };
@@ -223,6 +226,53 @@ fn the_formula_by_hand() {
                 }
             }
         }
+    }
+}
+
+/// As transformers' `_compute_llama3_parameters`, which has three cases.
+#[test]
+fn llama_3_divides_low_frequencies_only() {
+    let (dim, base, factor, low, high, original) = (64, 500_000.0_f64, 32.0, 1.0, 4.0, 8192.0);
+    let scaling = RopeScaling::Llama3 {
+        factor,
+        low_freq_factor: low,
+        high_freq_factor: high,
+        original_positions: original as i64,
+    };
+    let (_, sin) =
+        f_scaled_rope_tables(2, dim, base, scaling, (Kind::Double, Device::Cpu)).unwrap();
+    let mut cases = [0; 3];
+    for pair in 0..dim / 2 {
+        let plain = base.powf(-2.0 * pair as f64 / dim as f64);
+        let length = std::f64::consts::TAU / plain;
+        let (case, expected) = if length < original / high {
+            (0, plain)
+        } else if length > original / low {
+            (1, plain / factor)
+        } else {
+            let smooth = (original / length - low) / (high - low);
+            (2, (1.0 - smooth) * plain / factor + smooth * plain)
+        };
+        cases[case] += 1;
+        let found = sin.double_value(&[1, pair]).asin();
+        // The first frequency is 1, of which the sine is precise enough.
+        assert!((found / expected - 1.0).abs() < 1e-12, "{pair}: {found} and {expected}");
+    }
+    assert!(cases.iter().all(|&count| count > 0), "{cases:?}");
+    for (scaling, expected) in [
+        (RopeScaling::Linear { factor: 0.0 }, "a finite factor greater than 0"),
+        (
+            RopeScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 4.0,
+                high_freq_factor: 4.0,
+                original_positions: 8192,
+            },
+            "0 < low_freq_factor < high_freq_factor",
+        ),
+    ] {
+        let error = f_scaled_rope_tables(2, 4, base, scaling, (Kind::Float, Device::Cpu));
+        assert!(error.unwrap_err().to_string().contains(expected), "{scaling:?}");
     }
 }
 

@@ -8,10 +8,13 @@ use crate::operator::{
 };
 use crate::{Error, Result};
 use kernels::{Tables, Work, is_readable, rotate};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 mod in_place;
 mod kernels;
+mod tables;
+
+pub use tables::{RopeScaling, f_rope_tables, f_scaled_rope_tables, rope_tables};
 
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 /// The kernels count the heads of q and k in 32 bits.
@@ -168,76 +171,6 @@ pub fn rope_reference(
         Ok(Tensor::f_cat(&[turned, rest], -1)?.f_to_kind(kind)?)
     };
     Ok((rotated(q)?, rotated(k)?))
-}
-
-/// The tables for [`rope`]: cosines and sines of the angles of each position.
-///
-/// ```text
-/// cos[p, i] = cos(p / base^(2i / dim))      sin[p, i] = sin(p / base^(2i / dim))
-/// ```
-///
-/// * `positions`: P, the number of positions, from 0 to P - 1
-/// * `dim`: R, an even number: how many values of a head are rotated, mostly all D
-/// * `base`: greater than 0; 10000 in the paper
-/// * `options`: the kind of the tables, which is best `Float` also for q and k of half kinds, and their
-///   device
-///
-/// Returns `cos` and `sin`, `[P, R / 2]`, contiguous, without gradients. The angles are computed in
-/// `Double`, with errors of less than p / 2⁴⁸ at position p, which tables of the other kinds do not show.
-/// Where a model computes them in `Float`, as Hugging Face's do, the errors are up to p / 2²⁴.
-///
-/// ```
-/// # use tch::{Kind, Device};
-/// # use tch_extension::ops::rope_tables;
-/// let (cos, sin) = rope_tables(4096, 128, 10000.0, (Kind::Float, Device::Cpu));
-/// assert_eq!((cos.size(), sin.size()), (vec![4096, 64], vec![4096, 64]));
-/// assert_eq!(sin.double_value(&[7, 0]), f64::from(7_f64.sin() as f32));
-/// ```
-///
-/// # Panics
-/// If [`f_rope_tables`] returns an error.
-pub fn rope_tables(
-    positions: i64,
-    dim: i64,
-    base: f64,
-    options: (Kind, Device),
-) -> (Tensor, Tensor) {
-    super::unwrap(f_rope_tables(positions, dim, base, options))
-}
-
-/// [`rope_tables`], with an error instead of a panic.
-///
-/// # Errors
-/// If an argument is not what is stated (the error names it), or if libtorch or CUDA fails.
-pub fn f_rope_tables(
-    positions: i64,
-    dim: i64,
-    base: f64,
-    (kind, device): (Kind, Device),
-) -> Result<(Tensor, Tensor)> {
-    const OP: &str = "rope_tables";
-    let refuse = |argument: &str, expected: &str, got: String| {
-        Err(Error::argument(OP, argument, expected, got, ""))
-    };
-    if positions < 0 {
-        return refuse("positions", "a number that is not negative", positions.to_string());
-    }
-    if dim < 0 || dim % 2 != 0 {
-        return refuse("dim", "an even number that is not negative", dim.to_string());
-    }
-    if !(base > 0.0 && base.is_finite()) {
-        return refuse("base", "a finite number greater than 0", base.to_string());
-    }
-    if !KINDS.contains(&kind) {
-        return refuse("options", "kind Float or Double or Half or BFloat16", format!("{kind:?}"));
-    }
-    let _no_grad = tch::no_grad_guard();
-    let exact = (Kind::Double, device);
-    let exponents = Tensor::f_arange(dim / 2, exact)?.f_mul_scalar(2.0 / dim.max(1) as f64)?;
-    // base^-x as e^(-x log base).
-    let frequencies = exponents.f_mul_scalar(-base.ln())?.f_exp()?;
-    let angles = Tensor::f_arange(positions, exact)?.f_unsqueeze(1)?.f_mul(&frequencies)?;
-    Ok((angles.f_cos()?.f_to_kind(kind)?, angles.f_sin()?.f_to_kind(kind)?))
 }
 
 /// The kind in which heads of this kind are rotated.
