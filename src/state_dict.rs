@@ -1,6 +1,8 @@
 //! Tensors in safetensors files: those of models ([`crate::nn::state_dict`]) and of optimizers.
 
+use crate::ffi::tensor::with_values;
 use crate::{Error, Result, check};
+use memmap2::Mmap;
 use safetensors::tensor::{
     Dtype, Metadata, SafeTensorError, SafeTensors, TensorView, View, serialize_to_file,
 };
@@ -13,6 +15,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use tch::nn::VarStore;
 use tch::{Device, Kind, Tensor};
+
+mod folder;
+
+pub use folder::{files, save_sharded};
 
 const LOAD: &str = "state_dict::load";
 const SAVE: &str = "state_dict::save";
@@ -94,8 +100,9 @@ fn variables(op: &str, vs: &VarStore, options: &StateDictOptions<'_>) -> Result<
 /// split into several: torch's `load_state_dict`. See the [module](crate::nn::state_dict) for what is checked and
 /// kept.
 ///
-/// All files are held in memory while they are loaded. Values are converted between floating-point
-/// kinds; all other kinds must be those of the variables.
+/// Files are mapped into memory, and values go from there to the variables, one tensor after the other.
+/// They are converted between floating-point kinds; all other kinds must be those of the variables. No
+/// other process may shorten a file meanwhile: the system would end this one.
 ///
 /// ```
 /// use tch::{Device, nn::{VarStore, linear}};
@@ -158,22 +165,27 @@ pub fn load<P: AsRef<Path>>(
     for variable in &variables {
         let Some(view) = found.get(&variable.name_in_file) else { continue };
         let (size, kind) = (size_of(view), kind_of(view.dtype())?);
-        let mut values = Tensor::f_from_data_size(view.data(), &size, kind)?;
-        if variable.transposed {
-            values = values.f_transpose(0, 1)?;
-        }
-        variable.tensor.shallow_clone().f_copy_(&values)?;
+        with_values(view.data(), &size, kind, |values| {
+            let mut target = variable.tensor.shallow_clone();
+            if variable.transposed {
+                target = target.f_transpose(0, 1)?;
+            }
+            // A copy from another device would convert the values there.
+            target.f_copy_(&values.f_to_device(target.device())?)?;
+            Ok(())
+        })?;
     }
     Ok(report)
 }
 
-fn read(op: &str, file: &Path) -> Result<Vec<u8>> {
+fn read(op: &str, file: &Path) -> Result<Mmap> {
     // A pipe has no end until its writer closes it, so reading one could wait for ever.
     let is_file = std::fs::metadata(file).map_err(|error| failed(op, file, &error))?.is_file();
     if !is_file {
         return Err(failed(op, file, &"expected a regular file, got a folder, pipe or device"));
     }
-    std::fs::read(file).map_err(|error| failed(op, file, &error))
+    let file_in = File::open(file).map_err(|error| failed(op, file, &error))?;
+    crate::ffi::map(&file_in).map_err(|error| failed(op, file, &error))
 }
 
 fn failed(op: &str, file: &Path, error: &dyn std::fmt::Display) -> Error {
@@ -358,15 +370,18 @@ pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'
     save_variables(SAVE, &variables(SAVE, vs, options)?, file.as_ref())
 }
 
+fn twice(op: &str, name: &str) -> Error {
+    let expected = "a name for each variable, and none called __metadata__";
+    Error::argument(op, "name", expected, format!("{name} twice"), "")
+}
+
 fn save_variables(op: &str, variables: &[Variable], file: &Path) -> Result<()> {
     let failure = RefCell::new(None);
     let mut names = BTreeSet::from(["__metadata__"]);
     let (mut tensors, mut bytes) = (vec![], 0_usize);
     for variable in variables {
         if !names.insert(&variable.name_in_file) {
-            let expected = "a name for each variable, and none called __metadata__";
-            let got = format!("{} twice", variable.name_in_file);
-            return Err(Error::argument(op, "name", expected, got, ""));
+            return Err(twice(op, &variable.name_in_file));
         }
         let stored = Stored::new(op, variable, &failure)?;
         bytes = bytes.saturating_add(stored.len);
@@ -431,12 +446,27 @@ pub(crate) fn read_tensors(op: &str, file: &Path) -> Result<BTreeMap<String, Ten
     parse(op, file, &bytes)?.tensors().into_iter().map(tensor).collect()
 }
 
-/// Writes a new file and gives it its name.
 fn write(
     file: &Path,
     tensors: Vec<(&str, Stored<'_>)>,
     failure: &RefCell<Option<Error>>,
 ) -> Result<()> {
+    // Hugging Face's transformers refuse a file without this entry. Next to no tensors at all, this
+    // version of safetensors would write it outside of the header.
+    let metadata =
+        (!tensors.is_empty()).then(|| HashMap::from([("format".to_string(), "pt".to_string())]));
+    write_whole(file, |partial| {
+        serialize_to_file(tensors, &metadata, partial)
+            .map_err(|error| Error::msg(error.to_string()))?;
+        if let Some(error) = failure.take() {
+            return Err(error);
+        }
+        check_header(partial)
+    })
+}
+
+/// Writes a new file, which gets its name when it is complete.
+fn write_whole(file: &Path, contents: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let io = |error: std::io::Error| Error::msg(error.to_string());
     let file = end_of_links(file).map_err(io)?;
     let name = file.file_name().ok_or_else(|| Error::msg("expected a file name"))?;
@@ -452,16 +482,7 @@ fn write(
         .permissions(Permissions::from_mode(at_first))
         .tempfile_in(folder)
         .map_err(io)?;
-    // Hugging Face's transformers refuse a file without this entry. Next to no tensors at all, this
-    // version of safetensors would write it outside of the header.
-    let metadata =
-        (!tensors.is_empty()).then(|| HashMap::from([("format".to_string(), "pt".to_string())]));
-    serialize_to_file(tensors, &metadata, partial.path())
-        .map_err(|error| Error::msg(error.to_string()))?;
-    if let Some(error) = failure.take() {
-        return Err(error);
-    }
-    check_header(partial.path())?;
+    contents(partial.path())?;
     if let Some(permissions) = replaced {
         partial.as_file().set_permissions(permissions).map_err(io)?;
     }

@@ -30,9 +30,19 @@ pub(crate) mod testing;
 mod value;
 
 use crate::{Error, Result};
+use memmap2::Mmap;
 use std::ffi::{CStr, c_char, c_void};
+use std::fs::File;
 use tch::{Device, Kind, Tensor};
 use tensor::Extent;
+
+/// The bytes of a file, which are read when they are used.
+pub(crate) fn map(file: &File) -> std::io::Result<Mmap> {
+    // SAFETY: we only read the bytes, as plain numbers, so a change of theirs by another process does no
+    // harm. If one shortens the file, the system ends this process, as the documentation of those who
+    // call this says.
+    unsafe { Mmap::map(file) }
+}
 
 /// Copies an error message from C++ and frees it. A null pointer means success.
 pub(crate) fn take_message(message: *mut c_char) -> Option<String> {

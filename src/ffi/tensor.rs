@@ -197,6 +197,31 @@ pub(crate) fn from_slice(values: &[i64]) -> Result<Tensor> {
     Ok(copy)
 }
 
+/// Calls `body` with a tensor on the CPU that has these values, of an element's bytes each. Nothing is
+/// copied unless they are at an odd address. The body must not keep the tensor, nor write to it.
+pub(crate) fn with_values<R>(
+    values: &[u8],
+    size: &[i64],
+    kind: Kind,
+    body: impl FnOnce(&Tensor) -> Result<R>,
+) -> Result<R> {
+    let element = kind.elt_size_in_bytes();
+    let is_borrowed = values.as_ptr().addr().is_multiple_of(element)
+        && size.iter().product::<i64>() as usize * element == values.len();
+    if !is_borrowed {
+        return body(&Tensor::f_from_data_size(values, size, kind)?);
+    }
+    let mut stride = vec![1; size.len()];
+    for place in (1..size.len()).rev() {
+        stride[place - 1] = stride[place] * size[place].max(1);
+    }
+    // SAFETY: the memory has so many elements of this kind, at a multiple of their size, and outlives
+    // the tensor, which is dropped here. Nobody writes to it.
+    let borrowed =
+        unsafe { Tensor::f_from_blob(values.as_ptr(), size, &stride, kind, Device::Cpu) }?;
+    body(&borrowed)
+}
+
 /// Tells a capture that is under way that a kernel gets the address of the tensor's memory, which a
 /// graph must keep. The inputs of operations and of our functions, and the tensors that they saved,
 /// need no such call.

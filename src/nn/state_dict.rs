@@ -11,6 +11,8 @@
 //! - [`save`] writes a new file and then renames it. If the process is killed, or the disk is full,
 //!   the file has its old contents or its new ones.
 //! - Names may differ between the model and the file, and matrices may be transposed.
+//! - A model may be split into several files, as Hugging Face's large ones are: [`files`] finds them,
+//!   and [`save_sharded`] writes them.
 //!
 //! A file of Hugging Face's GPT-2 has the names of this crate's layers if the model's paths follow
 //! it, but keeps some weights transposed (`Conv1D`), and its buffers `attn.bias` are no parameters:
@@ -35,7 +37,9 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 
-pub use crate::state_dict::{LoadReport, StateDictOptions, load, load_tensors, save, save_tensors};
+pub use crate::state_dict::{
+    LoadReport, StateDictOptions, files, load, load_tensors, save, save_sharded, save_tensors,
+};
 
 #[cfg(doc)]
 use tch::nn::VarStore;

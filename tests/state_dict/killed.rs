@@ -1,7 +1,6 @@
 //! A process that is killed while it saves.
 
 use super::{place, store};
-use std::ffi::OsStr;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
@@ -12,19 +11,30 @@ const FIRST: &str = "TCH_EXTENSION_TEST_STATE_DICT_FIRST";
 const TENSORS: [&str; 4] = ["a", "b", "c", "d"];
 
 /// Each generation has one value in all its elements.
-fn generation(value: f64) -> tch::nn::VarStore {
+pub fn generation(value: f64) -> tch::nn::VarStore {
     let tensors =
         TENSORS.map(|name| (name, Tensor::full([64, 1024], value, (Kind::Float, Device::Cpu))));
     store(Device::Cpu, &tensors)
 }
 
-/// What the child process does.
-fn save_until_killed(file: &OsStr) {
+/// The value of all elements.
+pub fn has_one_value(vs: &tch::nn::VarStore) -> f64 {
+    let found: Vec<f64> = vs
+        .variables()
+        .values()
+        .flat_map(|tensor| [tensor.min(), tensor.max()])
+        .map(|value| value.double_value(&[]))
+        .collect();
+    assert!(found.iter().all(|value| *value == found[0] && *value >= 0.0), "{found:?}");
+    found[0]
+}
+
+/// What the child process does: it saves one generation after the other.
+pub fn until(limit: Duration, first: f64, save: impl Fn(f64)) {
     let start = Instant::now();
-    let first = std::env::var(FIRST).expect("the first generation");
-    let mut value: f64 = first.parse().expect("a number");
-    while start.elapsed() < Duration::from_secs(60) {
-        save(&generation(value), file, &Default::default()).expect("saved");
+    let mut value = first;
+    while start.elapsed() < limit {
+        save(value);
         value += 1.0;
     }
 }
@@ -32,7 +42,10 @@ fn save_until_killed(file: &OsStr) {
 #[test]
 fn the_file_is_whole_whenever_its_writer_is_killed() {
     if let Some(file) = std::env::var_os(FILE) {
-        return save_until_killed(&file);
+        let first = std::env::var(FIRST).expect("a number").parse().expect("a number");
+        return until(Duration::from_secs(60), first, |value| {
+            save(&generation(value), &file, &Default::default()).expect("saved");
+        });
     }
     let (folder, file) = place();
     save(&generation(0.0), &file, &Default::default()).expect("saved");
@@ -60,14 +73,7 @@ fn the_file_is_whole_whenever_its_writer_is_killed() {
         child.wait().expect("ended");
         let vs = generation(-1.0);
         load(&vs, &[&file], &Default::default()).expect("a whole file");
-        let found: Vec<f64> = vs
-            .variables()
-            .values()
-            .flat_map(|tensor| [tensor.min(), tensor.max()])
-            .map(|value| value.double_value(&[]))
-            .collect();
-        assert!(found.iter().all(|value| *value == found[0] && *value >= 0.0), "{found:?}");
-        changed += i32::from(found[0] >= first);
+        changed += i32::from(has_one_value(&vs) >= first);
     }
     assert!(changed > 10, "the child saved before it was killed: {changed}");
     let left = std::fs::read_dir(folder.path()).expect("a folder").count();

@@ -2,6 +2,7 @@
 //! file holds after its writer was killed.
 
 mod bad_files;
+mod folder;
 mod killed;
 mod pytorch;
 
