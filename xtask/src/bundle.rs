@@ -141,7 +141,7 @@ const PACKAGES: [&str; 8] = [
     "tests/downstream/Cargo.toml",
     "examples/char_lltm/Cargo.toml",
     "examples/extension/Cargo.toml",
-    "examples/gpt/Cargo.toml",
+    "examples/llm/Cargo.toml",
     "tch-run/Cargo.toml",
 ];
 

@@ -9,11 +9,11 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 /// Selects all packages but the one whose dependencies are not everybody's. `ci` tests it, too, and
-/// `-p gpt` tests it alone. All that is built for it is also built for [`EVERYTHING`].
-pub const ALL_BUT_GPT: [&str; 5] = [
+/// `-p llm` tests it alone. All that is built for it is also built for [`EVERYTHING`].
+pub const ALL_BUT_LLM: [&str; 5] = [
     "--workspace",
     "--exclude",
-    GPT,
+    LLM,
     "--features",
     "tch-extension/distributed,char_lltm/distributed",
 ];
@@ -23,7 +23,7 @@ pub const ALL_BUT_GPT: [&str; 5] = [
 pub const EVERYTHING: [&str; 3] = [
     "--workspace",
     "--features",
-    "tch-extension/distributed,gpt/distributed,char_lltm/distributed",
+    "tch-extension/distributed,llm/distributed,char_lltm/distributed",
 ];
 /// What [`EVERYTHING`] switches on in tch-extension, for a command that selects one package of it.
 pub const ALL_FEATURES: &str = "tch-extension/default,tch-extension/distributed";
@@ -31,8 +31,8 @@ pub const ALL_FEATURES: &str = "tch-extension/default,tch-extension/distributed"
 pub const LAUNCHER: &str = "tch-run";
 /// The package of the demo, in `examples/char_lltm`.
 pub const DEMO: &str = "char_lltm";
-/// The package in `examples/gpt`.
-pub const GPT: &str = "gpt";
+/// The package in `examples/llm`.
+pub const LLM: &str = "llm";
 
 /// A cargo command with the environment that set-up found.
 pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
@@ -76,13 +76,13 @@ pub fn target_folder(repo: &Repo) -> PathBuf {
     std::env::var_os(TARGET).map_or_else(|| repo.root.join("target"), PathBuf::from)
 }
 
-/// A `cargo test` of all packages but gpt, or of those that the arguments name with `-p`. Words before
+/// A `cargo test` of all packages but llm, or of those that the arguments name with `-p`. Words before
 /// the options name test programs of the package `tests`: `lstm` is `--test lstm`.
 pub fn test(repo: &Repo, changes: &Changes, args: &[String]) -> Command {
     let mut command = command(repo, changes, &["test"]);
     let own = args.iter().take_while(|arg| *arg != "--");
     if !own.into_iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package")) {
-        command.args(ALL_BUT_GPT);
+        command.args(ALL_BUT_LLM);
     }
     let manifest = std::fs::read_to_string(repo.root.join("tests/Cargo.toml")).unwrap_or_default();
     let programs: Vec<&str> = manifest.split("[[test]]").skip(1).collect();
@@ -226,8 +226,8 @@ mod tests {
         };
         let ours: [&[&str]; 6] = [
             &[],
-            &ALL_BUT_GPT,
-            &["-p", GPT],
+            &ALL_BUT_LLM,
+            &["-p", LLM],
             &["-p", "tests"],
             &["-p", "benches"],
             &["-p", "tch-extension-python", "--features", ALL_FEATURES],
@@ -249,7 +249,7 @@ mod tests {
             let found = command.get_args().map(|arg| arg.to_str().unwrap().to_string());
             found.collect::<Vec<_>>().join(" ")
         };
-        let all = format!("test {}", ALL_BUT_GPT.join(" "));
+        let all = format!("test {}", ALL_BUT_LLM.join(" "));
         assert_eq!(arguments(&[]), all);
         assert_eq!(
             arguments(&["lstm", "view", "--", "layout"]),

@@ -37,9 +37,9 @@ const MANY: &str = "7.5;8.0;8.9;9.0a;10.0";
 /// Flags of nvcc where no GPU runs the kernels. It takes about half the time with them.
 const NVCC_FLAGS: (&str, &str) = ("NVCC_APPEND_FLAGS", "-Xcicc -O1 -Xptxas -O1");
 
-/// At -O0, gpt's programs and what only they need compile in a fifth of the time, and its tests take no
+/// At -O0, llm's programs and what only they need compile in a fifth of the time, and its tests take no
 /// longer. Everything else stays as other commands compile it.
-const AT_0: [&str; 4] = ["gpt", "tokenizers", "fancy-regex", "regex-automata"];
+const AT_0: [&str; 4] = ["llm", "tokenizers", "fancy-regex", "regex-automata"];
 
 /// The package that is published first, because the other one needs it.
 const BUILD_CRATE: &str = "tch-extension-build";
@@ -233,7 +233,7 @@ impl Ci {
         let mut runs = vec![Run { title: "documentation".to_string(), command, again }];
         runs.extend(programs.iter().map(|program| program.run(&self.changes, &cargo::EVERYTHING)));
         // In this run, what cannot be loaded or imported is a failure and not a reason to skip a
-        // test: torchvision, torch by Python, and transformers for a test of examples/gpt.
+        // test: torchvision, torch by Python, and transformers for a test of examples/llm.
         for (required, name) in [
             (self.has_vision, "TCH_EXTENSION_REQUIRE_TORCHVISION"),
             (self.has_python, "TCH_EXTENSION_REQUIRE_PYTHON"),

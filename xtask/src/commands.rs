@@ -29,8 +29,8 @@ cargo xtask COMMAND [ARGUMENTS]
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares; --op lstm, gru
   test [--tch 0.26] [NAME...] [ARGUMENTS]
                      the workspace's tests, or those of operators (`test lstm gru`), one at a time where there is a GPU;
-                     arguments go to `cargo test`. Those of examples/gpt, which has dependencies of its own, are
-                     `cargo test -p gpt`.
+                     arguments go to `cargo test`. Those of examples/llm, which has dependencies of its own, are
+                     `cargo test -p llm`.
                      With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
@@ -100,7 +100,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
 /// Runs the benchmarks, or what is one of them.
 fn bench(first: &[&str], args: &[String]) -> Result<ExitCode> {
     let ops = ["--profile", "dev", "--bench", "ops", "--", "table"];
-    let bench = [&["bench"], &cargo::ALL_BUT_GPT[..], &ops, first].concat();
+    let bench = [&["bench"], &cargo::ALL_BUT_LLM[..], &ops, first].concat();
     start(&bench, own_args(args))
 }
 

@@ -15,7 +15,7 @@ run.sh COMMAND [ARGUMENTS]
   bench [WORD…]                 each operator against its rivals, as a table and as bench.json
   tune [SEED] [OPERATOR…] [240s]   measures what each way costs on this GPU, and writes the table by which operators choose
   rivals [WORD…]                what a Python user would call instead (torch.compile; Liger, Quack where installed): rivals.json
-  gpt [ARGUMENTS]               GPT-2: `gpt train`, `gpt sample` and others (examples/gpt)
+  llm [ARGUMENTS]               language models: `llm train`, `llm sample` and others (examples/llm)
   versus-pytorch [ARGUMENTS]    GPT-2 in Rust and in PyTorch, in turns: versus.json and versus.svg; --size char|124m, --steps N
   criterion [ARGUMENTS]         the same with criterion's statistics
   demo [ARGUMENTS]              the character-level language model
@@ -411,13 +411,13 @@ case $command in
     [[ -n ${OMP_WAIT_POLICY+set} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
     run_program "$here/examples/char_lltm" "$@"
     ;;
-  gpt)
+  llm)
     prepare
-    run_program "$here/examples/gpt" "$@"
+    run_program "$here/examples/llm" "$@"
     ;;
   versus-pytorch)
     prepare
-    exec "${PYTHON:-python3}" "$here/files/examples/gpt/versus_pytorch.py" --gpt "$here/examples/gpt" --out "$out" "$@"
+    exec "${PYTHON:-python3}" "$here/files/examples/llm/versus_pytorch.py" --llm "$here/examples/llm" --out "$out" "$@"
     ;;
   exec)
     prepare

@@ -23,7 +23,7 @@ const LONGEST: [&str; 12] = [
     "distributed",
     "lstm",
     "python",
-    "gpt",
+    "llm",
     "lltm_cell",
     "lltm",
     "gru",

@@ -85,7 +85,7 @@ fn is_python(text: &str, version: &str) -> bool {
     found.is_some_and(|rest| rest.starts_with('.'))
 }
 
-/// Installs transformers, which a test of examples/gpt needs in addition, and returns whether it is
+/// Installs transformers, which a test of examples/llm needs in addition, and returns whether it is
 /// there. It uses the torch of this repository's own libtorch.
 pub fn transformers(repo: &Repo, ready: &Ready) -> Result<bool> {
     if ready.libtorch.rule != Rule::Own {

@@ -89,7 +89,7 @@ pub const VISION: Set = Set {
     needs_gib: 0.1,
 };
 
-/// What loads an exported model in a test of examples/gpt.
+/// What loads an exported model in a test of examples/llm.
 pub const TRANSFORMERS: Set = Set {
     name: "transformers",
     pins: "xtask/transformers.txt",

@@ -1,6 +1,6 @@
 """Trains the same GPT-2 in PyTorch and in Rust, in turns on one GPU, and compares them.
 
-    python3 versus_pytorch.py --gpt target/debug/gpt --size char
+    python3 versus_pytorch.py --llm target/debug/llm --size char
     dist/run.sh versus-pytorch --size 124m
 
 Both begin with the same weights and train on the same batches with the same hyperparameters, in BFloat16 under autocast.
@@ -185,7 +185,7 @@ class Run:
 
 
 def work(name, inputs, device):
-    """Speaks as `gpt bench --by-line` does."""
+    """Speaks as `llm bench --by-line` does."""
     run = Run(name, inputs, device)
     print(json.dumps({"ready": run.ready}), flush=True)
     for line in sys.stdin:
@@ -259,10 +259,10 @@ def table(rows):
     return "\n".join(lines)
 
 
-def gpt(options, *arguments):
-    done = subprocess.run([options.gpt, *arguments], stdout=subprocess.PIPE, text=True)
+def llm(options, *arguments):
+    done = subprocess.run([options.llm, *arguments], stdout=subprocess.PIPE, text=True)
     if done.returncode != 0:
-        sys.exit(f"error: {options.gpt} {arguments[0]} failed; its own message is above")
+        sys.exit(f"error: {options.llm} {arguments[0]} failed; its own message is above")
 
 
 def write_inputs(options, inputs):
@@ -272,9 +272,9 @@ def write_inputs(options, inputs):
     # GPT-2 has 50257 tokens and, padded, 50304 rows. A small text has fewer pairs, which the number of rows hides.
     is_gpt2 = options.size not in ("mini", "char")
     pairs = ["--vocabulary", "bpe", "--vocabulary-size", "50257"] if is_gpt2 else []
-    gpt(options, "prepare", "--out", data, *text, *pairs)
+    llm(options, "prepare", "--out", data, *text, *pairs)
     rows = ["--rows-of-embedding", "50304"] if is_gpt2 else []
-    gpt(options, "bench", "--inputs", inputs, "--write", data, "--size", options.size, "--steps", str(options.steps),
+    llm(options, "bench", "--inputs", inputs, "--write", data, "--size", options.size, "--steps", str(options.steps),
         "--seed", str(options.seed), *rows)
 
 
@@ -284,7 +284,7 @@ def main(options):
     write_inputs(options, inputs)
     with open(os.path.join(inputs, "settings.json")) as file:
         settings = json.load(file)
-    rust = [options.gpt, "bench", "--inputs", inputs, "--by-line", "--device", options.device]
+    rust = [options.llm, "bench", "--inputs", inputs, "--by-line", "--device", options.device]
     rust += ["--recompute"] if options.recompute else []
     script = [sys.executable, os.path.abspath(__file__), "--inputs", inputs, "--device", options.device, "--as"]
     workers = [Worker("Rust", rust)]
@@ -313,7 +313,7 @@ def report(options, rows, curves):
         for row in rows:
             for step, loss in enumerate(row["losses"], 1):
                 file.write(json.dumps({"curve": row["name"], "step": step, "loss": loss}) + "\n")
-    gpt(options, "plot", "--losses", place + ".jsonl", "--out", place + ".svg", "--title", f"GPT {options.size}, Rust and PyTorch")
+    llm(options, "plot", "--losses", place + ".jsonl", "--out", place + ".svg", "--title", f"GPT {options.size}, Rust and PyTorch")
     print(f"{options.size}, {options.steps} steps, {rows[0]['device']}, torch {rows[1]['version']}")
     print(table(rows))
     fits = "lies within" if curves["is_within"] else "lies OUTSIDE OF"
@@ -325,7 +325,7 @@ def report(options, rows, curves):
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gpt", default=os.environ.get("GPT"), help="the Rust program")
+    parser.add_argument("--llm", default=os.environ.get("LLM"), help="the Rust program")
     parser.add_argument("--size", default="char", choices=["mini", "char", "124m", "350m", "774m"])
     parser.add_argument("--steps", type=int, default=300, help="of each run, a sixth of which warms up")
     parser.add_argument("--seed", type=int, default=1, help="of the initial weights and the order of the batches")
@@ -336,8 +336,8 @@ def arguments():
     parser.add_argument("--inputs", help=argparse.SUPPRESS)
     parser.add_argument("--as", dest="name", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.name is None and not options.gpt:
-        parser.error("--gpt is missing: give the path of the Rust program, such as target/debug/gpt")
+    if options.name is None and not options.llm:
+        parser.error("--llm is missing: give the path of the Rust program, such as target/debug/llm")
     # Fewer give no means, or so few that every curve lies within any spread.
     if options.steps < 2 * WINDOW:
         parser.error(f"--steps {options.steps} is too small: give {2 * WINDOW} or more, because losses are averaged over {WINDOW} steps")

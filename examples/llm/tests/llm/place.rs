@@ -98,8 +98,8 @@ impl Place {
 pub fn program() -> Command {
     // The bundle's script sets the variable where there is no cargo.
     let path = match std::env::var_os("TCH_EXTENSION_EXAMPLES") {
-        Some(folder) => PathBuf::from(folder).join("gpt"),
-        None => env!("CARGO_BIN_EXE_gpt").into(),
+        Some(folder) => PathBuf::from(folder).join("llm"),
+        None => env!("CARGO_BIN_EXE_llm").into(),
     };
     Command::new(path)
 }

@@ -1,11 +1,11 @@
 //! Trains GPT-2 with this crate's operators: from text to a model that generates, and to Hugging
 //! Face's format.
 //! ```text
-//! cargo run -p gpt                                  # a small model on this repository's own text
-//! cargo run -p gpt -- train --text book.txt --size char --out runs/book
-//! cargo run -p gpt -- sample --from runs/book --prompt "It was"
-//! cargo run -p gpt -- help
-//! tch-run -n 2 target/debug/gpt train ...           # on two processes, built with `--features distributed`
+//! cargo run -p llm                                  # a small model on this repository's own text
+//! cargo run -p llm -- train --text book.txt --size char --out runs/book
+//! cargo run -p llm -- sample --from runs/book --prompt "It was"
+//! cargo run -p llm -- help
+//! tch-run -n 2 target/debug/llm train ...           # on two processes, built with `--features distributed`
 //! ```
 
 mod bench;
@@ -13,11 +13,16 @@ mod checkpoint;
 mod data;
 mod device;
 mod export;
+#[cfg(test)]
+#[path = "../tests/families/mod.rs"]
+mod families;
+mod family;
 mod files;
 mod guard;
 mod log;
 mod model;
 mod options;
+mod origin;
 mod plot;
 mod prepare;
 mod progress;
@@ -39,7 +44,7 @@ use std::time::Instant;
 /// Trains GPT-2 and generates text. Without a command, it trains a small model on this repository's
 /// text.
 #[derive(Debug, Parser)]
-#[command(name = "gpt", allow_negative_numbers = true, args_override_self = true)]
+#[command(name = "llm", allow_negative_numbers = true, args_override_self = true)]
 struct Program {
     #[command(subcommand)]
     command: Option<Command>,
@@ -90,10 +95,10 @@ fn main() -> ExitCode {
 }
 
 fn run(program: Program, begun: Instant) -> Result<()> {
-    let default = || Program::parse_from(["gpt", "train"]).command;
+    let default = || Program::parse_from(["llm", "train"]).command;
     match program.command.or_else(default) {
         None => Ok(()),
-        Some(Command::Train(options)) => train::run(&options),
+        Some(Command::Train(options)) => train::run(&options.with_vocabulary_of_init()),
         Some(Command::Prepare(options)) => {
             progress::say(&prepare::prepare(&options.text, "--out", &options.out)?)
         }

@@ -175,6 +175,7 @@ fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
 }
 
 fn encode(file: &Path, vocabulary: &Tokenizer, writer: &mut tokens::Writer) -> Result<()> {
+    writer.write(&vocabulary.begin_of_text()?)?;
     let mut waiting = Vec::with_capacity(PIECES);
     for piece in pieces(file) {
         let (_, bytes) = piece?;

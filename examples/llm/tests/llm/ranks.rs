@@ -15,7 +15,7 @@ const DEADLINE: Duration = Duration::from_secs(120);
 fn tch_run(test: &str) -> Option<Command> {
     let folder = match std::env::var_os("TCH_EXTENSION_EXAMPLES") {
         Some(folder) => PathBuf::from(folder),
-        None => PathBuf::from(env!("CARGO_BIN_EXE_gpt")).parent().unwrap().to_path_buf(),
+        None => PathBuf::from(env!("CARGO_BIN_EXE_llm")).parent().unwrap().to_path_buf(),
     };
     let path = folder.join("tch-run");
     if path.exists() {
@@ -28,7 +28,7 @@ fn tch_run(test: &str) -> Option<Command> {
     None
 }
 
-/// `gpt train` on some processes.
+/// `llm train` on some processes.
 fn command(place: &Place, tch_run: Command, processes: &str, options: &[&str]) -> Command {
     let mut command = tch_run;
     command.args(["-n", processes, "--max-restarts", "20", "--grace", "2", "--"]);

@@ -1,15 +1,17 @@
-//! GPT-2's architecture, made of this crate's layers.
+//! The architectures of GPT-2 and Llama's family, made of this crate's layers.
 
+use crate::family::{Llama, Member};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
-use tch::nn::{EmbeddingConfig, Init, VarStore};
+use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::nn::{
-    AttentionCall, Embedding, FeedForwardConfig, KvCache, Norm, Residual, TransformerBlock,
-    TransformerBlockConfig, embedding, norm, transformer_block,
+    AttentionCall, Embedding, FeedForwardConfig, KvCache, Norm, NormConfig, QkTransform, Residual,
+    RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig, embedding, norm, rms_norm,
+    transformer_block,
 };
-use tch_extension::ops::f_linear_cross_entropy;
+use tch_extension::ops::{RopeOptions, f_linear_cross_entropy, f_rope, f_scaled_rope_tables};
 
 /// The standard deviation of the initial weights, as in GPT-2.
 const INITIAL_DEVIATION: f64 = 0.02;
@@ -31,6 +33,9 @@ pub struct ModelConfig {
     /// of keeping them.
     #[serde(default)]
     pub recompute: bool,
+    /// What makes it a member of Llama's family. Without it, it is a GPT-2.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub llama: Option<Llama>,
 }
 
 impl ModelConfig {
@@ -51,7 +56,7 @@ impl ModelConfig {
             );
         }
         ensure!(
-            self.dim % self.heads == 0,
+            self.llama.is_some() || self.dim % self.heads == 0,
             "--dim {} is no multiple of --heads {}: give one",
             self.dim,
             self.heads
@@ -61,17 +66,31 @@ impl ModelConfig {
             "--dropout {:?} is out of range: give 0 or more, below 1",
             self.dropout
         );
-        Ok(())
+        self.llama.as_ref().map_or(Ok(()), |llama| llama.check(self))
     }
 
-    /// The number of parameters. The output layer shares the embedding's.
+    /// The number of parameters.
     pub fn parameters(&self) -> i64 {
-        let block = 12 * self.dim * self.dim + 13 * self.dim;
-        self.vocabulary * self.dim + self.positions() + self.layers * block + 2 * self.dim
+        let of_blocks_and_norm = match &self.llama {
+            None => self.layers * (12 * self.dim * self.dim + 13 * self.dim) + 2 * self.dim,
+            Some(llama) => self.layers * llama.parameters_of_block(self.dim, self.heads) + self.dim,
+        };
+        // The output layer, which may be the embedding.
+        self.vocabulary * self.dim + self.looked_up() + of_blocks_and_norm
     }
 
-    fn positions(&self) -> i64 {
-        self.context * self.dim
+    /// The parameters that are in no product: positions, or an embedding that is not the output layer.
+    fn looked_up(&self) -> i64 {
+        match &self.llama {
+            None => self.context * self.dim,
+            Some(llama) if llama.tied => 0,
+            Some(_) => self.vocabulary * self.dim,
+        }
+    }
+
+    /// The features of a head.
+    fn head_dim(&self) -> i64 {
+        self.llama.as_ref().map_or(self.dim / self.heads, |llama| llama.head_dim)
     }
 
     /// An estimate of the bytes that training in Float takes: weights, gradients and two moments, and
@@ -84,21 +103,72 @@ impl ModelConfig {
     /// The operations of a training step per token: six for each parameter in a product, and those of
     /// attention, as if it were not causal. nanoGPT and PaLM count in the same way.
     pub fn flops_per_token(&self) -> f64 {
-        let products = 6 * (self.parameters() - self.positions());
-        (products + 12 * self.layers * self.dim * self.context) as f64
+        let products = 6 * (self.parameters() - self.looked_up());
+        let of_attention = 12 * self.layers * self.heads * self.head_dim() * self.context;
+        (products + of_attention) as f64
     }
 }
 
-/// A GPT-2. Its variables have Hugging Face's names.
-pub struct Gpt {
+/// A language model. Its variables have Hugging Face's names, without what they all begin with.
+pub struct Model {
     pub config: ModelConfig,
     pub variables: VarStore,
     tokens: Embedding,
-    positions: Embedding,
+    positions: Positions,
     blocks: Vec<TransformerBlock>,
     norm: Norm,
-    /// Empty unless [`Gpt::round`] was called.
+    /// The output layer, unless it is the embedding.
+    head: Option<Tensor>,
+    /// Empty unless [`Model::round`] was called.
     rounded: Vec<Rounded>,
+}
+
+/// How tokens know their places.
+enum Positions {
+    /// Each place has features, which are added to those of the token.
+    Learned(Embedding),
+    /// Queries and keys are rotated.
+    Rotary {
+        cos: Tensor,
+        sin: Tensor,
+        /// What normalises them before that, in each layer. Empty unless it is Qwen 3.
+        norms: Vec<[RmsNorm; 2]>,
+    },
+}
+
+impl Positions {
+    fn rotary(root: &Path, config: &ModelConfig, llama: &Llama) -> Result<Positions> {
+        let tables = (Kind::Float, root.device());
+        let scaling = llama.scaling.of_tables();
+        let (cos, sin) =
+            f_scaled_rope_tables(config.context, llama.head_dim, llama.theta, scaling, tables)?;
+        let norms = (0..config.layers).filter(|_| llama.member == Member::Qwen3).map(|layer| {
+            let attention = root / "layers" / layer / "self_attn";
+            let eps = RmsNormConfig { eps: Some(llama.eps), ..Default::default() };
+            ["q_norm", "k_norm"].map(|name| rms_norm(&attention / name, &[llama.head_dim], eps))
+        });
+        Ok(Positions::Rotary { cos, sin, norms: norms.collect() })
+    }
+
+    /// Queries and keys of a layer, the first of which are at this place.
+    fn rotated(
+        &self,
+        layer: usize,
+        q: &Tensor,
+        k: &Tensor,
+        offset: i64,
+    ) -> tch_extension::Result<(Tensor, Tensor)> {
+        let Positions::Rotary { cos, sin, norms } = self else {
+            return Ok((q.shallow_clone(), k.shallow_clone()));
+        };
+        let options = RopeOptions { offset, ..Default::default() };
+        match norms.get(layer) {
+            Some([of_q, of_k]) => {
+                f_rope(&of_q.f_forward(q)?, &of_k.f_forward(k)?, cos, sin, &options)
+            }
+            None => f_rope(q, k, cos, sin, &options),
+        }
+    }
 }
 
 /// A weight that the model has in `Float` and computes with in a half kind.
@@ -109,9 +179,9 @@ struct Rounded {
     variable: Tensor,
 }
 
-impl Gpt {
+impl Model {
     /// A model whose weights are all zero.
-    pub fn zeros(config: &ModelConfig, device: Device) -> Result<Gpt> {
+    pub fn zeros(config: &ModelConfig, device: Device) -> Result<Model> {
         config.check()?;
         let variables = VarStore::new(device);
         let root = variables.root();
@@ -119,14 +189,25 @@ impl Gpt {
         let of_tokens = EmbeddingConfig { ws_init: zero, ..Default::default() };
         let block = block_config(config, zero);
         let (dim, heads) = (config.dim, config.heads);
+        let [of_embedding, of_blocks, of_norm] = match &config.llama {
+            None => ["wte", "h", "ln_f"],
+            Some(_) => ["embed_tokens", "layers", "norm"],
+        };
+        let positions = match &config.llama {
+            None => Positions::Learned(embedding(&root / "wpe", config.context, dim, of_tokens)),
+            Some(llama) => Positions::rotary(&root, config, llama)?,
+        };
+        let has_head = config.llama.as_ref().is_some_and(|llama| !llama.tied);
         let blocks = (0..config.layers)
-            .map(|index| transformer_block(&root / "h" / index, dim, heads, block))
+            .map(|index| transformer_block(&root / of_blocks / index, dim, heads, block))
             .collect();
-        Ok(Gpt {
-            tokens: embedding(&root / "wte", config.vocabulary, dim, of_tokens),
-            positions: embedding(&root / "wpe", config.context, dim, of_tokens),
+        Ok(Model {
+            tokens: embedding(&root / of_embedding, config.vocabulary, dim, of_tokens),
+            positions,
             blocks,
-            norm: norm(&root / "ln_f", dim, block.norm),
+            norm: norm(&root / of_norm, dim, block.norm),
+            head: has_head
+                .then(|| (&root / "lm_head").var("weight", &[config.vocabulary, dim], zero)),
             rounded: Vec::new(),
             config: config.clone(),
             variables,
@@ -138,7 +219,8 @@ impl Gpt {
     pub fn round(&mut self, kind: Kind) -> Result<()> {
         ensure!(self.rounded.is_empty(), "the weights are rounded already");
         for (name, mut variable) in self.named_variables() {
-            if !(name.contains(".attn.") || name.contains(".mlp.")) {
+            let is_linear = ["attn.", ".mlp."].iter().any(|part| name.contains(part));
+            if !is_linear || name.ends_with("_norm.weight") {
                 continue;
             }
             let weight = variable.f_detach_copy()?;
@@ -166,14 +248,15 @@ impl Gpt {
     /// A model with GPT-2's initial weights, which the seed decides on each kind of device: normal
     /// with a deviation of 0.02, which is divided by the square root of the number of branches where
     /// a branch ends.
-    pub fn new(config: &ModelConfig, device: Device, seed: i64) -> Result<Gpt> {
-        let model = Gpt::zeros(config, device)?;
+    pub fn new(config: &ModelConfig, device: Device, seed: i64) -> Result<Model> {
+        let model = Model::zeros(config, device)?;
         tch::manual_seed(seed);
         let _no_grad = tch::no_grad_guard();
         let at_the_end = INITIAL_DEVIATION / ((2 * config.layers) as f64).sqrt();
         for (name, mut weight) in model.named_variables() {
             if weight.dim() == 2 {
-                let is_last = name.ends_with("c_proj.weight");
+                let ends = ["c_proj.weight", "o_proj.weight", "down_proj.weight"];
+                let is_last = ends.iter().any(|end| name.ends_with(end));
                 let deviation = if is_last { at_the_end } else { INITIAL_DEVIATION };
                 let _ = weight.f_normal_(0.0, deviation)?;
             }
@@ -196,9 +279,14 @@ impl Gpt {
         self.variables.device()
     }
 
-    /// An empty cache for each layer.
-    pub fn caches(&self) -> Vec<KvCache> {
-        self.blocks.iter().map(|_| KvCache::new(self.config.context)).collect()
+    /// An empty cache for each layer, for at most so many tokens.
+    pub fn caches(&self, tokens: i64) -> Vec<KvCache> {
+        self.blocks.iter().map(|_| KvCache::new(tokens.min(self.config.context))).collect()
+    }
+
+    /// The weight of the output layer, `[V, C]`.
+    fn head(&self) -> &Tensor {
+        self.head.as_ref().unwrap_or(&self.tokens.ws)
     }
 
     /// The mean loss of the targets `[B, T]`, which are the tokens after the inputs `[B, T]`. With
@@ -214,7 +302,7 @@ impl Gpt {
         let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
         let hidden = self.hidden(inputs, 0, train, None)?.f_reshape([-1, self.config.dim])?;
         let targets = targets.f_reshape([-1])?;
-        f_linear_cross_entropy(&hidden, &self.tokens.ws, &targets, None, &Default::default())
+        f_linear_cross_entropy(&hidden, self.head(), &targets, None, &Default::default())
     }
 
     /// The logits `[B, V]` of the token after the last one of `inputs`, `[B, T]`. The caches have the
@@ -229,7 +317,7 @@ impl Gpt {
         let start = caches.first().map_or(0, KvCache::len);
         let hidden = self.hidden(inputs, start, false, Some(caches))?;
         let last = hidden.f_select(1, -1)?;
-        Ok(last.f_linear::<&Tensor>(&self.tokens.ws, None)?)
+        Ok(last.f_linear::<&Tensor>(self.head(), None)?)
     }
 
     /// The features `[B, T, C]` of tokens `[B, T]`, the first of which is the `start`-th of its
@@ -242,19 +330,24 @@ impl Gpt {
         mut caches: Option<&mut [KvCache]>,
     ) -> tch_extension::Result<Tensor> {
         let count = tokens.size2()?.1;
-        // The whole table needs no view, whose backward pass would copy its gradient.
-        let positions = match count == self.config.context {
-            true => self.positions.ws.shallow_clone(),
-            false => self.positions.ws.f_narrow(0, start, count)?,
+        let mut sum = self.tokens.f_forward(tokens)?;
+        sum = match &self.positions {
+            // The whole table needs no view, whose backward pass would copy its gradient.
+            Positions::Learned(table) if count == self.config.context => sum.f_add(&table.ws)?,
+            Positions::Learned(table) => sum.f_add(&table.ws.f_narrow(0, start, count)?)?,
+            Positions::Rotary { .. } => sum,
         };
-        let mut sum = self.tokens.f_forward(tokens)?.f_add(&positions)?;
         if train && self.config.dropout > 0.0 {
             sum = sum.f_dropout(self.config.dropout, true)?;
         }
+        let is_rotary = matches!(self.positions, Positions::Rotary { .. });
         let mut stream = Residual::new(sum);
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
-            let call = AttentionCall { train, cache, ..Default::default() };
+            let rotated =
+                |q: &Tensor, k: &Tensor, offset| self.positions.rotated(index, q, k, offset);
+            let transform = is_rotary.then_some(&rotated as QkTransform<'_>);
+            let call = AttentionCall { train, cache, transform, ..Default::default() };
             stream = block.f_forward(&stream, call)?;
         }
         Ok(self.norm.f_forward(&stream)?.1)
@@ -262,17 +355,33 @@ impl Gpt {
 }
 
 fn block_config(config: &ModelConfig, init: Init) -> TransformerBlockConfig {
-    let (dropout, recompute) = (config.dropout, config.recompute);
-    let mut config = TransformerBlockConfig { dropout, ..TransformerBlockConfig::gpt2() };
-    config.attention.dropout = dropout;
-    config.attention.ws_init = init;
-    config.attention.bs_init = Some(init);
-    if let FeedForwardConfig::Mlp(mlp) = &mut config.feed_forward {
-        mlp.options.save_activations = !recompute;
-        mlp.linear.ws_init = init;
-        mlp.linear.bs_init = Some(init);
+    let (dropout, saves) = (config.dropout, !config.recompute);
+    let mut block = match &config.llama {
+        None => TransformerBlockConfig::gpt2(),
+        Some(llama) => TransformerBlockConfig::llama(llama.kv_heads, llama.hidden),
+    };
+    if let Some(llama) = &config.llama {
+        let eps = RmsNormConfig { eps: Some(llama.eps), ..Default::default() };
+        block.norm = NormConfig::Rms(eps);
+        block.attention.head_dim = Some(llama.head_dim);
+        (block.attention.bias, block.attention.out_bias) = (llama.bias, llama.out_bias());
     }
-    config
+    block.dropout = dropout;
+    block.attention.dropout = dropout;
+    block.attention.ws_init = init;
+    block.attention.bs_init = Some(init);
+    match &mut block.feed_forward {
+        FeedForwardConfig::Mlp(mlp) => {
+            mlp.options.save_activations = saves;
+            mlp.linear.ws_init = init;
+            mlp.linear.bs_init = Some(init);
+        }
+        FeedForwardConfig::SwiGlu(swiglu) => {
+            swiglu.options.save_activations = saves;
+            swiglu.linear.ws_init = init;
+        }
+    }
+    block
 }
 
 #[cfg(test)]
@@ -288,19 +397,20 @@ mod tests {
             dim: 8,
             dropout: 0.0,
             recompute: false,
+            llama: None,
         }
     }
 
     #[test]
     fn parameters_are_counted_as_they_are() {
-        let model = Gpt::zeros(&config(), Device::Cpu).unwrap();
+        let model = Model::zeros(&config(), Device::Cpu).unwrap();
         let numbers: usize = model.named_variables().iter().map(|(_, weight)| weight.numel()).sum();
         assert_eq!(numbers as i64, config().parameters());
     }
 
     #[test]
     fn the_seed_decides_the_weights() {
-        let weights = |seed| Gpt::new(&config(), Device::Cpu, seed).unwrap().named_variables();
+        let weights = |seed| Model::new(&config(), Device::Cpu, seed).unwrap().named_variables();
         let (first, again, other) = (weights(1), weights(1), weights(2));
         assert!(first.iter().zip(&again).all(|(a, b)| a == b));
         assert!(first.iter().zip(&other).any(|(a, b)| a != b));
@@ -315,13 +425,13 @@ mod tests {
     #[test]
     fn tokens_one_by_one_give_the_logits_of_the_whole() {
         let _no_grad = tch::no_grad_guard();
-        let model = Gpt::new(&config(), Device::Cpu, 3).unwrap();
+        let model = Model::new(&config(), Device::Cpu, 3).unwrap();
         let tokens = Tensor::randint(11, [2, 8], (Kind::Int64, Device::Cpu));
-        let mut caches = model.caches();
+        let mut caches = model.caches(8);
         for place in 0..8 {
             let one = model.next_logits(&tokens.narrow(1, place, 1), &mut caches).unwrap();
             let whole = tokens.narrow(1, 0, place + 1);
-            let whole = model.next_logits(&whole, &mut model.caches()).unwrap();
+            let whole = model.next_logits(&whole, &mut model.caches(8)).unwrap();
             assert!(one.allclose(&whole, 1e-4, 1e-5, false), "at {place}");
         }
     }
@@ -330,7 +440,7 @@ mod tests {
     #[test]
     fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
         let of = |rounds: bool| {
-            let mut model = Gpt::new(&config(), Device::Cpu, 3).unwrap();
+            let mut model = Model::new(&config(), Device::Cpu, 3).unwrap();
             if rounds {
                 model.round(Kind::BFloat16).unwrap();
                 assert!(model.round(Kind::BFloat16).is_err(), "twice");
@@ -344,7 +454,7 @@ mod tests {
             let mut gradients: Vec<_> =
                 variables.map(|(name, variable)| (name, variable.grad())).collect();
             gradients.sort_by(|a, b| a.0.cmp(&b.0));
-            let logits = tch::no_grad(|| model.next_logits(&inputs, &mut model.caches()).unwrap());
+            let logits = tch::no_grad(|| model.next_logits(&inputs, &mut model.caches(8)).unwrap());
             (loss, gradients, logits, model.masters().len())
         };
         let (rounded, cast) = (of(true), of(false));
@@ -359,7 +469,7 @@ mod tests {
 
     #[test]
     fn the_loss_is_that_of_the_logits() {
-        let model = Gpt::new(&config(), Device::Cpu, 3).unwrap();
+        let model = Model::new(&config(), Device::Cpu, 3).unwrap();
         let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
         let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
         let loss = model.loss(&inputs, &targets, None, true).unwrap();
@@ -372,7 +482,7 @@ mod tests {
     #[test]
     fn sizes_that_do_not_fit_are_errors_that_name_the_option() {
         let refused =
-            |config: ModelConfig| Gpt::zeros(&config, Device::Cpu).err().unwrap().to_string();
+            |config: ModelConfig| Model::zeros(&config, Device::Cpu).err().unwrap().to_string();
         assert!(refused(ModelConfig { heads: 3, ..config() }).contains("--heads 3"));
         assert!(refused(ModelConfig { dim: 0, ..config() }).contains("--dim 0"));
         assert!(refused(ModelConfig { dropout: 1.0, ..config() }).contains("--dropout 1.0"));

@@ -13,6 +13,8 @@ use tokenizers::{AddedToken, NormalizerWrapper, TokenizerBuilder};
 pub const FILE: &str = "tokenizer.json";
 /// The token between documents of a byte-pair vocabulary, as in GPT-2.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
+/// What others have in its place: Llama 3, and Llama 2 and Mistral.
+const OTHER_ENDS: [&str; 2] = ["<|end_of_text|>", "</s>"];
 /// The smallest byte-pair vocabulary: all bytes, and the end of a text.
 pub const SMALLEST: usize = 257;
 
@@ -114,7 +116,28 @@ impl Tokenizer {
     pub fn end_of_text(&self) -> Option<u32> {
         match &self.way {
             Way::Bytes => None,
-            Way::Pairs(pairs) => pairs.token_to_id(END_OF_TEXT),
+            Way::Pairs(pairs) => {
+                let names = [END_OF_TEXT].into_iter().chain(OTHER_ENDS);
+                names.filter_map(|name| pairs.token_to_id(name)).next()
+            }
+        }
+    }
+
+    /// The tokens before each document: those that the vocabulary's post-processor sets there.
+    pub fn begin_of_text(&self) -> Result<Vec<u32>> {
+        let mut tokens = self.encode_prompt("")?;
+        tokens.retain(|token| Some(*token) != self.end_of_text());
+        Ok(tokens)
+    }
+
+    /// A text for a model to continue, with the tokens that the post-processor adds.
+    pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
+        match &self.way {
+            Way::Bytes => Ok(text.bytes().map(u32::from).collect()),
+            Way::Pairs(pairs) => match pairs.encode_fast(text, true) {
+                Ok(encoding) => Ok(encoding.get_ids().to_vec()),
+                Err(error) => bail!("cannot encode the text: {error}"),
+            },
         }
     }
 

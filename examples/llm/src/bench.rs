@@ -4,7 +4,7 @@
 use crate::data::{Loader, Order, windows};
 use crate::device::{self, Precision};
 use crate::files::{prepare_folder, write_bytes, write_whole};
-use crate::model::Gpt;
+use crate::model::Model;
 use crate::options::Size;
 use crate::progress::say;
 use crate::ranks::{Division, Ranks};
@@ -113,7 +113,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     (settings.steps, settings.accumulate, settings.seed) = (options.steps, 1, options.seed);
     settings.warm_up = settings.warm_up.min(options.steps / 10);
     settings.check()?;
-    let model = Gpt::new(&settings.model, Device::Cpu, settings.seed)?;
+    let model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
     let order = Order::new(tokens.len(Part::Train), settings.model.context, settings.seed)?;
     prepare_folder("--inputs", &options.inputs)?;
     state_dict::save(&model.variables, options.inputs.join(WEIGHTS), &Default::default())?;
@@ -206,7 +206,7 @@ impl Bench {
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
         }
-        let mut model = Gpt::zeros(&settings.model, device)?;
+        let mut model = Model::zeros(&settings.model, device)?;
         state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
         if let Some(kind) = settings.precision.half().filter(|_| !options.float_weights) {
             model.round(kind)?;

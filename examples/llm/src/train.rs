@@ -5,13 +5,14 @@ use crate::data::{HeldOut, Loader, Order};
 use crate::device;
 use crate::files::{lock, make_folder, prepare_folder, write_bytes};
 use crate::log::{self, Curves, Log};
-use crate::model::Gpt;
+use crate::model::Model;
 use crate::options::TrainOptions;
+use crate::origin::{Origin, model_tensors};
 use crate::plot::{self, Curve};
 use crate::prepare::{self, Prepared};
 use crate::progress::{Progress, say, warn};
 use crate::ranks::{Division, OnRank0, Ranks};
-use crate::sample::{model_tensors, sample};
+use crate::sample::sample;
 use crate::settings::{DataId, Settings};
 use crate::step::{Trainer, TrainerOptions};
 use crate::tokenizer::Tokenizer;
@@ -53,7 +54,7 @@ struct Main {
     _lock: File,
     settings: Settings,
     checkpoint: Option<Checkpoint>,
-    init: Option<Checkpoint>,
+    init: Option<Origin>,
     tokens: Rc<Tokens>,
     tokenizer: Tokenizer,
     /// Where the tokens are, once the new ones are in place.
@@ -64,8 +65,7 @@ struct Main {
 
 impl Main {
     fn prepare(options: &TrainOptions, device: Device, ranks: usize) -> Result<Main> {
-        let init =
-            options.init.as_ref().map(|run| checkpoint::of_run("--init", run, warn)).transpose()?;
+        let init = options.init.as_ref().map(|from| Origin::open("--init", from)).transpose()?;
         make_folder("--out", &options.out)?;
         let lock = lock("--out", &options.out)?;
         prepare_folder("--out", &options.out)?;
@@ -74,7 +74,7 @@ impl Main {
         let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
         let settings = {
             let data = data_id(&tokens, &tokenizer);
-            let of_init = init.as_ref().map(|init| &init.state.settings);
+            let of_init = init.as_ref().map(|init| &init.config);
             options.settings(device, tokenizer.len(), data, earlier, of_init)?
         };
         let tokens = Rc::new(tokens);
@@ -189,7 +189,7 @@ struct Run<'a> {
     settings: Settings,
     ranks: &'a Ranks,
     device: Device,
-    model: Rc<Gpt>,
+    model: Rc<Model>,
     trainer: Trainer,
     loader: Loader,
     held_out: HeldOut,
@@ -220,16 +220,15 @@ impl<'a> Run<'a> {
         device::check_memory(device, settings.model.training_bytes(division.rows * context))?;
         let checkpoint = main.as_mut().and_then(|main| main.checkpoint.take());
         let checkpoint = Checkpoint::on_all_ranks(checkpoint, ranks)?;
-        let init = main.as_mut().and_then(|main| main.init.take());
-        let init = Checkpoint::on_all_ranks(init, ranks)?;
-        let mut model = Gpt::new(&settings.model, device, seed)?;
+        let mut model = Model::new(&settings.model, device, seed)?;
         if let Some(kind) = settings.precision.half() {
             model.round(kind)?;
         }
-        if let (None, Some(init)) = (&checkpoint, init) {
-            // Before the ranks divide the weights among them.
-            begin_with(&init, &model, &settings)?;
-        }
+        // All ranks get the weights of rank 0.
+        ranks.on_main(|| match main.as_ref().and_then(|main| main.init.as_ref()) {
+            Some(init) if checkpoint.is_none() => begin_with(init, &model, &settings),
+            _ => Ok(()),
+        })?;
         let model = Rc::new(model);
         let how = TrainerOptions {
             capture: !options.no_capture,
@@ -432,15 +431,14 @@ impl<'a> Run<'a> {
     }
 }
 
-/// Takes over the weights of another run.
-fn begin_with(init: &Checkpoint, model: &Gpt, settings: &Settings) -> Result<()> {
+/// Takes over the weights of another model.
+fn begin_with(init: &Origin, model: &Model, settings: &Settings) -> Result<()> {
     ensure!(
-        init.state.settings.data.vocabulary == settings.data.vocabulary,
+        init.tokenizer.hash_in_hex() == settings.data.vocabulary,
         "the data have another vocabulary than --init: prepare them with --vocabulary-from, and the folder of that \
-         run"
+         model"
     );
-    init.copy_into(&model_tensors(model))
-        .context("--init does not fit: leave out --size and the model's sizes")?;
+    init.copy_into(model).context("--init does not fit: leave out --size and the model's sizes")?;
     model.round_again()
 }
 
@@ -453,7 +451,7 @@ fn peak(settings: &Settings, device: Device) -> Option<f64> {
 const OPTIMIZER: &str = "optimizer.";
 
 /// The tensors that a checkpoint has.
-fn tensors(model: &Gpt, state: State) -> Vec<(String, Tensor)> {
+fn tensors(model: &Model, state: State) -> Vec<(String, Tensor)> {
     let mut tensors = model_tensors(model);
     let state = state.into_iter();
     tensors.extend(state.map(|(name, tensor)| (format!("{OPTIMIZER}{name}"), tensor)));
@@ -461,7 +459,7 @@ fn tensors(model: &Gpt, state: State) -> Vec<(String, Tensor)> {
 }
 
 /// Whether all weights that the model computes with are finite. The host waits once.
-fn are_finite(model: &Gpt) -> Result<bool> {
+fn are_finite(model: &Model) -> Result<bool> {
     let _no_grad = tch::no_grad_guard();
     let weights = model.variables.variables().into_iter();
     let each: Vec<Tensor> =
@@ -470,7 +468,7 @@ fn are_finite(model: &Gpt) -> Result<bool> {
 }
 
 /// Goes to where the checkpoint was written.
-fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result<()> {
+fn resume(checkpoint: &Checkpoint, model: &Model, trainer: &mut Trainer) -> Result<()> {
     checkpoint.copy_into(&model_tensors(model))?;
     model.round_again()?;
     trainer.load_state(model, &checkpoint.with_prefix(OPTIMIZER))
@@ -478,7 +476,7 @@ fn resume(checkpoint: &Checkpoint, model: &Gpt, trainer: &mut Trainer) -> Result
 
 /// The mean loss over the held-out windows, of which each rank computes a part.
 fn held_out_loss(
-    model: &Gpt,
+    model: &Model,
     held_out: &HeldOut,
     half: Option<Kind>,
     ranks: &Ranks,

@@ -147,6 +147,7 @@ pub mod tests {
                 dim: 8,
                 dropout: 0.1,
                 recompute: false,
+                llama: None,
             },
             precision: Precision::F32,
             batch: 2,

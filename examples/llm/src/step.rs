@@ -2,7 +2,7 @@
 //! it is captured as CUDA graphs.
 
 use crate::data::{Loader, mix};
-use crate::model::Gpt;
+use crate::model::Model;
 use crate::ranks::{Division, Ranks};
 use crate::settings::Settings;
 use crate::trained::{State, Trained};
@@ -43,7 +43,7 @@ pub struct Trainer {
 impl Trainer {
     /// All ranks call this with the same model and settings. The model then has rank 0's weights.
     pub fn new(
-        model: Rc<Gpt>,
+        model: Rc<Model>,
         settings: &Settings,
         ranks: &Ranks,
         division: Division,
@@ -94,12 +94,12 @@ impl Trainer {
 
     /// The optimizer's state, on the rank that `is_main`, where the model has all weights in `Float`
     /// then. All ranks call it.
-    pub fn state(&self, model: &Gpt, is_main: bool) -> Result<Option<State>> {
+    pub fn state(&self, model: &Model, is_main: bool) -> Result<Option<State>> {
         Ok(self.step.optimizer().state(is_main, &model.masters())?)
     }
 
     /// Takes over a state of [`Trainer::state`], on all ranks. The weights come first.
-    pub fn load_state(&mut self, model: &Gpt, state: &State) -> Result<()> {
+    pub fn load_state(&mut self, model: &Model, state: &State) -> Result<()> {
         Ok(self.step.optimizer_mut().load_state(state, &model.masters())?)
     }
 
@@ -129,14 +129,14 @@ impl Trainer {
 /// The closure of a step, and its optimizer. With several ranks, the closure's gradients are averaged.
 #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
 fn together(
-    model: Rc<Gpt>,
+    model: Rc<Model>,
     optimizer: FusedOptimizer,
     settings: &Settings,
     ranks: &Ranks,
     options: &TrainerOptions,
 ) -> Result<(Trained, Closure)> {
     let half = settings.precision.half();
-    let loss = move |model: &Gpt, batch: &[Tensor]| match batch {
+    let loss = move |model: &Model, batch: &[Tensor]| match batch {
         [inputs, targets] => model.loss(inputs, targets, half, true),
         _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
     };

@@ -1,6 +1,7 @@
 //! The options of `train`, and what stands in for those that are not given.
 
 use crate::device::Precision;
+use crate::family::{Llama, Member, Scaling};
 use crate::model::ModelConfig;
 use crate::prepare::TextOptions;
 use crate::sample::Drawing;
@@ -9,6 +10,9 @@ use anyhow::{Result, anyhow, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tch::Device;
+
+/// The context in which a large model is trained further, unless another one is given.
+const FINE_TUNED: i64 = 2048;
 
 /// A model's size, with batch, steps and learning rate that suit it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -26,6 +30,11 @@ pub enum Size {
     /// GPT-2 large: 36 layers of 1280 features
     #[value(name = "774m")]
     M774,
+    /// As mini, with Llama's architecture
+    LlamaMini,
+    /// Llama 3.2 1B: 16 layers of 2048 features, context 2048
+    #[value(name = "llama-1b")]
+    Llama1B,
 }
 
 /// What a size stands for.
@@ -52,7 +61,7 @@ impl Size {
             context: 1024, layers, heads, dim, batch, accumulate, steps: 20_000, lr, warm_up: 700,
         };
         match self {
-            Size::Mini => Preset {
+            Size::Mini | Size::LlamaMini => Preset {
                 context: 64, layers: 4, heads: 4, dim: 128, batch: 12, accumulate: 1, steps: 3000, lr: 3e-3, warm_up: 100,
             },
             Size::Char => Preset {
@@ -61,7 +70,32 @@ impl Size {
             Size::M124 => gpt2(12, 12, 768, 16, 30, 6e-4),
             Size::M350 => gpt2(24, 16, 1024, 8, 60, 3e-4),
             Size::M774 => gpt2(36, 20, 1280, 4, 120, 2.5e-4),
+            Size::Llama1B => Preset { context: 2048, ..gpt2(16, 32, 2048, 4, 60, 3e-4) },
         }
+    }
+
+    /// Heads of keys and values, features of the feed-forward part, and the base of the angles.
+    fn llama(self) -> Option<Llama> {
+        let (kv_heads, hidden, theta) = match self {
+            Size::LlamaMini => (2, 352, 1e4),
+            Size::Llama1B => (8, 8192, 5e5),
+            _ => return None,
+        };
+        let Preset { context, heads, dim, .. } = self.preset();
+        Some(Llama {
+            member: Member::Llama,
+            kv_heads,
+            head_dim: dim / heads,
+            hidden,
+            eps: 1e-5,
+            theta,
+            scaling: Scaling::Default,
+            tied: true,
+            bias: false,
+            positions: context,
+            window: None,
+            ends: vec![],
+        })
     }
 
     /// The model of this size, for a vocabulary of so many tokens.
@@ -75,6 +109,7 @@ impl Size {
             dim,
             dropout: 0.0,
             recompute: false,
+            llama: self.llama(),
         }
     }
 
@@ -114,12 +149,12 @@ pub struct TrainOptions {
     #[arg(long, value_name = "FOLDER", conflicts_with_all = ["text", "vocabulary", "vocabulary_size", "vocabulary_from", "held_out"])]
     pub data: Option<PathBuf>,
     /// Folder for checkpoints, losses and their plot
-    #[arg(long, value_name = "FOLDER", default_value = "runs/gpt")]
+    #[arg(long, value_name = "FOLDER", default_value = "runs/llm")]
     pub out: PathBuf,
     /// Continue the run in --out, if it has a checkpoint
     #[arg(long)]
     pub resume: bool,
-    /// Begin with the weights of this run, the --out of `train` or `import`; it needs the same
+    /// Begin with the weights of this run, or of this model in Hugging Face's format; it needs the same
     /// vocabulary
     #[arg(long, value_name = "FOLDER", conflicts_with = "resume")]
     pub init: Option<PathBuf>,
@@ -199,7 +234,8 @@ pub struct Changes {
     /// Steps of the whole run
     #[arg(long, value_name = "N")]
     steps: Option<i64>,
-    /// Peak learning rate of AdamW; it falls to a tenth along a cosine
+    /// Peak learning rate of AdamW, which falls to a tenth along a cosine [default: the size's, with
+    /// --init a tenth of it]
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
     /// Steps until the peak
@@ -241,9 +277,21 @@ impl Changes {
         settings
     }
 
-    /// The settings with the model's sizes that were given, and no steps of warm-up after the end.
-    pub fn apply_to_preset(&self, settings: Settings) -> Settings {
+    /// The settings of a new run with the model's sizes that were given, and no steps of warm-up after
+    /// the end. A new model's other sizes follow.
+    pub fn apply_to_preset(&self, settings: Settings, is_new: bool) -> Settings {
         let mut settings = self.apply(settings);
+        let ModelConfig { context, heads, dim, ref mut llama, .. } = settings.model;
+        if let Some(llama) = llama.as_mut().filter(|_| is_new) {
+            (llama.positions, llama.head_dim) = (context, dim / heads.max(1));
+            if self.dim.is_some() {
+                // As in Llama 2, and a multiple of 32.
+                llama.hidden = (dim.saturating_mul(8) / 3 + 31) & !31;
+            }
+            if self.heads.is_some() {
+                llama.kv_heads = heads;
+            }
+        }
         if self.warm_up.is_none() {
             settings.warm_up = settings.warm_up.min(settings.steps / 10);
         }
@@ -252,6 +300,15 @@ impl Changes {
 }
 
 impl TrainOptions {
+    /// A text has the vocabulary of --init, unless another one is named.
+    pub fn with_vocabulary_of_init(mut self) -> TrainOptions {
+        let text = &mut self.text;
+        if self.data.is_none() && text.vocabulary.is_none() && text.vocabulary_from.is_none() {
+            text.vocabulary_from = self.init.clone();
+        }
+        self
+    }
+
     /// Checks what does not depend on the data.
     pub fn check(&self, device: Device) -> Result<()> {
         let counts = [
@@ -282,7 +339,7 @@ impl TrainOptions {
         // These checks need no data, so settings that cannot work fail before text is prepared.
         let size = self.size.unwrap_or(Size::of(device));
         let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
-        self.changes.apply_to_preset(size.settings(device, 256, data)).check()
+        self.changes.apply_to_preset(size.settings(device, 256, data), true).check()
     }
 
     /// Where the data of a new run come from.
@@ -320,7 +377,7 @@ impl TrainOptions {
         vocabulary: usize,
         data: DataId,
         earlier: Option<&Settings>,
-        init: Option<&Settings>,
+        init: Option<&ModelConfig>,
     ) -> Result<Settings> {
         let mut settings = match earlier {
             None => {
@@ -328,9 +385,14 @@ impl TrainOptions {
                 let mut settings = preset.settings(device, vocabulary, data);
                 settings.source = self.source();
                 if let Some(init) = init {
-                    settings.model = ModelConfig { dropout: 0.0, ..init.model.clone() };
+                    // What was trained already needs smaller steps. The promises of large models are
+                    // longer sequences than texts and memory have.
+                    settings.lr /= 10.0;
+                    let most = if init.llama.is_some() { FINE_TUNED } else { init.context };
+                    let context = init.context.min(most);
+                    settings.model = ModelConfig { dropout: 0.0, context, ..init.clone() };
                 }
-                self.changes.apply_to_preset(settings)
+                self.changes.apply_to_preset(settings, init.is_none())
             }
             Some(earlier) => {
                 self.check_text(earlier)?;
@@ -372,7 +434,7 @@ mod tests {
     }
 
     fn options(line: &str) -> TrainOptions {
-        Program::parse_from(format!("gpt {line}").split_whitespace()).options
+        Program::parse_from(format!("llm {line}").split_whitespace()).options
     }
 
     fn data() -> DataId {
@@ -406,7 +468,7 @@ mod tests {
         assert_eq!(settings("", Some(&earlier)).unwrap(), earlier);
         assert_eq!(settings("--lr 0.5", Some(&earlier)).unwrap(), earlier);
         let refused = |line| settings(line, Some(&earlier)).unwrap_err().to_string();
-        assert!(refused("--lr 0.25").contains("--lr of the run in runs/gpt was 0.5"));
+        assert!(refused("--lr 0.25").contains("--lr of the run in runs/llm was 0.5"));
         assert!(refused("--size char").contains("--context"));
         let other = DataId { tokens: 999, ..data() };
         let error =
@@ -445,7 +507,7 @@ mod tests {
         {
             let error = settings(other, Some(&earlier)).unwrap_err().to_string();
             let option = other.split(' ').next().unwrap();
-            assert!(error.starts_with(&format!("{option} of the run in runs/gpt was")), "{error}");
+            assert!(error.starts_with(&format!("{option} of the run in runs/llm was")), "{error}");
         }
     }
 }

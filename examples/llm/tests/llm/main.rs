@@ -3,14 +3,13 @@
 mod cuda;
 mod kills;
 mod place;
+#[path = "../families/python.rs"]
+mod python;
 #[cfg(feature = "distributed")]
 mod ranks;
 
 use place::*;
 use std::fs;
-use std::io::Write;
-use std::path::Path;
-use std::process::Command;
 
 #[test]
 fn trains_evaluates_saves_and_samples() {
@@ -168,6 +167,46 @@ fn bench_trains_the_given_batches_from_the_given_weights() {
 }
 
 #[test]
+fn a_llama_goes_to_files_and_is_trained_further() {
+    let place = Place::new();
+    let pairs = ["--vocabulary", "bpe", "--vocabulary-size", "300"];
+    let llama = ["--size", "llama-mini", "--layers", "2", "--steps", "30", "--sample", "0"];
+    succeeded(&place.train(&[&pairs[..], &llama[..]].concat()));
+    let [out, files, tuned] = ["out", "files", "tuned"].map(|name| text(&place.path(name)));
+    let export = ["export", "--from", &out, "--to", &files, "--shard-mb", "0"];
+    succeeded(&place.run(&export));
+    let shard = "files/model-00002-of-00020.safetensors";
+    assert!(place.path(shard).exists());
+    let sample = |from: &str| {
+        let line = ["sample", "--from", from, "--prompt", "the", "--length", "30"];
+        succeeded(&place.run(&[&line[..], &["--device", "cpu"]].concat()))
+    };
+    assert_eq!(sample(&files), sample(&out));
+
+    // It has the vocabulary of the model, and begins with its loss.
+    let further =
+        ["--init", &files, "--out", &tuned, "--lr", "1e-9", "--steps", "3", "--log-every", "1"];
+    let texts = text(&place.path("text.txt"));
+    let line =
+        [&["train", "--text", &texts, "--device", "cpu", "--batch", "4"][..], &further].concat();
+    succeeded(&place.run(&line));
+    let (before, after) = (place.losses("out")[29], place.losses("tuned")[0]);
+    assert!((before - after).abs() < 0.3, "{before} and {after}");
+
+    for (change, expected) in [
+        ("--context", "--context 65 is out of range"),
+        ("--vocabulary", "another vocabulary than --init"),
+    ] {
+        let value = if change == "--context" { "65" } else { "bytes" };
+        let error = failed(&place.run(&[&line[..], &["--overwrite", change, value]].concat()));
+        assert!(error.contains(expected), "{error}");
+    }
+    fs::remove_file(place.path(shard)).unwrap();
+    let error = failed(&place.run(&["sample", "--from", &files]));
+    assert!(error.contains(shard), "{error}");
+}
+
+#[test]
 fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
     let place = Place::new();
     succeeded(&place.train(&["--steps", "2"]));
@@ -236,39 +275,14 @@ assert tokenizer.decode(ids[0]) == prompt
 with torch.no_grad():
     print(json.dumps(model.eval()(ids).logits[0, -1].tolist()))
 "#;
-    let python = std::env::var("PYTHON").unwrap_or_else(|_| "python3".to_string());
-    // `cargo xtask ci` installs transformers next to this repository's own torch.
-    let venv = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../.venv");
-    let packages = [venv.join("transformers"), venv.join("site")];
-    let packages = packages.iter().all(|folder| folder.exists()).then_some(packages);
-    let run = |args: &[&str]| {
-        let mut command = Command::new(&python);
-        command.args(args);
-        if let Some(packages) = &packages {
-            command
-                .env("PYTHONPATH", std::env::join_paths(packages).expect("paths without colons"));
-        }
-        command.output()
-    };
-    let has = run(&["-c", "import torch, transformers"]);
-    if !has.is_ok_and(|output| output.status.success()) {
-        assert!(
-            std::env::var_os("TCH_EXTENSION_REQUIRE_TRANSFORMERS").is_none(),
-            "{python} has no torch and transformers"
-        );
-        // Not by eprintln!, which the harness hides if a test passes.
-        let line = format!(
-            "SKIPPED transformers_computes_the_same_logits: {python} has no torch and transformers\n"
-        );
-        let _ = std::io::stderr().write_all(line.as_bytes());
-        return;
-    }
     let place = Place::new();
     succeeded(&place.train(&["--steps", "20", "--lr", "0.01"]));
     let (out, to) = (text(&place.path("out")), text(&place.path("exported")));
     succeeded(&place.run(&["export", "--from", &out, "--to", &to]));
     let prompt = "the cat";
-    let theirs = succeeded(&run(&["-c", SCRIPT, &to, prompt]).unwrap());
+    const TEST: &str = "transformers_computes_the_same_logits";
+    let Some(theirs) = python::transformers(TEST, SCRIPT, &[&to, prompt]) else { return };
+    let theirs = succeeded(&theirs);
     let theirs: Vec<f64> = serde_json::from_str(theirs.trim()).unwrap();
     let line = ["sample", "--from", &out, "--prompt", prompt, "--logits", "--device", "cpu"];
     let ours: Vec<f64> = serde_json::from_str(succeeded(&place.run(&line)).trim()).unwrap();

@@ -1,13 +1,13 @@
 //! Generates text, one token after the other.
 
-use crate::checkpoint::{self, Checkpoint};
 use crate::device::{self, Precision};
-use crate::model::Gpt;
-use crate::progress::{say, warn};
+use crate::model::Model;
+use crate::origin::Origin;
+use crate::progress::say;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, ensure};
 use std::path::PathBuf;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use tch_extension::amp::Autocast;
 
 /// How tokens are drawn.
@@ -26,8 +26,8 @@ pub struct Drawing {
 
 #[derive(Debug, clap::Args)]
 pub struct SampleOptions {
-    /// The folder of a run: the --out of `train` or `import`
-    #[arg(long, value_name = "FOLDER", default_value = "runs/gpt")]
+    /// The folder of a run, the --out of `train`, or of a model in Hugging Face's format
+    #[arg(long, value_name = "FOLDER", default_value = "runs/llm")]
     pub from: PathBuf,
     /// Tokens to generate
     #[arg(long, value_name = "N", default_value_t = 400)]
@@ -59,38 +59,24 @@ impl Drawing {
     }
 }
 
-/// The model of a checkpoint.
-pub fn load_model(checkpoint: &Checkpoint, device: Device) -> Result<Gpt> {
-    let model = Gpt::zeros(&checkpoint.state.settings.model, device)?;
-    checkpoint.copy_into(&model_tensors(&model))?;
-    Ok(model)
-}
-
-/// The model's variables under their names in a checkpoint.
-pub fn model_tensors(model: &Gpt) -> Vec<(String, Tensor)> {
-    let named = model.named_variables().into_iter();
-    named.map(|(name, tensor)| (format!("model.{name}"), tensor)).collect()
-}
-
 /// The subcommand.
 pub fn run(options: &SampleOptions) -> Result<()> {
     options.drawing.check()?;
     check_length("--length", options.length)?;
     let device = device::parse(&options.device)?;
-    let checkpoint = checkpoint::of_run("--from", &options.from, warn)?;
-    let tokenizer = Tokenizer::load(&options.from)?;
-    let model = load_model(&checkpoint, device)?;
+    let origin = Origin::open("--from", &options.from)?;
+    let (model, tokenizer) = (origin.model(device)?, &origin.tokenizer);
     if options.logits {
-        return say(&logits(&model, &tokenizer, &options.drawing.prompt)?);
+        return say(&logits(&model, tokenizer, &options.drawing.prompt)?);
     }
-    let precision = checkpoint.state.settings.precision;
+    let precision = origin.precision(device);
     let (length, seed) = (options.length, options.seed);
-    say(&sample(&model, precision, &tokenizer, &options.drawing, length, seed)?)
+    say(&sample(&model, precision, tokenizer, &options.drawing, length, seed)?)
 }
 
 /// The logits of the token after the prompt, as JSON.
-fn logits(model: &Gpt, tokenizer: &Tokenizer, prompt: &str) -> Result<String> {
-    let tokens = tokenizer.encode(&[prompt.into()])?;
+fn logits(model: &Model, tokenizer: &Tokenizer, prompt: &str) -> Result<String> {
+    let tokens = tokenizer.encode_prompt(prompt)?;
     let context = model.config.context as usize;
     ensure!(
         (1..=context).contains(&tokens.len()),
@@ -100,7 +86,7 @@ fn logits(model: &Gpt, tokenizer: &Tokenizer, prompt: &str) -> Result<String> {
     let _no_grad = tch::no_grad_guard();
     let tokens: Vec<i64> = tokens.into_iter().map(i64::from).collect();
     let input = Tensor::f_from_slice(&tokens)?.f_view([1, -1])?.f_to_device(model.device())?;
-    let logits = model.next_logits(&input, &mut model.caches())?;
+    let logits = model.next_logits(&input, &mut model.caches(input.size2()?.1))?;
     let logits: Vec<f32> = logits.f_view([-1])?.f_to_kind(Kind::Float)?.try_into()?;
     Ok(serde_json::to_string(&logits)?)
 }
@@ -115,14 +101,14 @@ pub fn check_length(option: &str, length: i64) -> Result<()> {
 
 /// The prompt and `length` tokens after it, as text. On a GPU, products have the precision of the run.
 pub fn sample(
-    model: &Gpt,
+    model: &Model,
     precision: Precision,
     tokenizer: &Tokenizer,
     drawing: &Drawing,
     length: i64,
     seed: i64,
 ) -> Result<String> {
-    let prompt = tokenizer.encode(&[drawing.prompt.clone().into_bytes()])?;
+    let prompt = tokenizer.encode_prompt(&drawing.prompt)?;
     let begins_with = tokenizer.end_of_text().unwrap_or(u32::from(b'\n'));
     let mut tokens = prompt.clone();
     if tokens.is_empty() {
@@ -136,9 +122,9 @@ pub fn sample(
     Ok(tokenizer.decode(shown)?.chars().map(printable).collect())
 }
 
-/// Appends `length` tokens.
+/// Appends `length` tokens, or fewer if the model ends its text.
 fn generate(
-    model: &Gpt,
+    model: &Model,
     half: Option<Kind>,
     vocabulary: i64,
     drawing: &Drawing,
@@ -147,7 +133,8 @@ fn generate(
 ) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let context = model.config.context as usize;
-    let mut caches = model.caches();
+    let mut caches = model.caches(tokens.len() as i64 + length);
+    let ends = model.config.llama.as_ref().map_or(&[][..], |llama| &llama.ends);
     // The cache has the tokens from `first` to `done`.
     let (mut first, mut done) = (tokens.len().saturating_sub(context), 0);
     for _ in 0..length {
@@ -168,7 +155,11 @@ fn generate(
         // The rows after the vocabulary are padding.
         let logits =
             logits.f_view([-1])?.f_narrow(0, 0, vocabulary.min(model.config.vocabulary))?;
-        tokens.push(draw(&logits, drawing)?);
+        let token = draw(&logits, drawing)?;
+        if ends.contains(&i64::from(token)) {
+            break;
+        }
+        tokens.push(token);
     }
     Ok(())
 }
@@ -203,8 +194,9 @@ fn printable(c: char) -> char {
 mod tests {
     use super::*;
     use crate::model::ModelConfig;
+    use tch::Device;
 
-    fn model() -> Gpt {
+    fn model() -> Model {
         let config = ModelConfig {
             vocabulary: 320,
             context: 8,
@@ -213,8 +205,9 @@ mod tests {
             dim: 8,
             dropout: 0.0,
             recompute: false,
+            llama: None,
         };
-        Gpt::new(&config, Device::Cpu, 1).unwrap()
+        Model::new(&config, Device::Cpu, 1).unwrap()
     }
 
     fn drawing(top_k: Option<i64>) -> Drawing {
@@ -244,7 +237,7 @@ mod tests {
             let window: Vec<i64> =
                 expected[first..].iter().map(|&token| i64::from(token)).collect();
             let window = Tensor::from_slice(&window).view([1, -1]);
-            let logits = model.next_logits(&window, &mut model.caches()).unwrap();
+            let logits = model.next_logits(&window, &mut model.caches(8)).unwrap();
             expected.push(logits.argmax(-1, false).int64_value(&[0]) as u32);
         }
         assert_eq!(tokens, expected);

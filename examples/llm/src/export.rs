@@ -1,0 +1,265 @@
+//! To and from files in Hugging Face's format.
+
+use crate::checkpoint;
+use crate::device::Precision;
+use crate::family;
+use crate::files::{lock, make_folder, prepare_folder, write_bytes};
+use crate::model::{Model, ModelConfig};
+use crate::origin::{Origin, model_tensors};
+use crate::progress::say;
+use crate::settings::{DataId, Settings};
+use crate::tokenizer::{self, Tokenizer};
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+use tch::Device;
+use tch_extension::nn::state_dict::{self, StateDictOptions};
+
+const CONFIG: &str = "config.json";
+const GENERATION: &str = "generation_config.json";
+
+#[derive(Debug, clap::Args)]
+pub struct ExportOptions {
+    /// The folder of a run: the --out of `train`
+    #[arg(long, value_name = "FOLDER", default_value = "runs/llm")]
+    pub from: PathBuf,
+    /// Folder for the model: `AutoModelForCausalLM.from_pretrained` reads it
+    #[arg(long, value_name = "FOLDER")]
+    pub to: PathBuf,
+    /// The most MiB of weights in a file; more of them are several files
+    #[arg(long, value_name = "MIB", default_value_t = 5000)]
+    pub shard_mb: u64,
+}
+
+#[derive(Debug, clap::Args)]
+pub struct ImportOptions {
+    /// A folder with config.json, tokenizer.json and safetensors of a GPT-2, Llama, Mistral or Qwen
+    #[arg(long, value_name = "FOLDER")]
+    pub from: PathBuf,
+    /// Folder for a run with these weights, for `sample`, `export` and `train --init`
+    #[arg(long, value_name = "FOLDER")]
+    pub to: PathBuf,
+}
+
+/// Linear layers whose weights GPT-2 keeps transposed, as `Conv1D`.
+pub fn is_transposed(name: &str) -> bool {
+    ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| name.ends_with(end))
+}
+
+/// Writes the newest checkpoint of a run in Hugging Face's format.
+pub fn export(options: &ExportOptions) -> Result<()> {
+    let origin = Origin::open("--from", &options.from)?;
+    let (model, tokenizer) = (origin.model(Device::Cpu)?, &origin.tokenizer);
+    make_folder("--to", &options.to)?;
+    let _lock = lock("--to", &options.to)?;
+    prepare_folder("--to", &options.to)?;
+    let names = StateDictOptions {
+        name: Some(&|name| name_in_files(&model.config, name)),
+        transposed: Some(&is_transposed),
+        ..Default::default()
+    };
+    state_dict::save_sharded(&model.variables, &options.to, options.shard_mb << 20, &names)?;
+    let end = tokenizer.end_of_text();
+    let config = family::to_json(&model.config, end)?;
+    let generation = json!({"eos_token_id": config["eos_token_id"]});
+    for (name, value) in [(CONFIG, config), (GENERATION, generation)] {
+        write_bytes(&options.to.join(name), serde_json::to_string_pretty(&value)?)?;
+    }
+    tokenizer.save(&options.to)?;
+    let of_tokenizer = serde_json::to_string_pretty(&tokenizer_config(&model.config, tokenizer))?;
+    write_bytes(&options.to.join("tokenizer_config.json"), of_tokenizer)?;
+    say(&format!("{}, in Hugging Face's format in {}", origin.name(), options.to.display()))
+}
+
+fn tokenizer_config(config: &ModelConfig, tokenizer: &Tokenizer) -> Value {
+    let end = tokenizer.end_of_text().map(|_| tokenizer::END_OF_TEXT);
+    json!({
+        "bos_token": end,
+        "eos_token": end,
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": config.context,
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    })
+}
+
+/// Makes a run of a model in Hugging Face's format.
+pub fn import(options: &ImportOptions) -> Result<()> {
+    let (config, tokenizer) = read(&options.from)?;
+    let model = Model::zeros(&config, Device::Cpu)?;
+    load(&options.from, &model)?;
+    make_folder("--to", &options.to)?;
+    let _lock = lock("--to", &options.to)?;
+    let run = options.to.join(checkpoint::FOLDER);
+    ensure!(
+        !checkpoint::any(&run)?,
+        "--to {} has a run already: give another folder",
+        options.to.display()
+    );
+    prepare_folder("--to", &options.to)?;
+    tokenizer.save(&options.to)?;
+    let settings = settings_of(config, &tokenizer);
+    let path = checkpoint::save(&run, 0, &settings, &model_tensors(&model))?;
+    say(&format!("{} as {}", options.from.display(), path.display()))
+}
+
+/// The settings of a run that was imported: those of no training.
+fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
+    let data = DataId { vocabulary: tokenizer.hash_in_hex(), tokens: 0, checksum: 0 };
+    Settings {
+        model,
+        precision: Precision::F32,
+        batch: 1,
+        accumulate: 1,
+        steps: 1,
+        lr: 1e-4,
+        warm_up: 0,
+        weight_decay: 0.0,
+        clip: 1.0,
+        seed: 1,
+        data,
+        source: Default::default(),
+    }
+}
+
+/// Whether a folder has a model in Hugging Face's format.
+pub fn is_model(folder: &Path) -> bool {
+    folder.join(CONFIG).exists()
+}
+
+/// The description and the vocabulary of a model in Hugging Face's format.
+pub fn read(folder: &Path) -> Result<(ModelConfig, Tokenizer)> {
+    let json = |name: &str| -> Result<Value> {
+        let file = folder.join(name);
+        let text = std::fs::read_to_string(&file).with_context(|| {
+            format!("cannot read {} (give a folder that save_pretrained wrote)", file.display())
+        })?;
+        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))
+    };
+    let generation = match folder.join(GENERATION).exists() {
+        true => json(GENERATION)?,
+        false => Value::Null,
+    };
+    let config = family::read(&json(CONFIG)?, &generation).with_context(|| {
+        format!("{} is of a model that this program lacks", folder.join(CONFIG).display())
+    })?;
+    let tokenizer = Tokenizer::load(folder)?;
+    ensure!(
+        tokenizer.len() as i64 <= config.vocabulary,
+        "{} has {} tokens, and the model {}: give files that belong together",
+        folder.join(tokenizer::FILE).display(),
+        tokenizer.len(),
+        config.vocabulary
+    );
+    Ok((config, tokenizer))
+}
+
+/// What stands before the names of all weights but those of an output layer.
+fn prefix(config: &ModelConfig) -> &'static str {
+    if config.llama.is_some() { "model." } else { "transformer." }
+}
+
+fn with_prefix(prefix: &str, variable: &str) -> String {
+    match variable.starts_with("lm_head.") {
+        true => variable.to_string(),
+        false => format!("{prefix}{variable}"),
+    }
+}
+
+/// What the files call a variable.
+pub fn name_in_files(config: &ModelConfig, variable: &str) -> String {
+    with_prefix(prefix(config), variable)
+}
+
+/// Loads the weights of a folder in Hugging Face's format, straight to the model's device.
+pub fn load(folder: &Path, model: &Model) -> Result<()> {
+    let config = &model.config;
+    let files = state_dict::files(folder)?;
+    let load = |prefix: &str| {
+        let options = StateDictOptions {
+            strict: false,
+            name: Some(&|name| with_prefix(prefix, name)),
+            transposed: Some(&is_transposed),
+        };
+        state_dict::load(&model.variables, &files, &options)
+    };
+    let mut report = load(prefix(config))?;
+    if report.missing.len() + 1 >= model.variables.len() {
+        // The names of the model without its output layer, as those of the oldest files are.
+        report = load("")?;
+    }
+    if let Some(name) = report.missing.first() {
+        bail!("{} lacks {name}: give the weights of this config.json", folder.display());
+    }
+    // Buffers of old files, and an output layer that is the embedding.
+    let is_tied = config.llama.as_ref().is_none_or(|llama| llama.tied);
+    let is_known = |name: &String| {
+        let buffers = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
+        is_tied && name == "lm_head.weight" || buffers.iter().any(|end| name.ends_with(end))
+    };
+    match report.unexpected.iter().find(|name| !is_known(name)) {
+        Some(name) => {
+            let folder = folder.display();
+            bail!("{folder} has the unknown {name}: give the weights of this config.json")
+        }
+        None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Kind, Tensor};
+
+    /// A run with a checkpoint, whose weights are all different.
+    fn run(folder: &Path) -> Model {
+        let config = ModelConfig {
+            vocabulary: 256,
+            context: 8,
+            layers: 2,
+            heads: 2,
+            dim: 8,
+            dropout: 0.0,
+            recompute: false,
+            llama: None,
+        };
+        let model = Model::new(&config, Device::Cpu, 5).unwrap();
+        let bytes = Tokenizer::bytes();
+        let settings = settings_of(config, &bytes);
+        bytes.save(folder).unwrap();
+        checkpoint::save(&folder.join(checkpoint::FOLDER), 7, &settings, &model_tensors(&model))
+            .unwrap();
+        model
+    }
+
+    fn folders() -> [tempfile::TempDir; 3] {
+        std::array::from_fn(|_| tempfile::tempdir().unwrap())
+    }
+
+    #[test]
+    fn an_exported_model_comes_back_with_and_without_the_prefix() {
+        let [from, to, _] = folders();
+        let model = run(from.path());
+        export(&ExportOptions { from: from.path().into(), to: to.path().into(), shard_mb: 1 })
+            .unwrap();
+        for is_old in [false, true] {
+            let [back, ..] = folders();
+            if is_old {
+                // As OpenAI's files are: no prefix, a buffer for each layer, and half kinds.
+                let tensors =
+                    Tensor::read_safetensors(to.path().join("model.safetensors")).unwrap();
+                let mut tensors: Vec<(String, Tensor)> = tensors
+                    .into_iter()
+                    .map(|(name, tensor)| (name.replace("transformer.", ""), tensor))
+                    .collect();
+                tensors.push((
+                    "h.0.attn.bias".into(),
+                    Tensor::ones([1, 1, 8, 8], (Kind::Float, Device::Cpu)),
+                ));
+                Tensor::write_safetensors(&tensors, to.path().join("model.safetensors")).unwrap();
+            }
+            import(&ImportOptions { from: to.path().into(), to: back.path().into() }).unwrap();
+            let found = Origin::open("--from", back.path()).unwrap().model(Device::Cpu).unwrap();
+            assert_eq!(found.named_variables(), model.named_variables());
+        }
+    }
+}

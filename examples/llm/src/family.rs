@@ -1,0 +1,342 @@
+//! The families of models, as Hugging Face's `config.json` describes them.
+
+use crate::model::ModelConfig;
+use crate::settings::exact;
+use anyhow::{Context, Result, bail, ensure};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tch::{Device, Kind};
+use tch_extension::ops::{RopeScaling, f_scaled_rope_tables};
+
+/// What a model of Llama's family has that GPT-2 lacks.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Llama {
+    pub member: Member,
+    /// Heads of keys and values.
+    pub kv_heads: i64,
+    /// Features of a head.
+    pub head_dim: i64,
+    /// Features between the layers of the feed-forward part.
+    pub hidden: i64,
+    /// What the norms add to the mean square.
+    #[serde(with = "exact")]
+    pub eps: f64,
+    /// The base of the rotary angles.
+    #[serde(with = "exact")]
+    pub theta: f64,
+    pub scaling: Scaling,
+    /// Whether the output layer is the embedding.
+    pub tied: bool,
+    /// Whether the layers of attention have biases; Qwen 2's output layer has none.
+    pub bias: bool,
+    /// The longest sequence that the files promise.
+    pub positions: i64,
+    /// How many tokens before it a token sees, if not all. Sequences are no longer than that here.
+    pub window: Option<i64>,
+    /// Tokens after which a text ends.
+    pub ends: Vec<i64>,
+}
+
+/// A member of Llama's family, with its name in the files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Member {
+    Llama,
+    Mistral,
+    Qwen2,
+    /// It normalises the queries and keys of each head.
+    Qwen3,
+}
+
+/// How the rotary angles are scaled, with the names of the files.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "rope_type", rename_all = "lowercase")]
+pub enum Scaling {
+    Default,
+    Linear {
+        factor: f64,
+    },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_max_position_embeddings: i64,
+    },
+}
+
+impl Scaling {
+    pub fn of_tables(self) -> RopeScaling {
+        match self {
+            Scaling::Default => RopeScaling::None,
+            Scaling::Linear { factor } => RopeScaling::Linear { factor },
+            Scaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position_embeddings: original_positions,
+            } => RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_positions,
+            },
+        }
+    }
+}
+
+impl Llama {
+    /// Checks what the layers would otherwise panic about.
+    pub fn check(&self, config: &ModelConfig) -> Result<()> {
+        let sizes = [
+            ("num_key_value_heads", self.kv_heads, config.heads),
+            ("head_dim", self.head_dim, 1 << 10),
+            ("intermediate_size", self.hidden, 1 << 20),
+            ("max_position_embeddings", self.positions, 1 << 30),
+            (
+                "--context",
+                config.context,
+                self.window.unwrap_or(self.positions).min(self.positions),
+            ),
+        ];
+        for (key, value, most) in sizes {
+            ensure!((1..=most).contains(&value), "{key} {value} is out of range: give 1 to {most}");
+        }
+        ensure!(
+            config.heads % self.kv_heads == 0,
+            "{} heads are no multiple of num_key_value_heads {}",
+            config.heads,
+            self.kv_heads
+        );
+        ensure!(self.head_dim % 2 == 0, "head_dim {} is odd, and cannot be rotated", self.head_dim);
+        ensure!(
+            (0.0..1.0).contains(&self.eps),
+            "rms_norm_eps {:?} is out of range: give 0 or more, below 1",
+            self.eps
+        );
+        // What is wrong with the angles, the tables' function says.
+        let (scaling, options) = (self.scaling.of_tables(), (Kind::Float, Device::Cpu));
+        let _ = f_scaled_rope_tables(1, 2, self.theta, scaling, options)?;
+        Ok(())
+    }
+
+    /// Whether the output layer of attention has a bias.
+    pub fn out_bias(&self) -> bool {
+        self.bias && self.member != Member::Qwen2
+    }
+
+    /// The parameters of a block of a model with so many features and heads.
+    pub fn parameters_of_block(&self, dim: i64, heads: i64) -> i64 {
+        let (q, kv) = (heads * self.head_dim, self.kv_heads * self.head_dim);
+        let products = dim * (2 * q + 2 * kv + 3 * self.hidden);
+        let biases = i64::from(self.bias) * (q + 2 * kv) + i64::from(self.out_bias()) * dim;
+        let qk_norms = if self.member == Member::Qwen3 { 2 * self.head_dim } else { 0 };
+        products + biases + qk_norms + 2 * dim
+    }
+}
+
+/// Reads a `config.json` and, where there is one, a `generation_config.json`.
+pub fn read(config: &Value, generation: &Value) -> Result<ModelConfig> {
+    ensure!(
+        config["quantization_config"].is_null(),
+        "it has a quantization_config: give a model that is not quantized"
+    );
+    let name = &config["model_type"];
+    let model = match Member::deserialize(name) {
+        Ok(member) => read_llama(config, generation, member)?,
+        Err(_) if *name == "gpt2" => read_gpt2(config)?,
+        Err(_) => bail!("model_type is {name}, not gpt2, llama, mistral, qwen2 or qwen3"),
+    };
+    model.check().context("it has impossible sizes")?;
+    Ok(model)
+}
+
+/// A number of the configuration.
+fn size(config: &Value, key: &str) -> Result<i64> {
+    config[key].as_i64().with_context(|| format!("it lacks the number {key:?}"))
+}
+
+/// Refuses variants that would give other logits. What is absent is as in the first value.
+fn check_variant(config: &Value, expected: &[(&str, &[Value])]) -> Result<()> {
+    for (key, values) in expected {
+        let found = &config[key];
+        ensure!(
+            found.is_null() || values.contains(found),
+            "{key} is {found}, not {}",
+            values.iter().map(Value::to_string).collect::<Vec<_>>().join(" or ")
+        );
+    }
+    Ok(())
+}
+
+fn read_gpt2(config: &Value) -> Result<ModelConfig> {
+    let dim = size(config, "n_embd")?;
+    let expected: [(&str, &[Value]); 6] = [
+        ("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")]),
+        ("n_inner", &[json!(dim.saturating_mul(4))]),
+        ("layer_norm_epsilon", &[json!(1e-5)]),
+        ("scale_attn_weights", &[json!(true)]),
+        ("scale_attn_by_inverse_layer_idx", &[json!(false)]),
+        ("tie_word_embeddings", &[json!(true)]),
+    ];
+    check_variant(config, &expected)?;
+    Ok(ModelConfig {
+        vocabulary: size(config, "vocab_size")?,
+        context: size(config, "n_positions")?,
+        layers: size(config, "n_layer")?,
+        heads: size(config, "n_head")?,
+        dim,
+        dropout: config["resid_pdrop"].as_f64().unwrap_or(0.0),
+        recompute: false,
+        llama: None,
+    })
+}
+
+fn read_llama(config: &Value, generation: &Value, member: Member) -> Result<ModelConfig> {
+    check_variant(
+        config,
+        &[
+            ("hidden_act", &[json!("silu")]),
+            ("mlp_bias", &[json!(false)]),
+            ("partial_rotary_factor", &[json!(1.0), json!(1)]),
+        ],
+    )?;
+    let (dim, heads) = (size(config, "hidden_size")?, size(config, "num_attention_heads")?);
+    let (theta, scaling) = rope(config)?;
+    let positions = size(config, "max_position_embeddings")?;
+    // Absent numbers are those of transformers' classes.
+    let or = |key: &str, absent: i64| config[key].as_i64().unwrap_or(absent);
+    let is = |key: &str| config[key].as_bool().unwrap_or(false);
+    let head_dim = match member {
+        Member::Qwen3 => or("head_dim", 128),
+        Member::Qwen2 => dim / heads.max(1),
+        _ => or("head_dim", dim / heads.max(1)),
+    };
+    let window = match member {
+        Member::Llama => None,
+        // Absent is not the same as null, which switches it off.
+        Member::Mistral => config.get("sliding_window").map_or(Some(4096), Value::as_i64),
+        _ => is("use_sliding_window").then(|| or("sliding_window", 4096)),
+    };
+    let ends = [generation, config].map(|file| &file["eos_token_id"]);
+    let ends = match ends.iter().find(|ends| !ends.is_null()) {
+        Some(Value::Array(several)) => several.iter().filter_map(Value::as_i64).collect(),
+        one => one.and_then(|one| one.as_i64()).into_iter().collect(),
+    };
+    Ok(ModelConfig {
+        vocabulary: size(config, "vocab_size")?,
+        // Up to the window, every token sees all before it.
+        context: window.map_or(positions, |window| window.min(positions)),
+        layers: size(config, "num_hidden_layers")?,
+        heads,
+        dim,
+        dropout: 0.0,
+        recompute: false,
+        llama: Some(Llama {
+            member,
+            kv_heads: or("num_key_value_heads", if member == Member::Mistral { 8 } else { heads }),
+            head_dim,
+            hidden: size(config, "intermediate_size")?,
+            eps: config["rms_norm_eps"].as_f64().unwrap_or(1e-6),
+            theta,
+            scaling,
+            tied: is("tie_word_embeddings"),
+            bias: member == Member::Qwen2 || is("attention_bias"),
+            positions,
+            window,
+            ends,
+        }),
+    })
+}
+
+/// The base of the rotary angles and their scaling: `rope_parameters` of newer files, `rope_theta` and
+/// `rope_scaling` of others.
+fn rope(config: &Value) -> Result<(f64, Scaling)> {
+    let given = ["rope_parameters", "rope_scaling"].map(|key| &config[key]);
+    let mut given = given.into_iter().find(|value| !value.is_null()).cloned().unwrap_or(json!({}));
+    let theta = [&given["rope_theta"], &config["rope_theta"]].into_iter().find_map(Value::as_f64);
+    ensure!(given.is_object(), "rope_parameters is {given}, not an object");
+    if given["rope_type"].is_null() {
+        // The key of the oldest files.
+        given["rope_type"] = given.get("type").cloned().unwrap_or(json!("default"));
+    }
+    let scaling = Scaling::deserialize(&given)
+        .with_context(|| format!("this program cannot scale rotary angles by {given}"))?;
+    Ok((theta.unwrap_or(10_000.0), scaling))
+}
+
+/// The `config.json` of a model, for transformers of any age.
+pub fn to_json(config: &ModelConfig, end_of_text: Option<u32>) -> Result<Value> {
+    let Some(llama) = &config.llama else { return Ok(gpt2_to_json(config, end_of_text)) };
+    let class = match llama.member {
+        Member::Llama => "LlamaForCausalLM",
+        Member::Mistral => "MistralForCausalLM",
+        Member::Qwen2 => "Qwen2ForCausalLM",
+        Member::Qwen3 => "Qwen3ForCausalLM",
+    };
+    let scaling = serde_json::to_value(llama.scaling)?;
+    let mut parameters = scaling.clone();
+    parameters["rope_theta"] = json!(llama.theta);
+    Ok(json!({
+        "architectures": [class],
+        "attention_bias": llama.bias,
+        "attention_dropout": 0.0,
+        "eos_token_id": ends(llama, end_of_text),
+        "head_dim": llama.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.dim,
+        "initializer_range": 0.02,
+        "intermediate_size": llama.hidden,
+        "max_position_embeddings": llama.positions,
+        "mlp_bias": false,
+        "model_type": llama.member,
+        "num_attention_heads": config.heads,
+        "num_hidden_layers": config.layers,
+        "num_key_value_heads": llama.kv_heads,
+        "rms_norm_eps": llama.eps,
+        "rope_parameters": parameters,
+        "rope_scaling": if llama.scaling == Scaling::Default { Value::Null } else { scaling },
+        "rope_theta": llama.theta,
+        "sliding_window": llama.window,
+        "tie_word_embeddings": llama.tied,
+        "torch_dtype": "float32",
+        "use_sliding_window": llama.window.is_some(),
+        "vocab_size": config.vocabulary
+    }))
+}
+
+/// The tokens after which a text ends, as the files have them: none, one, or a list.
+pub fn ends(llama: &Llama, end_of_text: Option<u32>) -> Value {
+    match &llama.ends[..] {
+        [] => json!(end_of_text),
+        [one] => json!(one),
+        several => json!(several),
+    }
+}
+
+fn gpt2_to_json(config: &ModelConfig, end_of_text: Option<u32>) -> Value {
+    json!({
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": config.dropout,
+        "bos_token_id": end_of_text,
+        "embd_pdrop": config.dropout,
+        "eos_token_id": end_of_text,
+        "initializer_range": 0.02,
+        "layer_norm_epsilon": 1e-5,
+        "model_type": "gpt2",
+        "n_embd": config.dim,
+        "n_head": config.heads,
+        "n_inner": null,
+        "n_layer": config.layers,
+        "n_positions": config.context,
+        "resid_pdrop": config.dropout,
+        "scale_attn_weights": true,
+        "tie_word_embeddings": true,
+        "torch_dtype": "float32",
+        "vocab_size": config.vocabulary
+    })
+}
+
+#[cfg(test)]
+#[path = "../tests/families/config.rs"]
+mod tests;

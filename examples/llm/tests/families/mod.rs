@@ -1,0 +1,95 @@
+//! Every family against transformers: what a folder of theirs computes here, and what they make of a
+//! folder of ours.
+
+mod python;
+
+use crate::export::{self, ExportOptions};
+use crate::model::Model;
+use crate::origin::Origin;
+use std::collections::BTreeMap;
+use std::path::Path;
+use tch::{Device, Kind, Tensor};
+use tch_extension::nn::state_dict::load_tensors;
+
+const TEXT: &str = "the cat and the other cat, naïve — and the bell 日本 <s>\n";
+
+fn assert_close(found: &Tensor, expected: &Tensor, what: &str) {
+    assert_eq!(found.size(), expected.size(), "{what}");
+    let expected = expected.to_kind(Kind::Float);
+    let worst = (found - &expected).abs().max().double_value(&[]);
+    assert!(found.allclose(&expected, 1e-4, 2e-5, false), "{what}: {worst:e} apart");
+}
+
+/// Loss and gradients of the batch, and the logits after its last token, also token by token.
+fn assert_computes(name: &str, model: &Model, expected: &BTreeMap<String, Tensor>) {
+    let (inputs, targets) = (&expected["inputs"], &expected["targets"]);
+    let loss = model.loss(inputs, targets, None, true).unwrap();
+    assert_close(&loss.detach(), &expected["loss"], &format!("{name}: loss"));
+    loss.backward();
+    let mut others = expected.keys().filter(|name| name.starts_with("grad.")).count();
+    for (variable, weight) in model.variables.variables() {
+        let theirs = export::name_in_files(&model.config, &variable);
+        let gradient = &expected[&format!("grad.{theirs}")];
+        let found = match export::is_transposed(&variable) {
+            true => weight.grad().tr(),
+            false => weight.grad(),
+        };
+        assert_close(&found, gradient, &format!("{name}: gradient of {theirs}"));
+        others -= 1;
+    }
+    assert_eq!(others, 0, "{name}: gradients that this model lacks");
+
+    let _no_grad = tch::no_grad_guard();
+    let mut caches = model.caches(inputs.size()[1]);
+    for place in 0..inputs.size()[1] {
+        let found = model.next_logits(&inputs.narrow(1, place, 1), &mut caches).unwrap();
+        let expected = expected["logits"].select(1, place);
+        assert_close(&found, &expected, &format!("{name}: logits at {place}"));
+    }
+}
+
+#[test]
+fn every_family_computes_what_transformers_do() {
+    const TEST: &str = "every_family_computes_what_transformers_do";
+    const SCRIPT: &str = include_str!("transformers.py");
+    let place = tempfile::tempdir().unwrap();
+    let run = |command| {
+        let output = python::transformers(TEST, SCRIPT, &[command, place.path().to_str().unwrap()]);
+        if let Some(output) = &output {
+            let said = String::from_utf8_lossy(&output.stderr);
+            assert!(output.status.success(), "{command}: {said}");
+        }
+        output.is_some()
+    };
+    if !run("make") {
+        return;
+    }
+    let mut families = 0;
+    for entry in std::fs::read_dir(place.path()).unwrap() {
+        let folder = entry.unwrap().path();
+        if folder.is_dir() {
+            families += 1;
+            check(&folder);
+        }
+    }
+    assert_eq!(families, 8);
+    assert!(run("compare"));
+}
+
+fn check(folder: &Path) {
+    let name = folder.file_name().unwrap().to_str().unwrap();
+    let beside = |ending: &str| folder.with_file_name(format!("{name}{ending}"));
+    let expected = load_tensors(beside(".safetensors")).unwrap();
+    let origin = Origin::open("--from", folder).unwrap();
+    assert_computes(name, &origin.model(Device::Cpu).unwrap(), &expected);
+
+    let tokens = origin.tokenizer.encode_prompt(TEXT).unwrap();
+    let theirs: Vec<i64> = Vec::try_from(&expected["text"]).unwrap();
+    assert_eq!(tokens.iter().map(|&token| i64::from(token)).collect::<Vec<_>>(), theirs, "{name}");
+    let text = std::fs::read_to_string(beside(".txt")).unwrap();
+    assert_eq!(origin.tokenizer.decode(&tokens).unwrap(), text, "{name}");
+    assert_eq!(origin.tokenizer.begin_of_text().unwrap(), tokens[..1], "{name}");
+
+    let (from, to) = (folder.to_path_buf(), beside("-again"));
+    export::export(&ExportOptions { from, to, shard_mb: 0 }).unwrap();
+}
