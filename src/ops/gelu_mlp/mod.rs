@@ -260,8 +260,12 @@ impl GeluMlp {
             activation,
             kind: Kind::of(input.f_kind()?)?,
             is_cuda: input.device().is_cuda(),
+            rows: input.size()[0],
         };
-        if plan::takes_epilogue(way, &facts)
+        // A way that is forced for products is one without an epilogue.
+        let is_free = way != Way::Automatic || products == ProductWay::Automatic;
+        if is_free
+            && plan::takes_epilogue(way, &facts)
             && let Some(found) = gemm::linear_gelu(input, w1, b1, keeps_z, way == Way::Automatic)?
         {
             return Ok((found.z, found.output));

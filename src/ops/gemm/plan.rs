@@ -152,8 +152,9 @@ pub(super) fn choose<'a>(
     let library = if product.has_bias() && !is_slow { Way::Plan } else { Way::Composite };
     let (costs, processors) = costs()?;
     let cost = |way| described.cost(way, costs, processors).map(|cost| (way, cost));
-    let (way, least) = cheapest([library, Way::Small, Way::Skinny].into_iter().filter_map(cost))
-        .unwrap_or((library, 0.0));
+    let skinny = described.fills(processors).then_some(Way::Skinny);
+    let ways = [library, Way::Small].into_iter().chain(skinny);
+    let (way, least) = cheapest(ways.filter_map(cost)).unwrap_or((library, 0.0));
     // These are predicted less well.
     let padded = cost(Way::Padded).filter(|_| described.may_be_padded());
     Ok(if padded.is_some_and(|(_, padded)| is_clearly_cheaper(padded, least)) {
@@ -232,6 +233,15 @@ impl Description {
         let Product { batch, m, n, .. } = self.product;
         let tiles = |size: i64| (size as f64 / SMALL_TILE as f64).ceil();
         batch as f64 * tiles(m) * tiles(n) / processors.max(1) as f64
+    }
+
+    /// Whether `Skinny` would use the GPU: its rows fill the multiprocessors, or a sum is so short that
+    /// nobody splits it between blocks, as libraries do and `Skinny` does not. Costs are fitted to such
+    /// products only.
+    fn fills(&self, processors: i64) -> bool {
+        const LONGEST: i64 = 8192;
+        let Self { product, skinny, .. } = self;
+        skinny.rows.saturating_mul(product.batch) >= processors || product.k <= LONGEST
     }
 
     /// Whether the product has a bias of full shape whose rows do not begin at multiples of 16

@@ -26,15 +26,27 @@ pub(crate) struct Facts {
     pub activation: Activation,
     pub kind: Kind,
     pub is_cuda: bool,
+    /// M.
+    pub rows: i64,
 }
+
+/// Products of at most so many rows are better dot products (`gemm::plan`), which have no epilogue.
+const FEW_ROWS: i64 = 4;
 
 /// Whether a comes from the product's epilogue, if cuBLASLt has it for these tensors and, unless it is
 /// forced, their rows begin at multiples of 16 bytes. There it was faster at all of 45 random sizes forward,
-/// and in both passes 4 % slower at most (docs/lab/mlp.md); elsewhere cuBLASLt's kernels with it are slow.
+/// and in both passes 4 % slower at most; of sizes that were chosen, (4096, 512, 2048) in fp16 was 5 % slower
+/// forward (docs/lab/mlp.md). Elsewhere cuBLASLt's kernels with it are slow.
 pub(crate) fn takes_epilogue(way: Way, facts: &Facts) -> bool {
-    let Facts { activation, kind, is_cuda } = *facts;
+    let Facts { activation, kind, is_cuda, rows } = *facts;
     let is_half = matches!(kind, Kind::Half | Kind::BFloat16);
-    is_cuda && is_half && activation == Activation::GeluTanh && way != Way::Pass
+    let has_it = is_cuda && is_half && activation == Activation::GeluTanh;
+    has_it
+        && match way {
+            Way::Automatic => rows > FEW_ROWS,
+            Way::Activation => true,
+            Way::Pass => false,
+        }
 }
 
 #[cfg(test)]
@@ -42,7 +54,7 @@ mod tests {
     use super::*;
 
     const FACTS: Facts =
-        Facts { activation: Activation::GeluTanh, kind: Kind::BFloat16, is_cuda: true };
+        Facts { activation: Activation::GeluTanh, kind: Kind::BFloat16, is_cuda: true, rows: 5 };
 
     #[test]
     fn half_kinds_take_the_epilogue_for_tanh() {
@@ -50,6 +62,13 @@ mod tests {
             let of = |way| takes_epilogue(way, &Facts { kind, ..FACTS });
             assert_eq!([Way::Automatic, Way::Activation, Way::Pass].map(of), [true, true, false]);
         }
+    }
+
+    #[test]
+    fn few_rows_take_it_only_by_force() {
+        let facts = Facts { rows: 4, ..FACTS };
+        let of = |way| takes_epilogue(way, &facts);
+        assert_eq!([Way::Automatic, Way::Activation, Way::Pass].map(of), [false, true, false]);
     }
 
     #[test]
