@@ -4,7 +4,7 @@ use super::KINDS;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-/// The tables for [`rope`]: cosines and sines of the angles of each position.
+/// The tables for [`rope`](super::rope()): cosines and sines of the angles of each position.
 ///
 /// ```text
 /// cos[p, i] = cos(p / base^(2i / dim))      sin[p, i] = sin(p / base^(2i / dim))
