@@ -102,7 +102,8 @@ fn variables(op: &str, vs: &VarStore, options: &StateDictOptions<'_>) -> Result<
 ///
 /// Files are mapped into memory, and values go from there to the variables, one tensor after the other.
 /// They are converted between floating-point kinds; all other kinds must be those of the variables. No
-/// other process may shorten a file meanwhile: the system would end this one.
+/// other process may change a file meanwhile: if it became shorter, or its disk failed, the system would
+/// end this process.
 ///
 /// ```
 /// use tch::{Device, nn::{VarStore, linear}};
@@ -367,12 +368,20 @@ fn kind_of(dtype: Dtype) -> Result<Kind> {
 /// file, if there was one, is then unchanged, unless the error says that the new one is written:
 /// then the disk failed to keep its name, and after a power cut the old one may be back.
 pub fn save<P: AsRef<Path>>(vs: &VarStore, file: P, options: &StateDictOptions<'_>) -> Result<()> {
-    save_variables(SAVE, &variables(SAVE, vs, options)?, file.as_ref())
+    save_at_end_of_links(SAVE, &variables(SAVE, vs, options)?, file.as_ref())
 }
 
 fn twice(op: &str, name: &str) -> Error {
     let expected = "a name for each variable, and none called __metadata__";
     Error::argument(op, "name", expected, format!("{name} twice"), "")
+}
+
+fn save_at_end_of_links(op: &str, variables: &[Variable], file: &Path) -> Result<()> {
+    let end = end_of_links(file).map_err(|error| failed(op, file, &error))?;
+    save_variables(op, variables, &end).map_err(|error| match end == file {
+        true => error,
+        false => Error::msg(format!("{error}, where {} leads to", file.display())),
+    })
 }
 
 fn save_variables(op: &str, variables: &[Variable], file: &Path) -> Result<()> {
@@ -425,10 +434,11 @@ pub(crate) fn write_tensors(
         tensor: tensor.shallow_clone(),
         transposed: false,
     };
-    save_variables(op, &tensors.iter().map(variable).collect::<Vec<_>>(), file)
+    save_at_end_of_links(op, &tensors.iter().map(variable).collect::<Vec<_>>(), file)
 }
 
-/// Reads all tensors of a safetensors file, on the CPU. See [`save_tensors`] for an example.
+/// Reads all tensors of a safetensors file, on the CPU. See [`save_tensors`] for an example. No other
+/// process may change the file meanwhile, as for [`load`].
 ///
 /// # Errors
 /// When the file cannot be read or is no complete safetensors file.
@@ -468,9 +478,8 @@ fn write(
 /// Writes a new file, which gets its name when it is complete.
 fn write_whole(file: &Path, contents: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let io = |error: std::io::Error| Error::msg(error.to_string());
-    let file = end_of_links(file).map_err(io)?;
     let name = file.file_name().ok_or_else(|| Error::msg("expected a file name"))?;
-    let replaced = permissions_of_file(&file)?;
+    let replaced = permissions_of_file(file)?;
     let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
     // Opened before anything is written, so that this cannot fail after the renaming.
@@ -488,7 +497,7 @@ fn write_whole(file: &Path, contents: impl FnOnce(&Path) -> Result<()>) -> Resul
     }
     // The contents are on the disk before the name is, and then the name is.
     partial.as_file().sync_all().map_err(io)?;
-    partial.persist(&file).map_err(|error| io(error.error))?;
+    partial.persist(file).map_err(|error| io(error.error))?;
     sync_folder(&folder_to_sync)
         .map_err(|error| Error::msg(format!("the new file is written, but not its name: {error}")))
 }

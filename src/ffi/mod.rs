@@ -38,9 +38,9 @@ use tensor::Extent;
 
 /// The bytes of a file, which are read when they are used.
 pub(crate) fn map(file: &File) -> std::io::Result<Mmap> {
-    // SAFETY: we only read the bytes, as plain numbers, so a change of theirs by another process does no
-    // harm. If one shortens the file, the system ends this process, as the documentation of those who
-    // call this says.
+    // SAFETY: the bytes are only read. No other process may change the file meanwhile, as the
+    // documentation of those who call this says; this crate replaces files by renaming new ones, which
+    // leaves mapped ones as they are.
     unsafe { Mmap::map(file) }
 }
 

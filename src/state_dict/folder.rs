@@ -1,13 +1,14 @@
 //! Models that are split into several files, in folders as Hugging Face lays them out.
 
 use super::{
-    SAVE, StateDictOptions, Stored, Variable, failed, save_variables, shown, twice, variables,
-    write_whole,
+    SAVE, StateDictOptions, Stored, Variable, failed, read, save_variables, shown, sync_folder,
+    twice, variables, write_whole,
 };
 use crate::{Error, Result};
 use serde_json::{Map, Value, json};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
+use std::fs::File;
 use std::path::{Component, Path, PathBuf};
 use tch::nn::VarStore;
 
@@ -36,15 +37,12 @@ pub fn files<P: AsRef<Path>>(folder: P) -> Result<Vec<PathBuf>> {
         return Ok(vec![whole]);
     }
     let index = folder.join(INDEX);
-    let text = match std::fs::read_to_string(&index) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-            let expected = format!("expected {WHOLE} or {INDEX}, got neither");
-            return Err(failed(FILES, folder, &expected));
-        }
-        Err(error) => return Err(failed(FILES, &index, &error)),
-    };
-    let names = names_of(&text).map_err(|what| failed(FILES, &index, &what))?;
+    if !index.exists() {
+        let expected = format!("expected {WHOLE} or {INDEX}, got neither");
+        return Err(failed(FILES, folder, &expected));
+    }
+    let bytes = read(FILES, &index)?;
+    let names = names_of(&bytes).map_err(|what| failed(FILES, &index, &what))?;
     let files: Vec<PathBuf> = names.iter().map(|name| folder.join(name)).collect();
     match files.iter().find(|file| !file.is_file()) {
         Some(missing) => {
@@ -55,18 +53,19 @@ pub fn files<P: AsRef<Path>>(folder: P) -> Result<Vec<PathBuf>> {
 }
 
 const FILES: &str = "state_dict::files";
+const ENDING: &str = ".safetensors";
 
 /// The names of files in an index.
-fn names_of(index: &str) -> std::result::Result<BTreeSet<String>, String> {
-    let value: Value = serde_json::from_str(index).map_err(|error| error.to_string())?;
+fn names_of(index: &[u8]) -> std::result::Result<BTreeSet<String>, String> {
+    let value: Value = serde_json::from_slice(index).map_err(|error| error.to_string())?;
     let Some(map) = value["weight_map"].as_object().filter(|map| !map.is_empty()) else {
         return Err("expected \"weight_map\" with the file of each tensor, got none".to_string());
     };
     let name = |(tensor, file): (&String, &Value)| match file.as_str() {
         // A file elsewhere is none of this model's.
-        Some(name) if is_in_folder(name) => Ok(name.to_string()),
+        Some(name) if is_in_folder(name) && name.ends_with(ENDING) => Ok(name.to_string()),
         _ => Err(format!(
-            "expected the name of a file in the same folder for {}, got {}",
+            "expected the name of a {ENDING} in the same folder for {}, got {}",
             shown(tensor),
             shown(&file.to_string())
         )),
@@ -80,9 +79,10 @@ fn is_in_folder(name: &str) -> bool {
 }
 
 /// Writes the variables of a model to a folder as Hugging Face lays it out: to `model.safetensors`, or if
-/// they have more than `most` bytes, to files of about as many bytes and an index. What the folder had of
-/// another model is removed at the end. Until then that model is whole: the new one takes its place when
-/// its last file gets its name.
+/// they have more than `most` bytes, to files of at most so many bytes, or of a single tensor, and an
+/// index. What the folder had of another model is removed at the end. Until then that model is whole: the
+/// new one takes its place when its last file gets its name. If the process is killed, files of either may
+/// be left, which no index names. A symbolic link is replaced, and not the file that it leads to.
 ///
 /// ```
 /// use tch::{Device, nn::{VarStore, linear}};
@@ -119,10 +119,16 @@ pub fn save_sharded<P: AsRef<Path>>(
         }
         several => {
             let names = unused_names(folder, several.len());
-            for (name, part) in names.iter().zip(several) {
-                save_variables(SAVE, part, &folder.join(name))?;
+            let written = names
+                .iter()
+                .zip(several)
+                .try_for_each(|(name, part)| save_variables(SAVE, part, &folder.join(name)))
+                .and_then(|()| write_index(&folder.join(INDEX), &names, &parts));
+            if let Err(error) = written {
+                // They are no model's, and take room.
+                names.iter().for_each(|name| _ = std::fs::remove_file(folder.join(name)));
+                return Err(error);
             }
-            write_index(&folder.join(INDEX), &names, &parts)?;
             names.into_iter().chain([INDEX.to_string()]).collect()
         }
     };
@@ -130,7 +136,9 @@ pub fn save_sharded<P: AsRef<Path>>(
         let file = folder.join(name);
         std::fs::remove_file(&file).map_err(|error| failed(SAVE, &file, &error))?;
     }
-    Ok(())
+    // After a power cut, a single file that is back would be the model.
+    let synced = File::open(folder).and_then(|folder| sync_folder(&folder));
+    synced.map_err(|error| failed(SAVE, folder, &error))
 }
 
 struct Parts {
@@ -166,11 +174,11 @@ fn parts(variables: Vec<Variable>, most: u64) -> Result<Parts> {
 
 /// The files of the model that is in a folder.
 fn files_of_model(folder: &Path) -> Vec<String> {
-    let index = std::fs::read_to_string(folder.join(INDEX)).unwrap_or_default();
+    let index = std::fs::read(folder.join(INDEX)).unwrap_or_default();
     let parts = names_of(&index).unwrap_or_default();
     // The single file first, which readers prefer to an index, and then the index.
     let all = [WHOLE.to_string(), INDEX.to_string()].into_iter().chain(parts);
-    all.filter(|name| folder.join(name).is_file()).collect()
+    all.filter(|name| folder.join(name).symlink_metadata().is_ok()).collect()
 }
 
 /// The names of so many files, none of which is there yet.
@@ -180,7 +188,9 @@ fn unused_names(folder: &Path, count: usize) -> Vec<String> {
     };
     let others = (2..).map(|number| format!("model-{number}"));
     let mut all = std::iter::once("model".to_string()).chain(others).map(|part| names(&part));
-    let is_unused = |names: &Vec<String>| names.iter().all(|name| !folder.join(name).exists());
+    let is_unused = |names: &Vec<String>| {
+        names.iter().all(|name| folder.join(name).symlink_metadata().is_err())
+    };
     all.find(is_unused).unwrap_or_default()
 }
 
@@ -203,14 +213,17 @@ mod tests {
 
     #[test]
     fn an_index_names_files_of_its_folder_only() {
-        let index = |file: Value| names_of(&json!({"weight_map": {"a": file}}).to_string());
+        let index =
+            |file: Value| names_of(json!({"weight_map": {"a": file}}).to_string().as_bytes());
         assert_eq!(index(json!("x.safetensors")).unwrap(), ["x.safetensors".to_string()].into());
-        for bad in ["../x", "/x", "a/x", "./x", "x/", "..", "."].map(Value::from) {
+        for bad in ["../x", "/x", "a/x", "./x", "x/", "..", "."]
+            .map(|name| json!(name.to_owned() + ENDING))
+        {
             assert!(index(bad.clone()).unwrap_err().contains("in the same folder"), "{bad}");
         }
-        for bad in [json!(""), json!(7), Value::Null] {
+        for bad in [json!(""), json!(7), json!("README.md"), Value::Null] {
             assert!(index(bad.clone()).is_err(), "{bad}");
         }
-        assert!(names_of("{").is_err() && names_of("{\"weight_map\": {}}").is_err());
+        assert!(names_of(b"{").is_err() && names_of(b"{\"weight_map\": {}}").is_err());
     }
 }

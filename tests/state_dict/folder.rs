@@ -46,6 +46,37 @@ fn a_model_of_another_number_of_files_takes_the_place_of_the_one_before() {
     }
 }
 
+/// In the cache of Hugging Face's hub, files are links to others that several models may share.
+#[test]
+fn links_are_replaced_and_what_they_lead_to_stays() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let (cache, model) = (folder.path().join("blobs"), folder.path().join("model"));
+    for folder in [&cache, &model] {
+        std::fs::create_dir(folder).expect("a folder");
+    }
+    for most in [u64::MAX, 1] {
+        save_sharded(&generation(1.0), &cache, most, &Default::default()).expect("saved");
+        for name in names(&cache) {
+            std::os::unix::fs::symlink(cache.join(&name), model.join(&name)).expect("a link");
+        }
+        let before = names(&cache);
+        load(&generation(0.0), &files(&model).expect("files"), &Default::default())
+            .expect("loaded");
+        save_sharded(&generation(2.0), &model, most, &Default::default()).expect("saved");
+        let value = |folder: &Path| {
+            let vs = generation(-1.0);
+            load(&vs, &files(folder).expect("files"), &Default::default()).expect("loaded");
+            has_one_value(&vs)
+        };
+        assert_eq!((value(&cache), value(&model)), (1.0, 2.0));
+        assert_eq!(names(&cache), before);
+        for name in names(&model) {
+            assert!(!model.join(&name).is_symlink());
+            std::fs::remove_file(model.join(name)).expect("removed");
+        }
+    }
+}
+
 #[test]
 fn what_is_missing_or_elsewhere_is_named() {
     let folder = tempfile::tempdir().expect("a folder");

@@ -1,7 +1,7 @@
 //! To and from files in Hugging Face's format.
 
 use crate::checkpoint;
-use crate::device::Precision;
+use crate::device::{self, Precision};
 use crate::family;
 use crate::files::{lock, make_folder, prepare_folder, write_bytes};
 use crate::model::{Model, ModelConfig};
@@ -13,9 +13,12 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 use tch::Device;
+use tch::nn::VarStore;
 use tch_extension::nn::state_dict::{self, StateDictOptions};
 
 const CONFIG: &str = "config.json";
+/// The weight of an output layer.
+const HEAD: &str = "lm_head.weight";
 const GENERATION: &str = "generation_config.json";
 
 #[derive(Debug, clap::Args)]
@@ -53,38 +56,51 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     make_folder("--to", &options.to)?;
     let _lock = lock("--to", &options.to)?;
     prepare_folder("--to", &options.to)?;
+    let (begin, end) = (tokenizer.begin_of_text()?, tokenizer.end_of_text());
+    let begin = begin.first().copied().or(end);
+    let config = family::to_json(&model.config, begin, end)?;
+    refuse_another(&options.to, &config)?;
     let names = StateDictOptions {
         name: Some(&|name| name_in_files(&model.config, name)),
         transposed: Some(&is_transposed),
         ..Default::default()
     };
-    state_dict::save_sharded(&model.variables, &options.to, options.shard_mb << 20, &names)?;
-    let end = tokenizer.end_of_text();
-    let config = family::to_json(&model.config, end)?;
+    state_dict::save_sharded(
+        &model.variables,
+        &options.to,
+        options.shard_mb.saturating_mul(1 << 20),
+        &names,
+    )?;
     let generation = json!({"eos_token_id": config["eos_token_id"]});
     for (name, value) in [(CONFIG, config), (GENERATION, generation)] {
         write_bytes(&options.to.join(name), serde_json::to_string_pretty(&value)?)?;
     }
     tokenizer.save(&options.to)?;
-    let of_tokenizer = serde_json::to_string_pretty(&tokenizer_config(&model.config, tokenizer))?;
+    let of_tokenizer = serde_json::to_string_pretty(&json!({
+        "bos_token": begin.and_then(|token| tokenizer.name(token)),
+        "eos_token": end.and_then(|token| tokenizer.name(token)),
+        "clean_up_tokenization_spaces": false,
+        "model_max_length": model.config.context,
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }))?;
     write_bytes(&options.to.join("tokenizer_config.json"), of_tokenizer)?;
     say(&format!("{}, in Hugging Face's format in {}", origin.name(), options.to.display()))
 }
 
-fn tokenizer_config(config: &ModelConfig, tokenizer: &Tokenizer) -> Value {
-    let end = tokenizer.end_of_text().map(|_| tokenizer::END_OF_TEXT);
-    json!({
-        "bos_token": end,
-        "eos_token": end,
-        "clean_up_tokenization_spaces": false,
-        "model_max_length": config.context,
-        "tokenizer_class": "PreTrainedTokenizerFast"
-    })
+/// Weights and description are several files: a kill in between would leave those of two models.
+fn refuse_another(folder: &Path, config: &Value) -> Result<()> {
+    ensure!(
+        !is_model(folder) || read_json(&folder.join(CONFIG))? == *config,
+        "--to {} has another model: give a new folder",
+        folder.display()
+    );
+    Ok(())
 }
 
 /// Makes a run of a model in Hugging Face's format.
 pub fn import(options: &ImportOptions) -> Result<()> {
     let (config, tokenizer) = read(&options.from)?;
+    device::check_memory(Device::Cpu, 8 * config.parameters() as u64)?;
     let model = Model::zeros(&config, Device::Cpu)?;
     load(&options.from, &model)?;
     make_folder("--to", &options.to)?;
@@ -128,20 +144,14 @@ pub fn is_model(folder: &Path) -> bool {
 
 /// The description and the vocabulary of a model in Hugging Face's format.
 pub fn read(folder: &Path) -> Result<(ModelConfig, Tokenizer)> {
-    let json = |name: &str| -> Result<Value> {
-        let file = folder.join(name);
-        let text = std::fs::read_to_string(&file).with_context(|| {
-            format!("cannot read {} (give a folder that save_pretrained wrote)", file.display())
-        })?;
-        serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))
-    };
     let generation = match folder.join(GENERATION).exists() {
-        true => json(GENERATION)?,
+        true => read_json(&folder.join(GENERATION))?,
         false => Value::Null,
     };
-    let config = family::read(&json(CONFIG)?, &generation).with_context(|| {
-        format!("{} is of a model that this program lacks", folder.join(CONFIG).display())
-    })?;
+    let config =
+        family::read(&read_json(&folder.join(CONFIG))?, &generation).with_context(|| {
+            format!("{} is of a model that this program lacks", folder.join(CONFIG).display())
+        })?;
     let tokenizer = Tokenizer::load(folder)?;
     ensure!(
         tokenizer.len() as i64 <= config.vocabulary,
@@ -151,6 +161,14 @@ pub fn read(folder: &Path) -> Result<(ModelConfig, Tokenizer)> {
         config.vocabulary
     );
     Ok((config, tokenizer))
+}
+
+fn read_json(file: &Path) -> Result<Value> {
+    let cannot =
+        || format!("cannot read {} (give a folder that save_pretrained wrote)", file.display());
+    ensure!(!file.exists() || file.is_file(), "{} is no file", file.display());
+    let text = std::fs::read_to_string(file).with_context(cannot)?;
+    serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))
 }
 
 /// What stands before the names of all weights but those of an output layer.
@@ -194,15 +212,24 @@ pub fn load(folder: &Path, model: &Model) -> Result<()> {
     let is_tied = config.llama.as_ref().is_none_or(|llama| llama.tied);
     let is_known = |name: &String| {
         let buffers = [".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"];
-        is_tied && name == "lm_head.weight" || buffers.iter().any(|end| name.ends_with(end))
+        is_tied && name == HEAD || buffers.iter().any(|end| name.ends_with(end))
     };
-    match report.unexpected.iter().find(|name| !is_known(name)) {
-        Some(name) => {
-            let folder = folder.display();
-            bail!("{folder} has the unknown {name}: give the weights of this config.json")
-        }
-        None => Ok(()),
+    if let Some(name) = report.unexpected.iter().find(|name| !is_known(name)) {
+        let folder = folder.display();
+        bail!("{folder} has the unknown {name}: give the weights of this config.json");
     }
+    if report.unexpected.iter().any(|name| name == HEAD) {
+        // transformers would take it for the output layer if it differed.
+        let head = VarStore::new(model.device());
+        let weight = (head.root() / "lm_head").zeros("weight", &model.embedding().size());
+        state_dict::load(&head, &files, &StateDictOptions { strict: false, ..Default::default() })?;
+        ensure!(
+            weight == *model.embedding(),
+            "{}: {HEAD} is not the embedding, which tie_word_embeddings promises: correct config.json",
+            folder.display()
+        );
+    }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -221,6 +248,7 @@ mod tests {
             dropout: 0.0,
             recompute: false,
             llama: None,
+            ends: vec![],
         };
         let model = Model::new(&config, Device::Cpu, 5).unwrap();
         let bytes = Tokenizer::bytes();
@@ -255,7 +283,15 @@ mod tests {
                     "h.0.attn.bias".into(),
                     Tensor::ones([1, 1, 8, 8], (Kind::Float, Device::Cpu)),
                 ));
-                Tensor::write_safetensors(&tensors, to.path().join("model.safetensors")).unwrap();
+                // The output layer, which is the embedding, or promises to be.
+                tensors.push((HEAD.into(), model.embedding() + 1.0));
+                let file = to.path().join("model.safetensors");
+                Tensor::write_safetensors(&tensors, &file).unwrap();
+                let error = load(to.path(), &model).unwrap_err().to_string();
+                assert!(error.contains("lm_head.weight is not the embedding"), "{error}");
+                tensors.pop();
+                tensors.push((HEAD.into(), model.embedding().shallow_clone()));
+                Tensor::write_safetensors(&tensors, &file).unwrap();
             }
             import(&ImportOptions { from: to.path().into(), to: back.path().into() }).unwrap();
             let found = Origin::open("--from", back.path()).unwrap().model(Device::Cpu).unwrap();

@@ -3,8 +3,9 @@
 use crate::model::ModelConfig;
 use crate::settings::exact;
 use anyhow::{Context, Result, bail, ensure};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tch::{Device, Kind};
 use tch_extension::ops::{RopeScaling, f_scaled_rope_tables};
 
@@ -33,8 +34,6 @@ pub struct Llama {
     pub positions: i64,
     /// How many tokens before it a token sees, if not all. Sequences are no longer than that here.
     pub window: Option<i64>,
-    /// Tokens after which a text ends.
-    pub ends: Vec<i64>,
 }
 
 /// A member of Llama's family, with its name in the files.
@@ -63,6 +62,9 @@ pub enum Scaling {
         original_max_position_embeddings: i64,
     },
 }
+
+/// A longer context is no use: the tables of the angles have a row for each position.
+const MOST_CONTEXT: i64 = 1 << 20;
 
 impl Scaling {
     pub fn of_tables(self) -> RopeScaling {
@@ -142,17 +144,38 @@ pub fn read(config: &Value, generation: &Value) -> Result<ModelConfig> {
     );
     let name = &config["model_type"];
     let model = match Member::deserialize(name) {
-        Ok(member) => read_llama(config, generation, member)?,
+        Ok(member) => read_llama(config, member)?,
         Err(_) if *name == "gpt2" => read_gpt2(config)?,
         Err(_) => bail!("model_type is {name}, not gpt2, llama, mistral, qwen2 or qwen3"),
     };
+    let model = ModelConfig { ends: read_ends(config, generation)?, ..model };
     model.check().context("it has impossible sizes")?;
     Ok(model)
 }
 
+/// A value of the configuration, if it is there.
+fn given<T: DeserializeOwned>(config: &Value, key: &str) -> Result<Option<T>> {
+    let value = &config[key];
+    if value.is_null() {
+        return Ok(None);
+    }
+    let kind = std::any::type_name::<T>();
+    T::deserialize(value).map(Some).with_context(|| format!("{key} is {value}, not of kind {kind}"))
+}
+
 /// A number of the configuration.
 fn size(config: &Value, key: &str) -> Result<i64> {
-    config[key].as_i64().with_context(|| format!("it lacks the number {key:?}"))
+    given(config, key)?.with_context(|| format!("it lacks the number {key:?}"))
+}
+
+/// Tokens after which a text ends: one, or a list. Those of a `generation_config.json` come first.
+fn read_ends(config: &Value, generation: &Value) -> Result<Vec<i64>> {
+    let key = "eos_token_id";
+    let file = if generation[key].is_null() { config } else { generation };
+    match file[key].is_array() {
+        true => Ok(given(file, key)?.unwrap_or_default()),
+        false => Ok(given(file, key)?.into_iter().collect()),
+    }
 }
 
 /// Refuses variants that would give other logits. What is absent is as in the first value.
@@ -185,13 +208,14 @@ fn read_gpt2(config: &Value) -> Result<ModelConfig> {
         layers: size(config, "n_layer")?,
         heads: size(config, "n_head")?,
         dim,
-        dropout: config["resid_pdrop"].as_f64().unwrap_or(0.0),
+        dropout: given(config, "resid_pdrop")?.unwrap_or(0.0),
         recompute: false,
         llama: None,
+        ends: vec![],
     })
 }
 
-fn read_llama(config: &Value, generation: &Value, member: Member) -> Result<ModelConfig> {
+fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
     check_variant(
         config,
         &[
@@ -203,29 +227,22 @@ fn read_llama(config: &Value, generation: &Value, member: Member) -> Result<Mode
     let (dim, heads) = (size(config, "hidden_size")?, size(config, "num_attention_heads")?);
     let (theta, scaling) = rope(config)?;
     let positions = size(config, "max_position_embeddings")?;
-    // Absent numbers are those of transformers' classes.
-    let or = |key: &str, absent: i64| config[key].as_i64().unwrap_or(absent);
-    let is = |key: &str| config[key].as_bool().unwrap_or(false);
-    let head_dim = match member {
-        Member::Qwen3 => or("head_dim", 128),
-        Member::Qwen2 => dim / heads.max(1),
-        _ => or("head_dim", dim / heads.max(1)),
-    };
-    let window = match member {
+    // Absent values are those of transformers' classes.
+    let is = |key: &str| Ok::<_, anyhow::Error>(given(config, key)?.unwrap_or(false));
+    let head_dim = if member == Member::Qwen3 { 128 } else { dim / heads.max(1) };
+    let kv_heads = if member == Member::Mistral { 8 } else { heads };
+    let window: Option<i64> = match member {
         Member::Llama => None,
-        // Absent is not the same as null, which switches it off.
-        Member::Mistral => config.get("sliding_window").map_or(Some(4096), Value::as_i64),
-        _ => is("use_sliding_window").then(|| or("sliding_window", 4096)),
-    };
-    let ends = [generation, config].map(|file| &file["eos_token_id"]);
-    let ends = match ends.iter().find(|ends| !ends.is_null()) {
-        Some(Value::Array(several)) => several.iter().filter_map(Value::as_i64).collect(),
-        one => one.and_then(|one| one.as_i64()).into_iter().collect(),
+        // Null is not the same as absent: it switches the window off.
+        Member::Mistral if config.get("sliding_window").is_none() => Some(4096),
+        Member::Mistral => given(config, "sliding_window")?,
+        _ if !is("use_sliding_window")? => None,
+        _ => Some(given(config, "sliding_window")?.unwrap_or(4096)),
     };
     Ok(ModelConfig {
         vocabulary: size(config, "vocab_size")?,
         // Up to the window, every token sees all before it.
-        context: window.map_or(positions, |window| window.min(positions)),
+        context: window.unwrap_or(positions).min(positions).min(MOST_CONTEXT),
         layers: size(config, "num_hidden_layers")?,
         heads,
         dim,
@@ -233,40 +250,47 @@ fn read_llama(config: &Value, generation: &Value, member: Member) -> Result<Mode
         recompute: false,
         llama: Some(Llama {
             member,
-            kv_heads: or("num_key_value_heads", if member == Member::Mistral { 8 } else { heads }),
-            head_dim,
+            kv_heads: given(config, "num_key_value_heads")?.unwrap_or(kv_heads),
+            head_dim: given(config, "head_dim")?.unwrap_or(head_dim),
             hidden: size(config, "intermediate_size")?,
-            eps: config["rms_norm_eps"].as_f64().unwrap_or(1e-6),
+            eps: given(config, "rms_norm_eps")?.unwrap_or(1e-6),
             theta,
             scaling,
-            tied: is("tie_word_embeddings"),
-            bias: member == Member::Qwen2 || is("attention_bias"),
+            tied: is("tie_word_embeddings")?,
+            bias: member == Member::Qwen2 || is("attention_bias")?,
             positions,
             window,
-            ends,
         }),
+        ends: vec![],
     })
 }
 
 /// The base of the rotary angles and their scaling: `rope_parameters` of newer files, `rope_theta` and
 /// `rope_scaling` of others.
 fn rope(config: &Value) -> Result<(f64, Scaling)> {
-    let given = ["rope_parameters", "rope_scaling"].map(|key| &config[key]);
-    let mut given = given.into_iter().find(|value| !value.is_null()).cloned().unwrap_or(json!({}));
-    let theta = [&given["rope_theta"], &config["rope_theta"]].into_iter().find_map(Value::as_f64);
-    ensure!(given.is_object(), "rope_parameters is {given}, not an object");
-    if given["rope_type"].is_null() {
+    let key = if config["rope_scaling"].is_null() { "rope_parameters" } else { "rope_scaling" };
+    let mut parameters = given(config, key)?.unwrap_or_else(Map::new);
+    let nested = parameters.values().any(Value::is_object);
+    ensure!(!nested, "{key} is not the same in all layers, which this program lacks");
+    if !parameters.contains_key("rope_type") {
         // The key of the oldest files.
-        given["rope_type"] = given.get("type").cloned().unwrap_or(json!("default"));
+        let old = parameters.get("type").cloned().unwrap_or(json!("default"));
+        parameters.insert("rope_type".to_string(), old);
     }
-    let scaling = Scaling::deserialize(&given)
-        .with_context(|| format!("this program cannot scale rotary angles by {given}"))?;
+    let parameters = Value::Object(parameters);
+    let scaling = Scaling::deserialize(&parameters)
+        .with_context(|| format!("{key} is {parameters}, which this program lacks"))?;
+    let theta = match given(&parameters, "rope_theta")? {
+        Some(theta) => Some(theta),
+        None => given(config, "rope_theta")?,
+    };
     Ok((theta.unwrap_or(10_000.0), scaling))
 }
 
-/// The `config.json` of a model, for transformers of any age.
-pub fn to_json(config: &ModelConfig, end_of_text: Option<u32>) -> Result<Value> {
-    let Some(llama) = &config.llama else { return Ok(gpt2_to_json(config, end_of_text)) };
+/// The `config.json` of a model, for transformers of versions 4 and 5. A text begins and ends with these
+/// tokens, unless the model has ends of its own.
+pub fn to_json(config: &ModelConfig, begin: Option<u32>, end: Option<u32>) -> Result<Value> {
+    let Some(llama) = &config.llama else { return Ok(gpt2_to_json(config, begin, end)) };
     let class = match llama.member {
         Member::Llama => "LlamaForCausalLM",
         Member::Mistral => "MistralForCausalLM",
@@ -280,7 +304,8 @@ pub fn to_json(config: &ModelConfig, end_of_text: Option<u32>) -> Result<Value> 
         "architectures": [class],
         "attention_bias": llama.bias,
         "attention_dropout": 0.0,
-        "eos_token_id": ends(llama, end_of_text),
+        "bos_token_id": begin,
+        "eos_token_id": ends(config, end),
         "head_dim": llama.head_dim,
         "hidden_act": "silu",
         "hidden_size": config.dim,
@@ -305,22 +330,22 @@ pub fn to_json(config: &ModelConfig, end_of_text: Option<u32>) -> Result<Value> 
 }
 
 /// The tokens after which a text ends, as the files have them: none, one, or a list.
-pub fn ends(llama: &Llama, end_of_text: Option<u32>) -> Value {
-    match &llama.ends[..] {
-        [] => json!(end_of_text),
+fn ends(config: &ModelConfig, end: Option<u32>) -> Value {
+    match &config.ends[..] {
+        [] => json!(end),
         [one] => json!(one),
         several => json!(several),
     }
 }
 
-fn gpt2_to_json(config: &ModelConfig, end_of_text: Option<u32>) -> Value {
+fn gpt2_to_json(config: &ModelConfig, begin: Option<u32>, end: Option<u32>) -> Value {
     json!({
         "activation_function": "gelu_new",
         "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": config.dropout,
-        "bos_token_id": end_of_text,
+        "bos_token_id": begin,
         "embd_pdrop": config.dropout,
-        "eos_token_id": end_of_text,
+        "eos_token_id": ends(config, end),
         "initializer_range": 0.02,
         "layer_norm_epsilon": 1e-5,
         "model_type": "gpt2",

@@ -1,5 +1,5 @@
-//! Trains GPT-2 with this crate's operators: from text to a model that generates, and to Hugging
-//! Face's format.
+//! Trains GPT-2 and Llama's family with this crate's operators: from text, or from a folder of Hugging
+//! Face's, to a model that generates, and back to such a folder.
 //! ```text
 //! cargo run -p llm                                  # a small model on this repository's own text
 //! cargo run -p llm -- train --text book.txt --size char --out runs/book
@@ -41,7 +41,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Trains GPT-2 and generates text. Without a command, it trains a small model on this repository's
+/// Trains language models and generates text. Without a command, it trains a small model on this repository's
 /// text.
 #[derive(Debug, Parser)]
 #[command(name = "llm", allow_negative_numbers = true, args_override_self = true)]
@@ -63,7 +63,7 @@ enum Command {
     Sample(sample::SampleOptions),
     /// Write a model in the format of Hugging Face's transformers
     Export(export::ExportOptions),
-    /// Read a GPT-2 in the format of Hugging Face's transformers
+    /// Read a model in the format of Hugging Face's transformers
     Import(export::ImportOptions),
     /// Draw the losses of runs
     Plot(plot::PlotOptions),

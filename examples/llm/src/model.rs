@@ -36,6 +36,9 @@ pub struct ModelConfig {
     /// What makes it a member of Llama's family. Without it, it is a GPT-2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub llama: Option<Llama>,
+    /// Tokens after which a text ends, if the files say so.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ends: Vec<i64>,
 }
 
 impl ModelConfig {
@@ -56,7 +59,8 @@ impl ModelConfig {
             );
         }
         ensure!(
-            self.llama.is_some() || self.dim % self.heads == 0,
+            self.llama.as_ref().is_some_and(|llama| llama.member != Member::Llama)
+                || self.dim % self.heads == 0,
             "--dim {} is no multiple of --heads {}: give one",
             self.dim,
             self.heads
@@ -284,6 +288,11 @@ impl Model {
         self.blocks.iter().map(|_| KvCache::new(tokens.min(self.config.context))).collect()
     }
 
+    /// The weight of the embedding, `[V, C]`.
+    pub fn embedding(&self) -> &Tensor {
+        &self.tokens.ws
+    }
+
     /// The weight of the output layer, `[V, C]`.
     fn head(&self) -> &Tensor {
         self.head.as_ref().unwrap_or(&self.tokens.ws)
@@ -398,6 +407,7 @@ mod tests {
             dropout: 0.0,
             recompute: false,
             llama: None,
+            ends: vec![],
         }
     }
 

@@ -94,7 +94,6 @@ impl Size {
             bias: false,
             positions: context,
             window: None,
-            ends: vec![],
         })
     }
 
@@ -110,6 +109,7 @@ impl Size {
             dropout: 0.0,
             recompute: false,
             llama: self.llama(),
+            ends: vec![],
         }
     }
 
@@ -278,8 +278,9 @@ impl Changes {
     }
 
     /// The settings of a new run with the model's sizes that were given, and no steps of warm-up after
-    /// the end. A new model's other sizes follow.
-    pub fn apply_to_preset(&self, settings: Settings, is_new: bool) -> Settings {
+    /// the end. A new model's other sizes follow; one that is trained further has as many tokens a batch
+    /// as with the context of the `preset`.
+    pub fn apply_to_preset(&self, settings: Settings, preset: i64, is_new: bool) -> Settings {
         let mut settings = self.apply(settings);
         let ModelConfig { context, heads, dim, ref mut llama, .. } = settings.model;
         if let Some(llama) = llama.as_mut().filter(|_| is_new) {
@@ -291,6 +292,10 @@ impl Changes {
             if self.heads.is_some() {
                 llama.kv_heads = heads;
             }
+        }
+        if self.batch.is_none() && !is_new {
+            // As many tokens as the size's.
+            settings.batch = (settings.batch * preset / settings.model.context.max(1)).max(1);
         }
         if self.warm_up.is_none() {
             settings.warm_up = settings.warm_up.min(settings.steps / 10);
@@ -339,7 +344,8 @@ impl TrainOptions {
         // These checks need no data, so settings that cannot work fail before text is prepared.
         let size = self.size.unwrap_or(Size::of(device));
         let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
-        self.changes.apply_to_preset(size.settings(device, 256, data), true).check()
+        let settings = size.settings(device, 256, data);
+        self.changes.apply_to_preset(settings, 0, true).check()
     }
 
     /// Where the data of a new run come from.
@@ -383,16 +389,17 @@ impl TrainOptions {
             None => {
                 let preset = self.size.unwrap_or(Size::of(device));
                 let mut settings = preset.settings(device, vocabulary, data);
+                let context = settings.model.context;
                 settings.source = self.source();
                 if let Some(init) = init {
                     // What was trained already needs smaller steps. The promises of large models are
                     // longer sequences than texts and memory have.
                     settings.lr /= 10.0;
                     let most = if init.llama.is_some() { FINE_TUNED } else { init.context };
-                    let context = init.context.min(most);
-                    settings.model = ModelConfig { dropout: 0.0, context, ..init.clone() };
+                    settings.model = ModelConfig { dropout: 0.0, ..init.clone() };
+                    settings.model.context = init.context.min(most);
                 }
-                self.changes.apply_to_preset(settings, init.is_none())
+                self.changes.apply_to_preset(settings, context, init.is_none())
             }
             Some(earlier) => {
                 self.check_text(earlier)?;

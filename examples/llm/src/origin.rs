@@ -1,7 +1,7 @@
 //! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format.
 
 use crate::checkpoint::{self, Checkpoint};
-use crate::device::Precision;
+use crate::device::{self, Precision};
 use crate::export;
 use crate::model::{Model, ModelConfig};
 use crate::progress::warn;
@@ -25,7 +25,8 @@ enum Weights {
 impl Origin {
     /// What `option` names: a run, or a folder that has a `config.json`.
     pub fn open(option: &str, folder: &Path) -> Result<Origin> {
-        if export::is_model(folder) {
+        // A run may have been exported into its own folder, and trained on.
+        if export::is_model(folder) && !checkpoint::any(&folder.join(checkpoint::FOLDER))? {
             let (config, tokenizer) = export::read(folder)?;
             return Ok(Origin { config, tokenizer, weights: Weights::Folder(folder.into()) });
         }
@@ -39,6 +40,7 @@ impl Origin {
 
     /// The model on a device.
     pub fn model(&self, device: Device) -> Result<Model> {
+        device::check_memory(device, 4 * self.config.parameters() as u64)?;
         let model = Model::zeros(&self.config, device)?;
         self.copy_into(&model)?;
         Ok(model)

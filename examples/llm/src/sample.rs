@@ -117,7 +117,12 @@ pub fn sample(
     let known = tokens.len();
     tch::manual_seed(seed);
     let half = precision.half().filter(|_| model.device().is_cuda());
-    generate(model, half, tokenizer.len() as i64, drawing, length, &mut tokens)?;
+    let of_model = model.config.ends.iter().map(|&end| end as u32);
+    let mut ends: Vec<u32> = of_model.collect();
+    if ends.is_empty() {
+        ends.extend(tokenizer.end_of_text());
+    }
+    generate(model, half, tokenizer.len() as i64, &ends, drawing, length, &mut tokens)?;
     let shown = if prompt.is_empty() { &tokens[known..] } else { &tokens[..] };
     Ok(tokenizer.decode(shown)?.chars().map(printable).collect())
 }
@@ -127,6 +132,7 @@ fn generate(
     model: &Model,
     half: Option<Kind>,
     vocabulary: i64,
+    ends: &[u32],
     drawing: &Drawing,
     length: i64,
     tokens: &mut Vec<u32>,
@@ -134,7 +140,6 @@ fn generate(
     let _no_grad = tch::no_grad_guard();
     let context = model.config.context as usize;
     let mut caches = model.caches(tokens.len() as i64 + length);
-    let ends = model.config.llama.as_ref().map_or(&[][..], |llama| &llama.ends);
     // The cache has the tokens from `first` to `done`.
     let (mut first, mut done) = (tokens.len().saturating_sub(context), 0);
     for _ in 0..length {
@@ -156,7 +161,7 @@ fn generate(
         let logits =
             logits.f_view([-1])?.f_narrow(0, 0, vocabulary.min(model.config.vocabulary))?;
         let token = draw(&logits, drawing)?;
-        if ends.contains(&i64::from(token)) {
+        if ends.contains(&token) {
             break;
         }
         tokens.push(token);
@@ -206,6 +211,7 @@ mod tests {
             dropout: 0.0,
             recompute: false,
             llama: None,
+            ends: vec![],
         };
         Model::new(&config, Device::Cpu, 1).unwrap()
     }
@@ -217,7 +223,7 @@ mod tests {
     #[test]
     fn generates_beyond_the_context_and_only_tokens_of_the_vocabulary() {
         let mut tokens = vec![1; 20];
-        generate(&model(), None, 256, &drawing(None), 50, &mut tokens).unwrap();
+        generate(&model(), None, 256, &[], &drawing(None), 50, &mut tokens).unwrap();
         assert_eq!(tokens.len(), 70);
         assert!(tokens.iter().all(|&token| token < 256));
     }
@@ -226,7 +232,7 @@ mod tests {
     fn the_likeliest_token_is_what_the_whole_window_says() {
         let model = model();
         let mut tokens = vec![3, 4, 5];
-        generate(&model, None, 320, &drawing(Some(1)), 20, &mut tokens).unwrap();
+        generate(&model, None, 320, &[], &drawing(Some(1)), 20, &mut tokens).unwrap();
         // By hand, without a cache, as the windows slide.
         let (mut expected, mut first): (Vec<u32>, usize) = (vec![3, 4, 5], 0);
         let _no_grad = tch::no_grad_guard();
@@ -241,6 +247,12 @@ mod tests {
             expected.push(logits.argmax(-1, false).int64_value(&[0]) as u32);
         }
         assert_eq!(tokens, expected);
+
+        let mut ended = vec![3, 4, 5];
+        let end = expected[9];
+        generate(&model, None, 320, &[end], &drawing(Some(1)), 20, &mut ended).unwrap();
+        let first = 3 + expected[3..].iter().position(|&token| token == end).unwrap();
+        assert_eq!(ended, expected[..first]);
     }
 
     #[test]

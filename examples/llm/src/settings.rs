@@ -4,7 +4,7 @@ use crate::device::Precision;
 use crate::model::ModelConfig;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use tch_extension::optim::schedule::Schedule;
@@ -109,9 +109,13 @@ impl Settings {
 
 fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<(String, String, String)> {
     match (earlier, now) {
-        (Value::Object(earlier), Value::Object(now)) => earlier.iter().find_map(|(name, value)| {
-            first_difference(name, value, now.get(name).unwrap_or(&Value::Null))
-        }),
+        (Value::Object(earlier), Value::Object(now)) => {
+            let names = earlier.keys().chain(now.keys());
+            let of = |all: &Map<String, Value>, name| all.get(name).cloned().unwrap_or_default();
+            names
+                .into_iter()
+                .find_map(|name| first_difference(name, &of(earlier, name), &of(now, name)))
+        }
         _ if earlier == now => None,
         _ => {
             let shown = |value: &Value| value.to_string().replace('"', "");
@@ -148,6 +152,7 @@ pub mod tests {
                 dropout: 0.1,
                 recompute: false,
                 llama: None,
+                ends: vec![],
             },
             precision: Precision::F32,
             batch: 2,

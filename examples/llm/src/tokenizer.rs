@@ -12,7 +12,7 @@ use tokenizers::{AddedToken, NormalizerWrapper, TokenizerBuilder};
 /// The file of a vocabulary, in the format of Hugging Face's tokenizers.
 pub const FILE: &str = "tokenizer.json";
 /// The token between documents of a byte-pair vocabulary, as in GPT-2.
-pub const END_OF_TEXT: &str = "<|endoftext|>";
+const END_OF_TEXT: &str = "<|endoftext|>";
 /// What others have in its place: Llama 3, and Llama 2 and Mistral.
 const OTHER_ENDS: [&str; 2] = ["<|end_of_text|>", "</s>"];
 /// The smallest byte-pair vocabulary: all bytes, and the end of a text.
@@ -76,8 +76,11 @@ impl Tokenizer {
         if serde_json::from_str::<Value>(&json).is_ok_and(|value| value == bytes_value()) {
             return Ok(Tokenizer::bytes());
         }
-        let tokenizer = tokenizers::Tokenizer::from_bytes(&json)
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json)
             .map_err(|error| anyhow!("expected a tokenizer.json: {error}"))?;
+        // Some files have what their last call was for. Texts are longer, and have no padding.
+        tokenizer.with_padding(None);
+        tokenizer.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
         Ok(Tokenizer { json, way: Way::Pairs(Box::new(tokenizer)) })
     }
 
@@ -104,11 +107,21 @@ impl Tokenizer {
         self.hash().iter().map(|byte| format!("{byte:02x}")).collect()
     }
 
-    /// The number of tokens.
+    /// The number of tokens, those that are left out before the last one included.
     pub fn len(&self) -> usize {
         match &self.way {
             Way::Bytes => 256,
-            Way::Pairs(pairs) => pairs.get_vocab_size(true),
+            Way::Pairs(pairs) => {
+                pairs.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1)
+            }
+        }
+    }
+
+    /// The text of a single token, such as the end of a document.
+    pub fn name(&self, token: u32) -> Option<String> {
+        match &self.way {
+            Way::Bytes => None,
+            Way::Pairs(pairs) => pairs.id_to_token(token),
         }
     }
 
@@ -263,6 +276,23 @@ mod tests {
         assert_eq!(again.encode(&[TEXT.into()]).unwrap(), tokens);
         // Training gives the same vocabulary again.
         assert_eq!(Tokenizer::train(texts(), 300).unwrap().hash(), pairs.hash());
+    }
+
+    #[test]
+    fn texts_are_not_cut_and_the_last_token_counts() {
+        let pairs = Tokenizer::train(std::iter::repeat_n(TEXT.to_string(), 20), 300).unwrap();
+        let mut json: Value = serde_json::from_str(&pairs.json).unwrap();
+        json["truncation"] =
+            json!({"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0});
+        json["padding"] = json!({
+            "strategy": {"Fixed": 99}, "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0,
+            "pad_type_id": 0, "pad_token": "<|endoftext|>"
+        });
+        json["model"]["vocab"]["unused"] = json!(999);
+        let other = Tokenizer::parse(json.to_string()).unwrap();
+        assert_eq!(other.encode(&[TEXT.into()]).unwrap(), pairs.encode(&[TEXT.into()]).unwrap());
+        assert_eq!(other.encode_prompt(TEXT).unwrap(), pairs.encode_prompt(TEXT).unwrap());
+        assert_eq!(other.len(), 1000);
     }
 
     #[test]

@@ -221,14 +221,14 @@ impl<'a> Run<'a> {
         let checkpoint = main.as_mut().and_then(|main| main.checkpoint.take());
         let checkpoint = Checkpoint::on_all_ranks(checkpoint, ranks)?;
         let mut model = Model::new(&settings.model, device, seed)?;
+        // All ranks get the weights of rank 0.
+        ranks.on_main(|| match main.as_mut().and_then(|main| main.init.take()) {
+            Some(init) if checkpoint.is_none() => begin_with(&init, &model, &settings),
+            _ => Ok(()),
+        })?;
         if let Some(kind) = settings.precision.half() {
             model.round(kind)?;
         }
-        // All ranks get the weights of rank 0.
-        ranks.on_main(|| match main.as_ref().and_then(|main| main.init.as_ref()) {
-            Some(init) if checkpoint.is_none() => begin_with(init, &model, &settings),
-            _ => Ok(()),
-        })?;
         let model = Rc::new(model);
         let how = TrainerOptions {
             capture: !options.no_capture,
@@ -396,7 +396,7 @@ impl<'a> Run<'a> {
 
     fn plot(&self, curves: &Curves) -> Result<()> {
         let picture = plot::svg(
-            &format!("GPT, {:.1} M parameters", self.settings.model.parameters() as f64 / 1e6),
+            &format!("{:.1} M parameters", self.settings.model.parameters() as f64 / 1e6),
             "nats per token",
             &[
                 Curve::new("training".to_string(), &curves.train, false),
@@ -438,8 +438,7 @@ fn begin_with(init: &Origin, model: &Model, settings: &Settings) -> Result<()> {
         "the data have another vocabulary than --init: prepare them with --vocabulary-from, and the folder of that \
          model"
     );
-    init.copy_into(model).context("--init does not fit: leave out --size and the model's sizes")?;
-    model.round_again()
+    init.copy_into(model).context("--init cannot be loaded into a model of this run's sizes")
 }
 
 /// The rate to compare with: that of the kind in which products are computed.

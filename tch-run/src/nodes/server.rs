@@ -160,12 +160,13 @@ struct Waiting {
     connection: u64,
     hello: Hello,
     writer: Writer,
-    /// How often the other one has spoken since.
-    heard: u32,
+    /// When the other one first spoke since.
+    heard: Option<Instant>,
 }
 
-/// One of the other one's lines may be from the time before its end.
-const LIVES: u32 = 2;
+/// Lines of the time before a connection's end are read one right after the other. One that lives says so
+/// no more often than this.
+const LIVES: Duration = Duration::from_millis(200);
 
 impl Members {
     fn serve(mut self, hears: &Receiver<(u64, Said)>) -> Result<()> {
@@ -203,14 +204,15 @@ impl Members {
             }
             (Said::Left(why), Some(node)) => {
                 self.connected.remove(&connection);
-                let mut orders = self.coordinator.lose(node, &why)?;
+                let orders = self.coordinator.lose(node, &why);
                 let next = self.waiting.iter().position(|other| other.hello.node_rank == node);
                 if let Some(Waiting { connection, hello, writer, .. }) =
                     next.map(|next| self.waiting.remove(next))
                 {
-                    orders.extend(self.greet(connection, hello, writer));
+                    let more = self.greet(connection, hello, writer);
+                    return orders.map(|orders| [orders, more].concat());
                 }
-                Ok(orders)
+                orders
             }
             (Said::Left(_), None) => {
                 self.waiting.retain(|other| other.connection != connection);
@@ -234,7 +236,7 @@ impl Members {
                 orders
             }
             Ok(None) => {
-                self.waiting.push(Waiting { connection, hello, writer, heard: 0 });
+                self.waiting.push(Waiting { connection, hello, writer, heard: None });
                 vec![]
             }
             Err(error) => {
@@ -246,14 +248,17 @@ impl Members {
 
     /// This node's connection lives, so those that wait for its end are other nodes.
     fn refuse_twins(&mut self, node: usize) {
-        for other in self.waiting.iter_mut().filter(|other| other.hello.node_rank == node) {
-            other.heard += 1;
-            if other.heard == LIVES {
+        self.waiting.retain_mut(|other| {
+            if other.hello.node_rank != node {
+                return true;
+            }
+            let lives = other.heard.get_or_insert_with(Instant::now).elapsed() >= LIVES;
+            if lives {
                 let twin = anyhow!("--node-rank {node} is there already: give each node its own");
                 refuse(&other.writer, &twin);
             }
-        }
-        self.waiting.retain(|other| other.heard < LIVES);
+            !lives
+        });
     }
 
     fn check(&self, hello: &Hello) -> Result<()> {

@@ -219,6 +219,32 @@ fn a_node_may_come_back_before_its_loss_is_noticed() {
     place.wait_for("ready.1.1");
 }
 
+/// What the old connection said before its end is read late, and is no sign of life.
+#[test]
+fn a_node_may_come_back_while_node_0_is_stopped() {
+    let place = Place::new();
+    let nodes = Nodes::new(&place, 2);
+    let script = "echo > ready.$RANK.$TORCHELASTIC_RESTART_COUNT; \
+                  [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60";
+    let options = ["-n", "1", "--max-restarts", "1", "--lost-after", "20"];
+    let first = nodes.start(0, &options, script);
+    let mut second = nodes.start(1, &options, script);
+    place.wait_for("ready.0.0");
+    place.wait_for("ready.1.0");
+    signal("STOP", &first.id().to_string());
+    // It says that it is alive once a second.
+    std::thread::sleep(Duration::from_millis(3500));
+    second.kill().unwrap();
+    second.wait().unwrap();
+    let again = nodes.start(1, &options, script);
+    std::thread::sleep(Duration::from_millis(500));
+    signal("CONT", &first.id().to_string());
+    for done in finish_all([first, again]) {
+        assert_eq!(done.code, 0, "{}", done.err);
+    }
+    place.wait_for("ready.1.1");
+}
+
 #[test]
 fn without_node_0_the_others_end() {
     let place = Place::new();

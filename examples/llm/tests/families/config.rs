@@ -45,7 +45,7 @@ fn the_traps_of_files_are_known() {
     let ends = |config: Value, generation: Value| {
         let mut all = llama();
         all["eos_token_id"] = config;
-        read(&all, &json!({"eos_token_id": generation})).unwrap().llama.unwrap().ends
+        read(&all, &json!({"eos_token_id": generation})).unwrap().ends
     };
     assert_eq!(ends(json!(2), Value::Null), [2]);
     assert_eq!(ends(json!(2), json!([3, 4])), [3, 4]);
@@ -65,7 +65,7 @@ fn what_is_written_is_read_again() {
         json!({"model_type": "qwen3", "attention_bias": true, "use_sliding_window": true}),
     ] {
         let config = with(&changes).unwrap();
-        let written = to_json(&config, None).unwrap();
+        let written = to_json(&config, None, None).unwrap();
         assert_eq!(read(&written, &Value::Null).unwrap(), config, "{written}");
     }
 }
@@ -80,13 +80,25 @@ fn other_models_and_absurd_numbers_are_refused_by_name() {
         (json!({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}), "yarn"),
         (json!({"rope_scaling": {"rope_type": "linear", "factor": 0.0}}), "greater than 0"),
         (json!({"rope_scaling": {"rope_type": "linear"}}), "factor"),
-        (json!({"rope_scaling": 7}), "not an object"),
+        (json!({"rope_scaling": 7}), "rope_scaling is 7"),
+        (
+            json!({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}),
+            "the same in all layers",
+        ),
+        (json!({"rope_theta": "500000"}), "rope_theta is \"500000\""),
+        (json!({"rms_norm_eps": "1e-5"}), "rms_norm_eps is \"1e-5\""),
+        (json!({"model_type": "mistral", "sliding_window": "4096"}), "sliding_window is \"4096\""),
+        (json!({"eos_token_id": "</s>"}), "eos_token_id is \"</s>\""),
+        (json!({"hidden_size": 15}), "--dim 15 is no multiple of --heads 4"),
         (json!({"vocab_size": null}), "\"vocab_size\""),
         (json!({"num_attention_heads": 0}), "--heads 0"),
         (json!({"num_key_value_heads": 3}), "no multiple of num_key_value_heads 3"),
         (json!({"head_dim": 7}), "head_dim 7 is odd"),
         (json!({"intermediate_size": -1}), "intermediate_size -1"),
-        (json!({"max_position_embeddings": 1_i64 << 60}), "--context 1152921504606846976"),
+        (
+            json!({"max_position_embeddings": 1_i64 << 60}),
+            "max_position_embeddings 1152921504606846976",
+        ),
         (json!({"rms_norm_eps": -1.0}), "rms_norm_eps"),
         (json!({"rope_theta": 0.0}), "base"),
     ] {

@@ -99,6 +99,10 @@ def compare(folder):
             torch.testing.assert_close(tensor, expected[key], msg=lambda text: f"{name} {key}: {text}")
         tokenizer = AutoTokenizer.from_pretrained(again)
         assert tokenizer(TEXT).input_ids == expected["text"].tolist(), name
+        source = AutoTokenizer.from_pretrained(folder / name)
+        for key in ("bos_token_id", "eos_token_id", "__len__"):
+            before, after = (getattr(one, key) for one in (source, tokenizer))
+            assert (before() == after()) if callable(before) else (before == after), (name, key)
         before = AutoConfig.from_pretrained(folder / name)
         after = AutoConfig.from_pretrained(again)
         for key in ("rope_parameters", "sliding_window", "eos_token_id", "tie_word_embeddings", "max_position_embeddings"):

@@ -190,8 +190,19 @@ fn a_llama_goes_to_files_and_is_trained_further() {
     let line =
         [&["train", "--text", &texts, "--device", "cpu", "--batch", "4"][..], &further].concat();
     succeeded(&place.run(&line));
-    let (before, after) = (place.losses("out")[29], place.losses("tuned")[0]);
-    assert!((before - after).abs() < 0.3, "{before} and {after}");
+    let after = place.losses("tuned")[0];
+    assert!((place.losses("out")[29] - after).abs() < 0.3, "{after}");
+    succeeded(&place.run(&[&line[..], &["--overwrite", "--precision", "bf16"]].concat()));
+    assert!((place.losses("tuned")[0] - after).abs() < 0.02, "{after}");
+
+    // What is trained on in its own folder is the run, and not what was exported there.
+    succeeded(&place.run(&["export", "--from", &tuned, "--to", &tuned]));
+    let printed =
+        succeeded(&place.run(&["export", "--from", &tuned, "--to", &text(&place.path("b"))]));
+    assert!(printed.contains("step 3 of"), "{printed}");
+    fs::write(place.path("b/config.json"), "{}").unwrap();
+    let error = failed(&place.run(&["export", "--from", &out, "--to", &text(&place.path("b"))]));
+    assert!(error.contains("has another model: give a new folder"), "{error}");
 
     for (change, expected) in [
         ("--context", "--context 65 is out of range"),
