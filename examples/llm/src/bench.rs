@@ -100,6 +100,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
         vocabulary: String::new(),
         tokens: tokens.len(Part::Train),
         checksum: tokens.checksum(),
+        learned: tokens.learned(),
     };
     let mut settings = options.size.settings(Device::Cpu, tokens.vocabulary(), id);
     if let Some(rows) = options.rows_of_embedding {

@@ -78,6 +78,9 @@ fn batch(tokens: &Tensor) -> Result<Batch> {
     Ok((tokens.f_get(0)?, tokens.f_get(1)?))
 }
 
+/// The target of a token that is not learned.
+pub const IGNORED: i64 = -100;
+
 /// Fills `[2, B, T]` with the inputs and the targets of windows that begin at `starts`.
 pub fn windows(
     tokens: &Tokens,
@@ -90,9 +93,11 @@ pub fn windows(
     let mut window = vec![0; context + 1];
     for (row, start) in starts.enumerate() {
         tokens.read(part, start, &mut window);
-        let place = row * context..(row + 1) * context;
-        inputs[place.clone()].copy_from_slice(&window[..context]);
-        targets[place].copy_from_slice(&window[1..]);
+        for (place, pair) in (row * context..).zip(window.windows(2)) {
+            // Tokens that are not learned are inverted.
+            inputs[place] = pair[0].max(!pair[0]);
+            targets[place] = if pair[1] < 0 { IGNORED } else { pair[1] };
+        }
     }
     inputs.append(&mut targets);
     Ok(Tensor::f_from_slice(&inputs)?.f_view([2, rows as i64, context as i64])?)
@@ -300,9 +305,11 @@ mod tests {
     fn tokens() -> (tempfile::TempDir, Rc<Tokens>) {
         let folder = tempfile::tempdir().unwrap();
         let all: Vec<u32> = (0..200).collect();
-        crate::tokens::write(folder.path(), ([0; 32], 256), 0.2, |writer| writer.write(&all))
-            .and_then(crate::files::Whole::put)
-            .unwrap();
+        crate::tokens::write(folder.path(), ([0; 32], 256), 0.2, false, |writer| {
+            writer.write(&all)
+        })
+        .and_then(crate::files::Whole::put)
+        .unwrap();
         let tokens = Rc::new(Tokens::open(folder.path()).unwrap());
         (folder, tokens)
     }

@@ -120,7 +120,8 @@ pub fn import(options: &ImportOptions) -> Result<()> {
 
 /// The settings of a run that was imported: those of no training.
 fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
-    let data = DataId { vocabulary: tokenizer.hash_in_hex(), tokens: 0, checksum: 0 };
+    let data =
+        DataId { vocabulary: tokenizer.hash_in_hex(), tokens: 0, checksum: 0, learned: None };
     Settings {
         model,
         precision: Precision::F32,

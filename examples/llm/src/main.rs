@@ -12,6 +12,7 @@ mod bench;
 mod checkpoint;
 mod data;
 mod device;
+mod documents;
 mod export;
 #[cfg(test)]
 #[path = "../tests/families/mod.rs"]

@@ -4,14 +4,16 @@ use crate::family::{Llama, Member};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::nn::{
     AttentionCall, Embedding, FeedForwardConfig, KvCache, Norm, NormConfig, QkTransform, Residual,
     RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig, embedding, norm, rms_norm,
     transformer_block,
 };
-use tch_extension::ops::{RopeOptions, f_linear_cross_entropy, f_rope, f_scaled_rope_tables};
+use tch_extension::ops::{
+    LinearCrossEntropyOptions, RopeOptions, f_linear_cross_entropy, f_rope, f_scaled_rope_tables,
+};
 
 /// The standard deviation of the initial weights, as in GPT-2.
 const INITIAL_DEVIATION: f64 = 0.02;
@@ -298,6 +300,17 @@ impl Model {
         self.head.as_ref().unwrap_or(&self.tokens.ws)
     }
 
+    /// The sum of the losses of the targets `[B, T]` that are learned; see [`Model::loss`].
+    pub fn summed_loss(
+        &self,
+        inputs: &Tensor,
+        targets: &Tensor,
+        half: Option<Kind>,
+        train: bool,
+    ) -> tch_extension::Result<Tensor> {
+        self.reduced_loss(inputs, targets, half, train, Reduction::Sum)
+    }
+
     /// The mean loss of the targets `[B, T]`, which are the tokens after the inputs `[B, T]`. With
     /// `half`, the products are computed in that kind, under autocast. The logits are never whole in
     /// memory.
@@ -308,10 +321,22 @@ impl Model {
         half: Option<Kind>,
         train: bool,
     ) -> tch_extension::Result<Tensor> {
+        self.reduced_loss(inputs, targets, half, train, Reduction::Mean)
+    }
+
+    fn reduced_loss(
+        &self,
+        inputs: &Tensor,
+        targets: &Tensor,
+        half: Option<Kind>,
+        train: bool,
+        reduction: Reduction,
+    ) -> tch_extension::Result<Tensor> {
         let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
         let hidden = self.hidden(inputs, 0, train, None)?.f_reshape([-1, self.config.dim])?;
         let targets = targets.f_reshape([-1])?;
-        f_linear_cross_entropy(&hidden, self.head(), &targets, None, &Default::default())
+        let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
+        f_linear_cross_entropy(&hidden, self.head(), &targets, None, &options)
     }
 
     /// The logits `[B, V]` of the token after the last one of `inputs`, `[B, T]`. The caches have the

@@ -343,7 +343,7 @@ impl TrainOptions {
         }
         // These checks need no data, so settings that cannot work fail before text is prepared.
         let size = self.size.unwrap_or(Size::of(device));
-        let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0 };
+        let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0, learned: None };
         let settings = size.settings(device, 256, data);
         self.changes.apply_to_preset(settings, 0, true).check()
     }
@@ -416,7 +416,7 @@ impl TrainOptions {
             earlier.and_then(|earlier| settings.difference(earlier))
         {
             let option = match option.as_str() {
-                "--vocabulary" | "--tokens" | "--checksum" => "the data".to_string(),
+                "--vocabulary" | "--tokens" | "--checksum" | "--learned" => "the data".to_string(),
                 _ => option,
             };
             return Err(self.differs(&option, &before, &now));
@@ -445,7 +445,7 @@ mod tests {
     }
 
     fn data() -> DataId {
-        DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7 }
+        DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7, learned: None }
     }
 
     fn settings(line: &str, earlier: Option<&Settings>) -> Result<Settings> {

@@ -1,5 +1,6 @@
 //! From text files to a token file and its vocabulary.
 
+use crate::documents;
 use crate::files::{Whole, lock, make_folder, prepare_folder, repository};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
@@ -22,7 +23,8 @@ const DEFAULT_SIZE: usize = 8192;
 /// What to make of which text.
 #[derive(Debug, Clone, clap::Args)]
 pub struct TextOptions {
-    /// Text files, or folders of them [default: this repository's own prose and sources]
+    /// Text files, or folders of them; a line of a .jsonl file is a "text", or a "prompt" and the
+    /// "completion" to learn [default: this repository's own prose and sources]
     #[arg(long, value_name = "PATH", num_args = 1..)]
     pub text: Vec<PathBuf>,
     /// The vocabulary [default: bytes]
@@ -145,7 +147,8 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
         }
     };
     let size = (tokenizer.hash(), tokenizer.len());
-    let tokens = tokens::write(folder, size, held_out, |writer| {
+    let unlearned = sources.files.iter().any(|file| documents::are_in(file));
+    let tokens = tokens::write(folder, size, held_out, unlearned, |writer| {
         sources.files.iter().try_for_each(|file| encode(file, &tokenizer, writer))
     })?;
     let written = Tokens::open_file(tokens.path())?;
@@ -159,14 +162,27 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
     Ok(Prepared { vocabulary: tokenizer.write(folder)?, tokenizer, tokens, said, _lock })
 }
 
+/// The texts of a file: its pieces, or its documents.
+fn texts(file: &Path) -> Box<dyn Iterator<Item = Result<String>> + Send + '_> {
+    if !documents::are_in(file) {
+        return Box::new(pieces(file).map(|piece| {
+            let (file, bytes) = piece?;
+            Ok(text(file, &bytes)?.to_string())
+        }));
+    }
+    match documents::read(file) {
+        Ok(documents) => Box::new(documents.map(|document| Ok(document?.text()))),
+        Err(error) => Box::new(std::iter::once(Err(error))),
+    }
+}
+
 fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
     let mut failure = None;
-    let texts = sources.files.iter().flat_map(|file| pieces(file)).map_while(|piece| {
-        piece
-            .and_then(|(file, bytes)| Ok(text(file, &bytes)?.to_string()))
-            .map_err(|error| failure.get_or_insert(error))
-            .ok()
-    });
+    let texts = sources
+        .files
+        .iter()
+        .flat_map(|file| texts(file))
+        .map_while(|text| text.map_err(|error| failure.get_or_insert(error)).ok());
     let trained = Tokenizer::train(texts, size);
     match failure {
         Some(error) => Err(error),
@@ -175,6 +191,9 @@ fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
 }
 
 fn encode(file: &Path, vocabulary: &Tokenizer, writer: &mut tokens::Writer) -> Result<()> {
+    if documents::are_in(file) {
+        return documents::read(file)?.try_for_each(|document| document?.write(vocabulary, writer));
+    }
     writer.write(&vocabulary.begin_of_text()?)?;
     let mut waiting = Vec::with_capacity(PIECES);
     for piece in pieces(file) {
@@ -334,7 +353,7 @@ fn is_hidden(path: Option<&Path>) -> bool {
     name.to_string_lossy().starts_with('.')
 }
 
-fn cannot_read(file: &Path) -> String {
+pub fn cannot_read(file: &Path) -> String {
     format!("cannot read the text {} (give existing, readable files with --text)", file.display())
 }
 

@@ -56,6 +56,16 @@ pub struct DataId {
     pub tokens: usize,
     /// The checksum of all tokens.
     pub checksum: u32,
+    /// How many of them are learned, if not all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub learned: Option<usize>,
+}
+
+impl DataId {
+    /// The share of the tokens that are learned, if not all are.
+    pub fn learned_share(&self) -> Option<f64> {
+        self.learned.map(|learned| learned as f64 / self.tokens as f64)
+    }
 }
 
 impl Settings {
@@ -163,7 +173,7 @@ pub mod tests {
             weight_decay: 0.1,
             clip: 1.0,
             seed: 1,
-            data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7 },
+            data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7, learned: None },
             source: Default::default(),
         }
     }

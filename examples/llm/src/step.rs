@@ -135,9 +135,15 @@ fn together(
     ranks: &Ranks,
     options: &TrainerOptions,
 ) -> Result<(Trained, Closure)> {
-    let half = settings.precision.half();
-    let loss = move |model: &Model, batch: &[Tensor]| match batch {
-        [inputs, targets] => model.loss(inputs, targets, half, true),
+    let (half, share) = (settings.precision.half(), settings.data.learned_share());
+    let loss = move |model: &Model, batch: &[Tensor]| match (batch, share) {
+        ([inputs, targets], None) => model.loss(inputs, targets, half, true),
+        // Batches have different numbers of targets that are learned. By the expected number, losses of
+        // batches and ranks add up to that of all of them, and none is divided by zero.
+        ([inputs, targets], Some(share)) => {
+            let expected = share * targets.numel() as f64;
+            Ok(model.summed_loss(inputs, targets, half, true)?.f_div_scalar(expected)?)
+        }
         _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
     };
     #[cfg(feature = "distributed")]

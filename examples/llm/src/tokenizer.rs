@@ -175,6 +175,20 @@ impl Tokenizer {
         Ok(encoded.iter().flat_map(|encoding| encoding.get_ids()).copied().collect())
     }
 
+    /// A document's tokens, with those that the post-processor adds, and how many of them stand before
+    /// the first with a byte from `start` on. A token across that place counts as one after it.
+    pub fn encode_from(&self, text: &str, start: usize) -> Result<(Vec<u32>, usize)> {
+        let Way::Pairs(pairs) = &self.way else { return Ok((self.encode_prompt(text)?, start)) };
+        let encoding =
+            pairs.encode(text, true).map_err(|error| anyhow!("cannot encode the text: {error}"))?;
+        let tokens = encoding.get_ids().to_vec();
+        let first = match start {
+            0 => Some(0),
+            _ => encoding.get_offsets().iter().position(|(_, end)| *end > start),
+        };
+        Ok((tokens, first.unwrap_or(encoding.len())))
+    }
+
     /// The text of tokens. Bytes that are no UTF-8 are shown as the replacement character.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
         match &self.way {

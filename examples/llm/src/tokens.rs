@@ -12,6 +12,10 @@ pub const FILE: &str = "tokens.bin";
 
 const MAGIC: &[u8; 8] = b"GPTTOKEN";
 const VERSION: u32 = 1;
+/// That of files with tokens that are read and not learned.
+const WITH_UNLEARNED: u32 = 2;
+/// What marks such a token, of 4 bytes.
+const UNLEARNED: u32 = 1 << 31;
 const HEADER: usize = 96;
 /// Where the checksum of the header's other bytes is.
 const CHECKSUM: usize = HEADER - 4;
@@ -29,6 +33,8 @@ struct Header {
     size: u32,
     /// The checksum of all tokens.
     checksum: u32,
+    /// How many tokens to train on are learned, if not all.
+    learned: Option<usize>,
 }
 
 impl Header {
@@ -36,13 +42,15 @@ impl Header {
         let mut bytes = [0; HEADER];
         let mut put = |at: usize, part: &[u8]| bytes[at..at + part.len()].copy_from_slice(part);
         put(0, MAGIC);
-        put(8, &VERSION.to_le_bytes());
+        let version = if self.learned.is_some() { WITH_UNLEARNED } else { VERSION };
+        put(8, &version.to_le_bytes());
         put(12, &(self.width as u32).to_le_bytes());
         put(16, &(self.train as u64).to_le_bytes());
         put(24, &(self.held_out as u64).to_le_bytes());
         put(32, &self.vocabulary);
         put(64, &self.size.to_le_bytes());
         put(68, &self.checksum.to_le_bytes());
+        put(72, &(self.learned.unwrap_or_default() as u64).to_le_bytes());
         let checksum = crc32fast::hash(&bytes[..CHECKSUM]);
         bytes[CHECKSUM..].copy_from_slice(&checksum.to_le_bytes());
         bytes
@@ -53,7 +61,9 @@ impl Header {
         let short = |at: usize| field(at).map(u32::from_le_bytes).unwrap_or_default();
         let long = |at: usize| u64::from(short(at)) | u64::from(short(at + 4)) << 32;
         ensure!(bytes.get(..8) == Some(MAGIC), "it is no token file");
-        ensure!(short(8) == VERSION, "it has version {}, not {VERSION}", short(8));
+        let version = short(8);
+        let is_known = [VERSION, WITH_UNLEARNED].contains(&version);
+        ensure!(is_known, "it has version {version}, which this program does not know");
         let header = bytes.get(..HEADER).context("it is cut off")?;
         ensure!(crc32fast::hash(&header[..CHECKSUM]) == short(CHECKSUM), "its header is damaged");
         let width = short(12) as usize;
@@ -65,6 +75,7 @@ impl Header {
             vocabulary: header[32..64].try_into()?,
             size: short(64),
             checksum: short(68),
+            learned: (version == WITH_UNLEARNED).then(|| long(72) as usize),
         })
     }
 
@@ -134,7 +145,13 @@ impl Tokens {
         self.header.checksum
     }
 
-    /// Copies the tokens from `start` of a part on. Zeros follow the part's end.
+    /// How many tokens to train on are learned, if not all.
+    pub fn learned(&self) -> Option<usize> {
+        self.header.learned
+    }
+
+    /// Copies the tokens from `start` of a part on. Zeros follow the part's end. One that is not learned
+    /// has all bits inverted, so that it is negative.
     pub fn read(&self, part: Part, start: usize, into: &mut [i64]) {
         let width = self.header.width;
         let (from, to) = match part {
@@ -147,7 +164,10 @@ impl Tokens {
         for (token, bytes) in into.iter_mut().zip(bytes.chunks_exact(width)) {
             *token = match *bytes {
                 [a, b] => i64::from(u16::from_le_bytes([a, b])),
-                [a, b, c, d] => i64::from(u32::from_le_bytes([a, b, c, d])),
+                [a, b, c, d] => match u32::from_le_bytes([a, b, c, d]) {
+                    token if token & UNLEARNED != 0 => !i64::from(token ^ UNLEARNED),
+                    token => i64::from(token),
+                },
                 _ => 0,
             };
         }
@@ -163,6 +183,11 @@ pub struct Writer {
 }
 
 impl Writer {
+    /// Adds tokens that are read and not learned, to a file that may have them.
+    pub fn write_unlearned(&mut self, tokens: &[u32]) -> Result<()> {
+        self.write(&tokens.iter().map(|token| token | UNLEARNED).collect::<Vec<_>>())
+    }
+
     /// Adds tokens at the end.
     pub fn write(&mut self, tokens: &[u32]) -> Result<()> {
         let bytes: Vec<u8> = match self.width {
@@ -176,18 +201,19 @@ impl Writer {
 }
 
 /// Writes the token file of a folder under a temporary name. `fill` writes all tokens, of which the
-/// last `held_out` are not trained on, as a fraction.
+/// last `held_out` are not trained on, as a fraction. Some may be `unlearned`.
 pub fn write(
     folder: &Path,
     vocabulary: ([u8; 32], usize),
     held_out: f64,
+    unlearned: bool,
     fill: impl FnOnce(&mut Writer) -> Result<()>,
 ) -> Result<Whole> {
     let (hash, size) = vocabulary;
     Whole::write(&folder.join(FILE), |path| {
         let mut file = BufWriter::new(File::options().write(true).open(path)?);
         file.write_all(&[0; HEADER])?;
-        let width = if size <= 1 << 16 { 2 } else { 4 };
+        let width = if size <= 1 << 16 && !unlearned { 2 } else { 4 };
         let mut writer = Writer { file, width, count: 0, checksum: Default::default() };
         fill(&mut writer)?;
         let Writer { mut file, width, count, checksum } = writer;
@@ -195,9 +221,16 @@ pub fn write(
             bail!("the text is empty: give a longer one with --text");
         }
         let held_out = ((count as f64 * held_out) as usize).min(count);
+        file.flush()?;
+        let train = count - held_out;
+        let learned = unlearned.then(|| learned(path, train)).transpose()?;
+        if learned == Some(0) {
+            bail!("no text is learned: give lines with \"text\", or with a \"completion\"");
+        }
         let header = Header {
             width,
-            train: count - held_out,
+            train,
+            learned,
             held_out,
             vocabulary: hash,
             size: u32::try_from(size)?,
@@ -209,13 +242,21 @@ pub fn write(
     })
 }
 
+/// How many of the first tokens of a file, of 4 bytes each, are learned.
+fn learned(path: &Path, tokens: usize) -> Result<usize> {
+    // SAFETY: the file is this process' own, which only reads it meanwhile.
+    let map = unsafe { Mmap::map(&File::open(path)?) }?;
+    let marked = |token: &&[u8]| token[3] & 0x80 != 0;
+    Ok(tokens - map[HEADER..].chunks_exact(4).take(tokens).filter(marked).count())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn written(size: usize, tokens: &[u32]) -> (tempfile::TempDir, Result<Tokens>) {
         let folder = tempfile::tempdir().unwrap();
-        write(folder.path(), ([7; 32], size), 0.25, |writer| {
+        write(folder.path(), ([7; 32], size), 0.25, false, |writer| {
             tokens.chunks(3).try_for_each(|piece| writer.write(piece))
         })
         .and_then(Whole::put)
@@ -260,7 +301,7 @@ mod tests {
     #[test]
     fn an_empty_text_writes_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        assert!(write(folder.path(), ([0; 32], 256), 0.1, |_| Ok(())).is_err());
+        assert!(write(folder.path(), ([0; 32], 256), 0.1, false, |_| Ok(())).is_err());
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }

@@ -1,7 +1,7 @@
 //! The training loop.
 
 use crate::checkpoint::{self, Checkpoint};
-use crate::data::{HeldOut, Loader, Order};
+use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
 use crate::files::{lock, make_folder, prepare_folder, write_bytes};
 use crate::log::{self, Curves, Log};
@@ -180,6 +180,7 @@ fn data_id(tokens: &Tokens, tokenizer: &Tokenizer) -> DataId {
         vocabulary: tokenizer.hash_in_hex(),
         tokens: tokens.len(Part::Train),
         checksum: tokens.checksum(),
+        learned: tokens.learned(),
     }
 }
 
@@ -481,22 +482,18 @@ fn held_out_loss(
     ranks: &Ranks,
 ) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
-    let mut weighted = Vec::new();
-    let mut rows = 0;
+    let mut sums = vec![Tensor::f_zeros([2], (Kind::Double, model.device()))?];
     for batch in held_out.batches(model.device(), ranks) {
         let (inputs, targets) = batch?;
-        let here = inputs.size2()?.0;
-        let loss = model.loss(&inputs, &targets, half, false)?;
-        weighted.push(loss.f_mul_scalar(here as f64)?);
-        rows += here;
+        let loss = model.summed_loss(&inputs, &targets, half, false)?.f_to_kind(Kind::Double)?;
+        let learned = targets.f_ne(IGNORED)?.f_sum(Kind::Double)?;
+        sums.push(Tensor::f_stack(&[loss, learned], 0)?);
     }
-    let total = match weighted.is_empty() {
-        true => 0.0,
-        false => Tensor::f_stack(&weighted, 0)?.f_sum(Kind::Double)?.f_double_value(&[])?,
-    };
-    let sums = Tensor::f_from_slice(&[total, rows as f64])?;
-    ranks.sum(&sums)?;
-    Ok(sums.f_double_value(&[0])? / sums.f_double_value(&[1])?)
+    // The host waits once.
+    let all = Tensor::f_stack(&sums, 0)?.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+    let all = all.f_to_device(Device::Cpu)?;
+    ranks.sum(&all)?;
+    Ok(all.f_double_value(&[0])? / all.f_double_value(&[1])?)
 }
 
 /// Removes an earlier run if this one is new, puts new data in their place, and opens the log.

@@ -217,6 +217,45 @@ fn a_llama_goes_to_files_and_is_trained_further() {
     assert!(error.contains(shard), "{error}");
 }
 
+/// Only completions are learned, and batches that have different numbers of them add up.
+#[test]
+fn completions_are_learned_and_prompts_are_not() {
+    let place = Place::new();
+    let lines: Vec<String> = (0..400)
+        .map(|n| {
+            format!(
+                r#"{{"prompt": "{:05}{:05}", "completion": "!!!!"}}"#,
+                n * 7919 % 99991,
+                n * 613 % 99989
+            )
+        })
+        .collect();
+    let file = text(&place.path("lines.jsonl"));
+    fs::write(&file, lines.join("\n")).unwrap();
+    let train = |out: &str, options: &[&str]| {
+        let out = text(&place.path(out));
+        let line = ["--text", &file, "--out", &out, "--lr", "0.03"];
+        place.run(&[&["train"], TINY, &line[..], options].concat())
+    };
+    let losses = |out: &str, options: &[&str]| {
+        succeeded(&train(out, options));
+        place.losses(out)
+    };
+    // Random digits cannot be learned, and what follows them can. With the digits, the loss could not
+    // fall below 10 / 14 · ln 10 = 1.6.
+    let learned = losses("learned", &["--steps", "200"]);
+    let last = learned[180..].iter().sum::<f64>() / 20.0;
+    assert!(last < 0.3, "{last} after {learned:?}");
+    let whole = losses("whole", &["--batch", "4"]);
+    let halves = losses("halves", &["--batch", "2", "--accumulate", "2"]);
+    for (step, (whole, halves)) in whole.iter().zip(&halves).enumerate() {
+        assert!((whole - halves).abs() < 1e-3, "step {step}: {whole} and {halves}");
+    }
+    fs::write(&file, r#"{"prompt": "a", "completion": ""}"#.to_string() + "\n").unwrap();
+    let error = failed(&train("none", &[]));
+    assert!(error.contains("no text is learned"), "{error}");
+}
+
 #[test]
 fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
     let place = Place::new();
