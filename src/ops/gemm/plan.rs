@@ -151,16 +151,17 @@ pub(super) fn choose<'a>(
     let is_slow = product.is_large_double() || described.has_uneven_bias();
     let library = if product.has_bias() && !is_slow { Way::Plan } else { Way::Composite };
     let (costs, processors) = costs()?;
-    let cost = |way| described.cost(way, costs, processors).map(|cost| (way, cost));
-    let skinny = described.fills(processors).then_some(Way::Skinny);
-    let ways = [library, Way::Small].into_iter().chain(skinny);
-    let (way, least) = cheapest(ways.filter_map(cost)).unwrap_or((library, 0.0));
+    let cost = |way| described.cost(way, costs, processors);
+    let skinny = described.fills(processors).then(|| cost(Way::Skinny)).flatten();
+    // Each is computed once: every call of the operator comes here.
+    let all = [(library, cost(library)), (Way::Small, cost(Way::Small)), (Way::Skinny, skinny)];
+    let known = all.into_iter().filter_map(|(way, cost)| Some((way, cost?)));
+    let (way, least) = cheapest(known).unwrap_or((library, 0.0));
     // These are predicted less well.
-    let padded = cost(Way::Padded).filter(|_| described.may_be_padded());
-    Ok(if padded.is_some_and(|(_, padded)| is_clearly_cheaper(padded, least)) {
-        Way::Padded
-    } else {
-        way
+    let padded = described.may_be_padded().then(|| cost(Way::Padded)).flatten();
+    Ok(match padded.is_some_and(|padded| is_clearly_cheaper(padded, least)) {
+        true => Way::Padded,
+        false => way,
     })
 }
 
