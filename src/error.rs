@@ -75,7 +75,7 @@ pub enum Error {
     },
 
     /// Anything else, such as an error of a user's own operator.
-    #[error("{0}")]
+    #[error(transparent)]
     Other(#[from] Box<dyn std::error::Error + Send + Sync>),
 }
 
@@ -157,6 +157,16 @@ mod tests {
         );
         let error = Error::argument("linear", "weight", "2 dimensions", "3", "");
         assert_eq!(error.to_string(), "linear: weight: expected 2 dimensions, got 3");
+    }
+
+    /// Programs print an error with its causes, as anyhow's `{error:#}` does.
+    #[test]
+    fn a_text_is_not_its_own_cause() {
+        use std::error::Error as _;
+        assert!(Error::msg("a text").source().is_none());
+        let outer: Box<dyn std::error::Error + Send + Sync> = Error::msg("a text").into();
+        let outer = Error::from(outer);
+        assert!(outer.to_string() == "a text" && outer.source().is_none());
     }
 
     #[test]

@@ -216,12 +216,12 @@ mod tests {
         let index =
             |file: Value| names_of(json!({"weight_map": {"a": file}}).to_string().as_bytes());
         assert_eq!(index(json!("x.safetensors")).unwrap(), ["x.safetensors".to_string()].into());
-        for bad in ["../x", "/x", "a/x", "./x", "x/", "..", "."]
-            .map(|name| json!(name.to_owned() + ENDING))
+        for bad in
+            ["../x", "/x", "a/x", "./x", "../..", "x/"].map(|name| json!(name.to_owned() + ENDING))
         {
             assert!(index(bad.clone()).unwrap_err().contains("in the same folder"), "{bad}");
         }
-        for bad in [json!(""), json!(7), json!("README.md"), Value::Null] {
+        for bad in [json!(""), json!(".."), json!(7), json!("README.md"), Value::Null] {
             assert!(index(bad.clone()).is_err(), "{bad}");
         }
         assert!(names_of(b"{").is_err() && names_of(b"{\"weight_map\": {}}").is_err());
