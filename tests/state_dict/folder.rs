@@ -124,9 +124,14 @@ fn a_folder_has_a_whole_model_whenever_its_writer_is_killed() {
             .stderr(Stdio::null())
             .spawn()
             .expect("a child");
-        let before = names(folder);
+        // The child needs some time to load libtorch. Then it is killed at any time of a later save.
+        let saved = || {
+            let name = ["model.safetensors", "model.safetensors.index.json"];
+            name.map(|name| folder.join(name).metadata().and_then(|found| found.modified()).ok())
+        };
+        let before = saved();
         let start = std::time::Instant::now();
-        while names(folder) == before && start.elapsed() < Duration::from_secs(30) {
+        while saved() == before && start.elapsed() < Duration::from_secs(30) {
             std::thread::sleep(Duration::from_millis(1));
         }
         std::thread::sleep(Duration::from_micros(2900 * round as u64));
