@@ -133,17 +133,19 @@ pub struct Model {
 enum Positions {
     /// Each place has features, which are added to those of the token.
     Learned(Embedding),
-    /// Queries and keys are rotated.
-    Rotary {
-        cos: Tensor,
-        sin: Tensor,
-        /// What normalises them before that, in each layer. Empty unless it is Qwen 3.
-        norms: Vec<[RmsNorm; 2]>,
-    },
+    Rotary(Rotary),
 }
 
-impl Positions {
-    fn rotary(root: &Path, config: &ModelConfig, llama: &Llama) -> Result<Positions> {
+/// Queries and keys are rotated.
+struct Rotary {
+    cos: Tensor,
+    sin: Tensor,
+    /// What normalises them before that, in each layer. Empty unless it is Qwen 3.
+    norms: Vec<[RmsNorm; 2]>,
+}
+
+impl Rotary {
+    fn new(root: &Path, config: &ModelConfig, llama: &Llama) -> Result<Rotary> {
         let tables = (Kind::Float, root.device());
         let scaling = llama.scaling.of_tables();
         let (cos, sin) =
@@ -153,7 +155,7 @@ impl Positions {
             let eps = RmsNormConfig { eps: Some(llama.eps), ..Default::default() };
             ["q_norm", "k_norm"].map(|name| rms_norm(&attention / name, &[llama.head_dim], eps))
         });
-        Ok(Positions::Rotary { cos, sin, norms: norms.collect() })
+        Ok(Rotary { cos, sin, norms: norms.collect() })
     }
 
     /// Queries and keys of a layer, the first of which are at this place.
@@ -164,9 +166,7 @@ impl Positions {
         k: &Tensor,
         offset: i64,
     ) -> tch_extension::Result<(Tensor, Tensor)> {
-        let Positions::Rotary { cos, sin, norms } = self else {
-            return Ok((q.shallow_clone(), k.shallow_clone()));
-        };
+        let Rotary { cos, sin, norms } = self;
         let options = RopeOptions { offset, ..Default::default() };
         match norms.get(layer) {
             Some([of_q, of_k]) => {
@@ -201,7 +201,7 @@ impl Model {
         };
         let positions = match &config.llama {
             None => Positions::Learned(embedding(&root / "wpe", config.context, dim, of_tokens)),
-            Some(llama) => Positions::rotary(&root, config, llama)?,
+            Some(llama) => Positions::Rotary(Rotary::new(&root, config, llama)?),
         };
         let has_head = config.llama.as_ref().is_some_and(|llama| !llama.tied);
         let blocks = (0..config.layers)
@@ -300,31 +300,10 @@ impl Model {
         self.head.as_ref().unwrap_or(&self.tokens.ws)
     }
 
-    /// The sum of the losses of the targets `[B, T]` that are learned; see [`Model::loss`].
-    pub fn summed_loss(
-        &self,
-        inputs: &Tensor,
-        targets: &Tensor,
-        half: Option<Kind>,
-        train: bool,
-    ) -> tch_extension::Result<Tensor> {
-        self.reduced_loss(inputs, targets, half, train, Reduction::Sum)
-    }
-
-    /// The mean loss of the targets `[B, T]`, which are the tokens after the inputs `[B, T]`. With
-    /// `half`, the products are computed in that kind, under autocast. The logits are never whole in
-    /// memory.
+    /// The mean or the sum of the losses of the targets `[B, T]`, which are the tokens after the inputs
+    /// `[B, T]`, without those that are not learned. With `half`, the products are computed in that kind,
+    /// under autocast. The logits are never whole in memory.
     pub fn loss(
-        &self,
-        inputs: &Tensor,
-        targets: &Tensor,
-        half: Option<Kind>,
-        train: bool,
-    ) -> tch_extension::Result<Tensor> {
-        self.reduced_loss(inputs, targets, half, train, Reduction::Mean)
-    }
-
-    fn reduced_loss(
         &self,
         inputs: &Tensor,
         targets: &Tensor,
@@ -369,18 +348,22 @@ impl Model {
             // The whole table needs no view, whose backward pass would copy its gradient.
             Positions::Learned(table) if count == self.config.context => sum.f_add(&table.ws)?,
             Positions::Learned(table) => sum.f_add(&table.ws.f_narrow(0, start, count)?)?,
-            Positions::Rotary { .. } => sum,
+            Positions::Rotary(_) => sum,
         };
         if train && self.config.dropout > 0.0 {
             sum = sum.f_dropout(self.config.dropout, true)?;
         }
-        let is_rotary = matches!(self.positions, Positions::Rotary { .. });
+        let rotary = match &self.positions {
+            Positions::Rotary(rotary) => Some(rotary),
+            Positions::Learned(_) => None,
+        };
         let mut stream = Residual::new(sum);
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
-            let rotated =
-                |q: &Tensor, k: &Tensor, offset| self.positions.rotated(index, q, k, offset);
-            let transform = is_rotary.then_some(&rotated as QkTransform<'_>);
+            let rotated = rotary.map(|rotary| {
+                move |q: &Tensor, k: &Tensor, offset| rotary.rotated(index, q, k, offset)
+            });
+            let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
             let call = AttentionCall { train, cache, transform, ..Default::default() };
             stream = block.f_forward(&stream, call)?;
         }
@@ -483,7 +466,8 @@ mod tests {
             tch::manual_seed(5);
             let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
             let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
-            let loss = model.loss(&inputs, &targets, Some(Kind::BFloat16), true).unwrap();
+            let loss =
+                model.loss(&inputs, &targets, Some(Kind::BFloat16), true, Reduction::Mean).unwrap();
             loss.backward();
             let variables = model.variables.variables().into_iter();
             let mut gradients: Vec<_> =
@@ -507,7 +491,7 @@ mod tests {
         let model = Model::new(&config(), Device::Cpu, 3).unwrap();
         let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
         let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
-        let loss = model.loss(&inputs, &targets, None, true).unwrap();
+        let loss = model.loss(&inputs, &targets, None, true, Reduction::Mean).unwrap();
         let hidden = model.hidden(&inputs, 0, true, None).unwrap();
         let logits = hidden.linear::<&Tensor>(&model.tokens.ws, None);
         let expected = logits.flatten(0, 1).cross_entropy_for_logits(&targets.flatten(0, 1));

@@ -8,7 +8,7 @@ use crate::settings::Settings;
 use crate::trained::{State, Trained};
 use anyhow::Result;
 use std::rc::Rc;
-use tch::Tensor;
+use tch::{Reduction, Tensor};
 #[cfg(feature = "distributed")]
 use tch_extension::distributed::{
     CommHook, Compression, Ddp, DdpOptions, ShardedOptimizer, ShardedOptions,
@@ -137,12 +137,13 @@ fn together(
 ) -> Result<(Trained, Closure)> {
     let (half, share) = (settings.precision.half(), settings.data.learned_share());
     let loss = move |model: &Model, batch: &[Tensor]| match (batch, share) {
-        ([inputs, targets], None) => model.loss(inputs, targets, half, true),
+        ([inputs, targets], None) => model.loss(inputs, targets, half, true, Reduction::Mean),
         // Batches have different numbers of targets that are learned. By the expected number, losses of
         // batches and ranks add up to that of all of them, and none is divided by zero.
         ([inputs, targets], Some(share)) => {
             let expected = share * targets.numel() as f64;
-            Ok(model.summed_loss(inputs, targets, half, true)?.f_div_scalar(expected)?)
+            let sum = model.loss(inputs, targets, half, true, Reduction::Sum)?;
+            Ok(sum.f_div_scalar(expected)?)
         }
         _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
     };

@@ -22,7 +22,7 @@ use anyhow::{Context, Result, anyhow, ensure};
 use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 
 /// The folder, in that of the run, with the data of a text.
 const DATA: &str = "data";
@@ -485,7 +485,8 @@ fn held_out_loss(
     let mut sums = vec![Tensor::f_zeros([2], (Kind::Double, model.device()))?];
     for batch in held_out.batches(model.device(), ranks) {
         let (inputs, targets) = batch?;
-        let loss = model.summed_loss(&inputs, &targets, half, false)?.f_to_kind(Kind::Double)?;
+        let loss =
+            model.loss(&inputs, &targets, half, false, Reduction::Sum)?.f_to_kind(Kind::Double)?;
         let learned = targets.f_ne(IGNORED)?.f_sum(Kind::Double)?;
         sums.push(Tensor::f_stack(&[loss, learned], 0)?);
     }

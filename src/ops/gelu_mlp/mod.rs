@@ -55,8 +55,9 @@ impl Default for GeluMlpOptions {
 ///
 /// The products are those of [`linear`](super::linear()). One pass computes a from z. In the backward
 /// pass, another one computes dz in the place of da, with db₁ from values that are not rounded yet, and
-/// a if it was not kept. On CUDA, in half kinds and where rows begin at multiples of 16 bytes, cuBLASLt
-/// computes the GELU with tanh as it stores z, by an approximation of its own. In the half kinds z, a, da
+/// a if it was not kept. On CUDA of compute capability 9.0, in half kinds, of more than four rows that begin
+/// at multiples of 16 bytes, cuBLASLt computes the GELU with tanh as it stores z, by an approximation of
+/// its own. In the half kinds z, a, da
 /// and dz are rounded, as in libtorch's three operations, and everything between is computed in `Float`.
 /// NaN and infinity give what libtorch's operations give, except that the exact GELU of infinity is
 /// infinity on the CPU, too, where oneDNN's is NaN.

@@ -30,7 +30,8 @@ pub(crate) struct Facts {
     pub rows: i64,
 }
 
-/// Products of at most so many rows are better dot products (`gemm::plan`), which have no epilogue.
+/// Products of at most so many rows may be dot products (`gemm::plan`), which have no epilogue. It was
+/// measured for more rows only.
 const FEW_ROWS: i64 = 4;
 
 /// Whether a comes from the product's epilogue, if cuBLASLt has it for these tensors and, unless it is

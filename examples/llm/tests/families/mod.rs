@@ -8,7 +8,7 @@ use crate::model::Model;
 use crate::origin::Origin;
 use std::collections::BTreeMap;
 use std::path::Path;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::nn::state_dict::load_tensors;
 
 const TEXT: &str = "the cat and the other cat, naïve — and the bell 日本 <s>\n";
@@ -22,8 +22,10 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) {
 
 /// Loss and gradients of the batch, and the logits after its last token, also token by token.
 fn assert_computes(name: &str, model: &Model, expected: &BTreeMap<String, Tensor>) {
+    let numbers: usize = model.named_variables().iter().map(|(_, weight)| weight.numel()).sum();
+    assert_eq!(numbers as i64, model.config.parameters(), "{name}");
     let (inputs, targets) = (&expected["inputs"], &expected["targets"]);
-    let loss = model.loss(inputs, targets, None, true).unwrap();
+    let loss = model.loss(inputs, targets, None, true, Reduction::Mean).unwrap();
     assert_close(&loss.detach(), &expected["loss"], &format!("{name}: loss"));
     loss.backward();
     let mut others = expected.keys().filter(|name| name.starts_with("grad.")).count();
