@@ -43,11 +43,18 @@ impl Draw {
         draw
     }
 
-    /// Sizes up to these, in the same step, whose product is at most `limit`.
+    /// Sizes up to these, whose product is at most `limit`: the first, the rows, in a step of its own,
+    /// and the others in the same step.
     pub fn sizes<const N: usize>(&mut self, most: [i64; N], limit: i64) -> [i64; N] {
         loop {
-            let step = self.step();
-            let sizes = most.map(|most| self.size(most, step));
+            let mut sizes = most;
+            let mut step = self.step();
+            for (index, size) in sizes.iter_mut().enumerate() {
+                if index == 1 {
+                    step = self.step();
+                }
+                *size = self.size(*size, step);
+            }
             let product = sizes.iter().try_fold(1_i64, |all, &size| all.checked_mul(size));
             if product.is_some_and(|product| product <= limit) {
                 return sizes;

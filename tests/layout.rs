@@ -31,13 +31,14 @@ macro_rules! entries {
 
 const OPERATORS: &[Operator] = operators!(entries);
 
-/// Folders of `src/ops` that all operators share.
-const SHARED_BY_PLANS: [&str; 2] = ["costs", "tune"];
+/// Folders of `src/ops` that all operators share, and that of the kernel of `nn::KvCache`.
+const SHARED_BY_PLANS: [&str; 3] = ["costs", "tune", "attention"];
 
 /// Folders of csrc that belong neither to an operator nor to a family of operators.
-const SHARED: [&str; 11] = [
+const SHARED: [&str; 12] = [
     "include",
     "amp",
+    "attention",
     "autograd",
     "library",
     "cuda",

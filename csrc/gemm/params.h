@@ -15,7 +15,7 @@ enum class GemmWay : int32_t {
   Small,
   // A kernel of this crate for compute capability 9.0: half kinds with a bias of full shape.
   Hopper,
-  // Dot products, for at most 4 rows or columns.
+  // Dot products, for at most 4 rows or columns, or 8 by tensor cores.
   Skinny,
   // One call of cuBLASLt on padded copies, whose rows begin at multiples of 16 bytes.
   Padded,
@@ -57,7 +57,8 @@ struct GemmProduct {
   int32_t relu;
 };
 
-// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4.
+// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4, or 8 by
+// tensor cores.
 struct GemmSkinny {
   // The rows of the long factor.
   int64_t rows;
@@ -65,8 +66,8 @@ struct GemmSkinny {
   int64_t shorts;
   // Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
   int32_t by_rows;
-  // Whether 16-byte loads can read the long factor along its rows.
-  int32_t whole;
+  // Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.
+  int32_t by_tensor;
 };
 
 // How many elements `Padded` would read, write and copy.

@@ -1,5 +1,6 @@
-// Products with up to 4 columns or up to 4 rows. They are bound by memory bandwidth, and most of a
-// tensor core's tile would be wasted on them. Operands may have any row stride and any address.
+// Products with up to 4 columns or up to 4 rows, or 8 by tensor cores (skinny_tensor.cu). They are
+// bound by memory bandwidth, and most of a tensor core's tile would be wasted on them. Operands may
+// have any row stride and any address.
 //
 // The short factor has few rows or columns; the long factor has many and is read once. If K is
 // contiguous in the long factor, a team of threads computes the sums of one row of it or of
@@ -301,23 +302,25 @@ extern "C" bool tch_extension_gemm_skinny_facts_cuda(const GemmProduct* product,
                                                      GemmSkinny* result) {
   constexpr int64_t kMostBlocks = 65535;
   constexpr int64_t kMost = INT32_MAX - 65536;  // leaves room to add a step in 32 bits
-  if (product->m > kMostShort && product->n > kMostShort) return false;
+  const int64_t shorts = product->m < product->n ? product->m : product->n;
+  if (shorts > kMostShortByTensor) return false;
   const Skinny skinny = skinny_of(*product);
+  const bool by_tensor = is_for_tensor_cores(skinny, product->kind);
+  if (shorts > kMostShort && !by_tensor) return false;
   const bool by_rows = is_by_rows(skinny);
   if (!(by_rows || is_by_columns(skinny)) || product->batch > kMostBlocks || product->k > kMost)
     return false;
-  bool is_whole = false;
-  for_kind(product->kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    is_whole = is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanesOf16Bytes<T> == 0;
-  });
-  *result = {skinny.rows, skinny.shorts, by_rows, is_whole};
+  *result = {skinny.rows, skinny.shorts, by_rows, by_tensor};
   return true;
 }
 
 extern "C" LaunchStatus tch_extension_gemm_skinny_cuda(const GemmProduct* product,
                                                        cudaStream_t stream) {
   const Skinny skinny = skinny_of(*product);
+  if (is_for_tensor_cores(skinny, product->kind)) {
+    start_skinny_tensor(skinny, product->kind, product->batch, stream);
+    return launch_status("skinny_product");
+  }
   if (!is_by_rows(skinny)) {
     start_skinny_columns(skinny, product->kind, product->batch, stream);
     return launch_status("skinny_product");

@@ -9,6 +9,8 @@
 namespace tch_extension::gemm {
 
 constexpr int kMostShort = 4;
+// By tensor cores.
+constexpr int kMostShortByTensor = 8;
 
 // How the short factor is read: value by value, in vectors like those of the long factor, or in
 // such vectors from a copy in shared memory.
@@ -65,5 +67,9 @@ constexpr int64_t kSteps = 8;
 
 // Starts the kernel for a long factor whose row stride is 1.
 void start_skinny_columns(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream);
+
+// Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.
+bool is_for_tensor_cores(const Skinny& skinny, int32_t kind);
+void start_skinny_tensor(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream);
 
 }  // namespace tch_extension::gemm

@@ -254,9 +254,10 @@ impl TransformerBlock {
     /// When the stream does not fit this block, as for [`Attention::f_attend`], or if libtorch or CUDA
     /// fails. The call's cache is then as after an error of `f_attend`.
     pub fn f_forward(&self, stream: &Residual, call: AttentionCall<'_>) -> Result<Residual> {
-        let AttentionCall { train, attn_mask, mut cache, transform } = call;
+        let AttentionCall { train, attn_mask, mut cache, transform, places } = call;
         let before = cache.as_ref().map(|cache| cache.mark());
-        let call = AttentionCall { train, attn_mask, cache: cache.as_deref_mut(), transform };
+        let cached = cache.as_deref_mut();
+        let call = AttentionCall { train, attn_mask, cache: cached, transform, places };
         let output = self.branches(stream, call);
         if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
             cache.rewind(before);

@@ -75,6 +75,7 @@ macro_rules! operators {
                     "gemm/padded.cu",
                     "gemm/plan.cpp",
                     "gemm/skinny.cu",
+                    "gemm/skinny_tensor.cu",
                     "gemm/small.cu",
                 ],
             }
@@ -167,6 +168,7 @@ macro_rules! operators {
                     "gemm/padded.cu",
                     "gemm/plan.cpp",
                     "gemm/skinny.cu",
+                    "gemm/skinny_tensor.cu",
                     "gemm/small.cu",
                     "matmul_add_relu/cpu_product.cpp",
                 ],

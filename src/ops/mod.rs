@@ -19,6 +19,7 @@ mod kinds;
 mod add_layer_norm;
 #[cfg(feature = "norm")]
 mod add_rms_norm;
+pub(crate) mod attention;
 #[cfg(feature = "gemm")]
 mod column_sums;
 #[cfg(feature = "gemm")]

@@ -4,6 +4,7 @@
 mod back_ends;
 mod cache;
 mod cuda;
+mod decode;
 mod layer;
 mod refusals;
 

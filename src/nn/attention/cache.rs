@@ -1,7 +1,10 @@
 //! Keys and values of what was generated before.
 
+use super::functional::{AttentionOptions, f_scaled_dot_product_attention};
+use crate::check::Check;
+use crate::ops::attention::{self, Operands};
 use crate::{Result, check};
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 const OP: &str = "nn::KvCache";
 
@@ -37,6 +40,8 @@ pub struct KvCache {
     len: i64,
     /// Keys and values, `[B, H, max_length, D]`.
     memory: Option<(Tensor, Tensor)>,
+    /// What the kernel of [`f_decode`](KvCache::f_decode) counts its blocks with: zeros between calls.
+    counters: Option<Tensor>,
 }
 
 /// A state of a cache. It holds as long as only tokens are appended.
@@ -53,7 +58,7 @@ impl KvCache {
     /// When `max_length` is negative.
     pub fn new(max_length: i64) -> Self {
         assert!(max_length >= 0, "{OP}: max_length: expected at least 0, got {max_length}");
-        KvCache { max_length, len: 0, memory: None }
+        KvCache { max_length, len: 0, memory: None, counters: None }
     }
 
     /// The number of tokens in the cache.
@@ -79,7 +84,7 @@ impl KvCache {
 
     /// Forgets everything and frees the memory, so that tensors of other sizes may follow.
     pub fn clear(&mut self) {
-        (self.len, self.memory) = (0, None);
+        (self.len, self.memory, self.counters) = (0, None, None);
     }
 
     /// Appends the keys `[B, H, T, D]` and values `[B, H, T, Dv]` of T new tokens. Returns all keys
@@ -90,10 +95,12 @@ impl KvCache {
     /// or if they require grad. The cache is then unchanged.
     pub fn f_append(&mut self, key: &Tensor, value: &Tensor) -> Result<(Tensor, Tensor)> {
         let new = self.checked(key, value)?;
-        let (keys, values) = match &self.memory {
-            Some((keys, values)) => (keys.shallow_clone(), values.shallow_clone()),
-            None => (self.allocate(key)?, self.allocate(value)?),
-        };
+        if new > self.max_length - self.len {
+            let expected = format!("at most {} more tokens", self.max_length - self.len);
+            let hint = "make the cache with a greater max_length";
+            return Err(check!(OP, key).refuse(expected, new.to_string(), hint));
+        }
+        let (keys, values) = self.memory_for(key, value)?;
         {
             let _guard = tch::no_grad_guard();
             keys.f_narrow(2, self.len, new)?.f_copy_(key)?;
@@ -103,6 +110,116 @@ impl KvCache {
         let all = (keys.f_narrow(2, 0, len)?, values.f_narrow(2, 0, len)?);
         (self.len, self.memory) = (len, Some((keys, values)));
         Ok(all)
+    }
+
+    /// Attention of one new token of each row, whose place is on the device: the step of a captured graph
+    /// that generates one token after the other.
+    ///
+    /// ```text
+    /// keys[b, :, places[b]] = key[b]      values[b, :, places[b]] = value[b]
+    /// y[b] = softmax(scale · q[b] keys[b, :, ..=places[b]]ᵀ) values[b, :, ..=places[b]]
+    /// ```
+    ///
+    /// * `query`: q, `[B, H, 1, D]`, where the cache's heads may be fewer and then are shared
+    /// * `key`, `value`: of the new tokens, `[B, Hkv, 1, D]` and `[B, Hkv, 1, Dv]`
+    /// * `places`: `[B]`, of kind `Int64`, on the same device: how many tokens of each row are in the
+    ///   cache. So rows may have prompts of different lengths: append them padded at their ends.
+    /// * `scale`: by default `1 / sqrt(D)`
+    ///
+    /// Returns y, `[B, H, 1, Dv]`. [`len`](KvCache::len) stays, because the host does not know the places.
+    /// On CUDA, for `Half`, `BFloat16` and `Float` with D = Dv, a multiple of 16 bytes up to 512, it is one
+    /// kernel that reads the part of the cache that is in use, and never waits for the host; otherwise
+    /// libtorch's operations on the whole memory. A place outside of the cache is an error on the CPU;
+    /// on CUDA it changes nothing in the cache, and the row's output has no meaning.
+    ///
+    /// Equivalent to, for one row:
+    /// ```
+    /// # use tch::{Device, Kind, Tensor};
+    /// # use tch_extension::nn::KvCache;
+    /// # let new = |heads: i64, t: i64| Tensor::randn([1, heads, t, 8], (Kind::Float, Device::Cpu));
+    /// # let (prompt, q, k, v) = (new(2, 5), new(4, 1), new(2, 1), new(2, 1));
+    /// let mut cache = KvCache::new(16);
+    /// cache.f_append(&prompt, &prompt)?;
+    /// let y = cache.f_decode(&q, &k, &v, &Tensor::from_slice(&[5_i64]), None)?;
+    ///
+    /// let (keys, values) = cache.f_append(&k, &v)?;
+    /// let (keys, values) = (keys.repeat_interleave_self_int(2, 1, None), values.repeat_interleave_self_int(2, 1, None));
+    /// let weights = (q.matmul(&keys.transpose(2, 3)) / 8_f64.sqrt()).softmax(-1, Kind::Float);
+    /// assert!(y.allclose(&weights.matmul(&values), 1e-5, 1e-6, false));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the tensors do not fit each other or what is in the cache, if they require grad, or if libtorch
+    /// or CUDA fails. The cache is then unchanged.
+    pub fn f_decode(
+        &mut self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        places: &Tensor,
+        scale: Option<f64>,
+    ) -> Result<Tensor> {
+        self.check_decode(query, key, value, places)?;
+        let _guard = tch::no_grad_guard();
+        let (keys, values) = self.memory_for(key, value)?;
+        let (b, h, _, d) = query.size4()?;
+        let like = (Kind::Int, query.device());
+        let counters =
+            match self.counters.take().filter(|counters| counters.numel() as i64 >= b * h) {
+                Some(counters) => counters,
+                None => Tensor::f_zeros([b * h], like)?,
+            };
+        let scale = scale.unwrap_or(1.0 / (d as f64).sqrt());
+        let output = attention::decode(&Operands {
+            query,
+            new: [key, value],
+            cache: [&keys, &values],
+            places: &places.f_contiguous()?,
+            counters: &counters,
+            scale,
+        });
+        let output = match output {
+            Ok(Some(output)) => Ok(output),
+            Ok(None) => decode_by_operations(query, [key, value], [&keys, &values], places, scale),
+            Err(error) => Err(error),
+        };
+        if output.is_ok() || self.memory.is_some() {
+            (self.memory, self.counters) = (Some((keys, values)), Some(counters));
+        }
+        output
+    }
+
+    fn check_decode(
+        &self,
+        query: &Tensor,
+        key: &Tensor,
+        value: &Tensor,
+        places: &Tensor,
+    ) -> Result<()> {
+        let of_key = check!(OP, key).defined()?.dim(4, "[B, Hkv, 1, D]")?;
+        let of_query = check!(OP, query).defined()?.dim(4, "[B, H, 1, D]")?.like(&of_key)?;
+        let (b, kv_heads, t, d) = key.size4()?;
+        of_key.shape("[B, Hkv, 1, D]", &[b, kv_heads, 1, d])?;
+        self.checked(key, value)?;
+        let heads = query.size4()?.1;
+        of_query.shape("[B, H, 1, D]", &[b, heads, t, d])?;
+        if kv_heads == 0 || heads % kv_heads != 0 {
+            let expected = format!("a multiple of the cache's {kv_heads} heads");
+            return Err(of_query.refuse(expected, format!("{heads} heads"), ""));
+        }
+        without_grad(&of_query)?;
+        let of_places = check!(OP, places).defined()?.kind_in(&[Kind::Int64])?;
+        of_places.same_device_as(&of_key)?.shape("[B]", &[b])?;
+        Ok(())
+    }
+
+    /// The memory, which is new if nothing was appended yet.
+    fn memory_for(&self, key: &Tensor, value: &Tensor) -> Result<(Tensor, Tensor)> {
+        match &self.memory {
+            Some((keys, values)) => Ok((keys.shallow_clone(), values.shallow_clone())),
+            None => Ok((self.allocate(key)?, self.allocate(value)?)),
+        }
     }
 
     /// What [`rewind`](Self::rewind) goes back to.
@@ -121,7 +238,8 @@ impl KvCache {
     fn allocate(&self, new: &Tensor) -> Result<Tensor> {
         let mut size = new.size();
         size[2] = self.max_length;
-        Ok(Tensor::f_empty(&size, (new.f_kind()?, new.device()))?)
+        // Zeros, because memory that is not in use may be multiplied by weights of zero.
+        Ok(Tensor::f_zeros(&size, (new.f_kind()?, new.device()))?)
     }
 
     /// The number of new tokens.
@@ -131,15 +249,8 @@ impl KvCache {
         let value_checked = check!(OP, value).defined()?.dim(4, "[B, H, T, Dv]")?;
         let shape = [b, h, t, value.size()[3]];
         value_checked.like(&key_checked)?.shape("[B, H, T, Dv]", &shape)?;
-        for argument in [key_checked, value_checked] {
-            if argument.tensor().requires_grad() {
-                let hint = "generate under tch::no_grad";
-                return Err(argument.refuse(
-                    "a tensor without grad",
-                    "one that requires grad",
-                    hint,
-                ));
-            }
+        for argument in [&key_checked, &value_checked] {
+            without_grad(argument)?;
         }
         if let Some((keys, values)) = &self.memory {
             for (argument, memory) in [(key_checked, keys), (value_checked, values)] {
@@ -148,11 +259,53 @@ impl KvCache {
                 argument.like(&check!(OP, "cache", memory))?.shape("[B, H, T, D]", &shape)?;
             }
         }
-        if t > self.max_length - self.len {
-            let expected = format!("at most {} more tokens", self.max_length - self.len);
-            let hint = "make the cache with a greater max_length";
-            return Err(key_checked.refuse(expected, t.to_string(), hint));
-        }
         Ok(t)
     }
+}
+
+fn without_grad(argument: &Check<'_>) -> Result<()> {
+    if argument.tensor().requires_grad() {
+        let hint = "generate under tch::no_grad";
+        return Err(argument.refuse("a tensor without grad", "one that requires grad", hint));
+    }
+    Ok(())
+}
+
+/// [`KvCache::f_decode`] for what the kernel does not do.
+fn decode_by_operations(
+    query: &Tensor,
+    new: [&Tensor; 2],
+    cache: [&Tensor; 2],
+    places: &Tensor,
+    scale: f64,
+) -> Result<Tensor> {
+    let mut length = cache[0].size4()?.2;
+    if !places.device().is_cuda() && places.numel() > 0 {
+        let most = places.f_max()?.f_int64_value(&[])?;
+        let least = places.f_min()?.f_int64_value(&[])?;
+        if least < 0 || most >= length {
+            let expected = format!("numbers from 0 to {}", length - 1);
+            let hint = "make the cache with a greater max_length";
+            return Err(check!(OP, places).refuse(expected, format!("{least} to {most}"), hint));
+        }
+        length = most + 1;
+    }
+    let tokens = Tensor::f_arange(length, (Kind::Int64, places.device()))?;
+    let places = places.f_view([-1, 1, 1, 1])?;
+    let part = |memory: &Tensor, new: &Tensor| -> Result<Tensor> {
+        let mut part = memory.f_narrow(2, 0, length)?;
+        let is_here = tokens.f_view([1, 1, -1, 1])?.f_eq_tensor(&places)?;
+        part.f_copy_(&new.f_where_self(&is_here, &part)?)?;
+        Ok(part)
+    };
+    let (keys, values) = (part(cache[0], new[0])?, part(cache[1], new[1])?);
+    let mask = tokens.f_view([1, 1, 1, -1])?.f_le_tensor(&places)?;
+    let enable_gqa = query.size4()?.1 != keys.size4()?.1;
+    let options = AttentionOptions {
+        attn_mask: Some(&mask),
+        scale: Some(scale),
+        enable_gqa,
+        ..Default::default()
+    };
+    f_scaled_dot_product_attention(query, &keys, &values, &options)
 }

@@ -110,6 +110,10 @@ pub struct AttentionCall<'a> {
     pub cache: Option<&'a mut KvCache>,
     /// Changes queries and keys.
     pub transform: Option<QkTransform<'a>>,
+    /// `[B]`: how many tokens of each row are in the cache, on the device. Then T is 1, and the tokens are
+    /// put there and see what is before them; see [`KvCache::f_decode`]. The transform gets the cache's
+    /// length, which stays.
+    pub places: Option<&'a Tensor>,
 }
 
 #[derive(Debug)]
@@ -241,8 +245,10 @@ impl Attention {
         check!(OP, input).defined()?.dim(3, "[B, T, C]")?;
         let (b, t, _) = input.size3()?;
         check!(OP, input).shape("[B, T, C]", &[b, t, self.embed_dim])?;
-        let AttentionCall { train, attn_mask, mut cache, transform } = call;
-
+        let AttentionCall { train, attn_mask, mut cache, transform, places } = call;
+        if let Some(places) = places {
+            self.check_places(places, t, attn_mask, cache.is_some())?;
+        }
         let first = cache.as_ref().map_or(0, |cache| cache.len());
         let before = cache.as_ref().map(|cache| cache.mark());
         let (mut q, mut k, v) = self.project(input, [b, t])?;
@@ -251,6 +257,13 @@ impl Attention {
         }
         // [B, T, H, D] → [B, H, T, D]
         let (q, k, v) = (q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?);
+        let merged = |output: Tensor| {
+            let size = [b, t, self.num_heads * self.head_dim];
+            self.out.f_forward(&output.f_transpose(1, 2)?.f_reshape(size)?)
+        };
+        if let (Some(places), Some(cache)) = (places, cache.as_mut()) {
+            return merged(cache.f_decode(&q, &k, &v, places, self.config.scale)?);
+        }
         let (k, v) = match cache.as_mut() {
             Some(cache) => cache.f_append(&k, &v)?,
             None => (k, v),
@@ -262,14 +275,30 @@ impl Attention {
             scale: self.config.scale,
             enable_gqa: self.num_kv_heads != self.num_heads,
         };
-        let output = f_scaled_dot_product_attention(&q, &k, &v, &options).and_then(|output| {
-            let size = [b, t, self.num_heads * self.head_dim];
-            self.out.f_forward(&output.f_transpose(1, 2)?.f_reshape(size)?)
-        });
+        let output = f_scaled_dot_product_attention(&q, &k, &v, &options).and_then(merged);
         if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
             cache.rewind(before);
         }
         output
+    }
+
+    fn check_places(
+        &self,
+        places: &Tensor,
+        tokens: i64,
+        attn_mask: Option<&Tensor>,
+        has_cache: bool,
+    ) -> Result<()> {
+        let places = check!(OP, places);
+        if !has_cache || attn_mask.is_some() || !self.config.causal {
+            let expected = "places only in a causal layer with a cache and without a mask";
+            return Err(places.refuse(expected, "places", "leave them out"));
+        }
+        if tokens != 1 {
+            let hint = "append the prompt without places";
+            return Err(places.refuse("one token of each row", tokens.to_string(), hint));
+        }
+        Ok(())
     }
 
     /// Queries `[B, T, H, D]`, keys and values `[B, T, Hkv, D]`.

@@ -13,6 +13,8 @@ coefficients! {
         Parts float: Arithmetic,
         Parts double: Arithmetic,
         Parts padded: PaddedKinds,
+        /// `Skinny` by tensor cores.
+        Parts by_tensor: Dots,
         /// What follows libtorch's product: bias and ReLU.
         Parts pass: Pass,
         /// The sum of columns that is a bias' gradient, for predictions alone.

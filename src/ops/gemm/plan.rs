@@ -22,7 +22,7 @@ pub enum Way {
     Small,
     /// A kernel of this crate for compute capability 9.0: half kinds with a bias of full shape.
     Hopper,
-    /// Dot products, for at most 4 rows or columns.
+    /// Dot products, for at most 4 rows or columns, or 8 by tensor cores.
     Skinny,
     /// One call of cuBLASLt on padded copies, whose rows begin at multiples of 16 bytes.
     Padded,
@@ -83,7 +83,8 @@ pub(in crate::ops) struct Product {
     pub relu: i32,
 }
 
-/// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4.
+/// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4, or 8 by
+/// tensor cores.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::ops) struct Skinny {
@@ -93,8 +94,8 @@ pub(in crate::ops) struct Skinny {
     pub shorts: i64,
     /// Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
     pub by_rows: i32,
-    /// Whether 16-byte loads can read the long factor along its rows.
-    pub whole: i32,
+    /// Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.
+    pub by_tensor: i32,
 }
 
 /// How many elements `Padded` would read, write and copy.
@@ -169,6 +170,8 @@ pub(super) fn choose<'a>(
 const SMALL_TILE: i64 = 16;
 /// `Skinny` takes at most this many rows or columns.
 const MOST_SHORT: i64 = 4;
+/// By tensor cores, of sums that are long enough.
+const MOST_SHORT_BY_TENSOR: i64 = 8;
 /// `Hopper` computes tiles of 128×128.
 const HOPPER_TILE: i64 = 128;
 
@@ -218,7 +221,13 @@ impl Description {
         match way {
             Way::Small => self.small,
             Way::Hopper => self.hopper,
-            Way::Skinny => self.skinny.rows > 0 && self.product.m.min(self.product.n) <= MOST_SHORT,
+            Way::Skinny => {
+                let most = match self.skinny.by_tensor {
+                    0 => MOST_SHORT,
+                    _ => MOST_SHORT_BY_TENSOR,
+                };
+                self.skinny.rows > 0 && self.product.m.min(self.product.n) <= most
+            }
             Way::Padded => self.padding.launches > 0,
             _ => true,
         }
@@ -316,9 +325,13 @@ impl Description {
             }
             Way::Small if self.can(way) => Some(arithmetic.small.of(&load, self.tiles(processors))),
             Way::Skinny if self.can(way) => {
-                let Skinny { rows, by_rows, .. } = self.skinny;
-                let costs = &arithmetic.skinny;
-                let dots = if by_rows != 0 { &costs.by_rows } else { &costs.by_columns };
+                let Skinny { rows, by_rows, by_tensor, .. } = self.skinny;
+                let of_kind = &arithmetic.skinny;
+                let dots = match (by_tensor != 0, by_rows != 0) {
+                    (true, _) => &costs.by_tensor,
+                    (false, true) => &of_kind.by_rows,
+                    (false, false) => &of_kind.by_columns,
+                };
                 let rows = rows as f64 * product.batch as f64;
                 Some(dots.of(&load, 1e-3 * rows / processors.max(1) as f64))
             }

@@ -76,13 +76,17 @@ pub(in crate::ops) fn contiguous(
     let sizes = [lhs, rhs, out];
     let copied = sizes.iter().zip(copies).filter(|(_, copies)| *copies).map(|(size, _)| size).sum();
     let is_half = product.is_half();
+    // Fewer terms would leave most of a block idle.
+    let by_tensor = is_half && by_k && k >= 256 && is_even(k) && offset % lanes == 0;
     Description {
         product,
-        skinny: match shorts <= MOST_SHORT && layout != Layout::Transposed {
+        skinny: match shorts <= if by_tensor { MOST_SHORT_BY_TENSOR } else { MOST_SHORT }
+            && layout != Layout::Transposed
+        {
             // Of a matrix `[K, N]` with a few rows before it, N is the contiguous dimension.
             true => {
                 let by_rows = by_k || n <= m;
-                Skinny { rows, shorts, by_rows: by_rows.into(), whole: is_even(n).into() }
+                Skinny { rows, shorts, by_rows: by_rows.into(), by_tensor: by_tensor.into() }
             }
             false => Skinny::default(),
         },

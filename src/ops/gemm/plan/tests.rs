@@ -80,16 +80,20 @@ fn small_products_have_few_tiles_and_short_sums() {
 fn skinny_products_take_dot_products_where_the_kernel_reads_them() {
     let way =
         |kind, sizes, bias, skinny| choose(&product(kind, sizes, bias), &Known { skinny, ..PLAIN });
-    let along_k = |rows, shorts| Some(Skinny { rows, shorts, by_rows: 1, whole: 0 });
-    let along_rows = |rows, shorts, whole| Some(Skinny { rows, shorts, by_rows: 0, whole });
+    let along_k = |rows, shorts| Some(Skinny { rows, shorts, by_rows: 1, by_tensor: 0 });
+    let along_rows = |rows, shorts| Some(Skinny { rows, shorts, by_rows: 0, by_tensor: 0 });
+    let by_tensor = |rows, shorts| Some(Skinny { rows, shorts, by_rows: 1, by_tensor: 1 });
     assert_eq!(way(Kind::Half, [4, 2048, 132], Bias::Row, along_k(132, 4)), Way::Skinny);
     assert_eq!(way(Kind::Float, [1, 1000, 1000], Bias::Row, along_k(1000, 1)), Way::Skinny);
-    assert_eq!(way(Kind::Float, [2, 64, 5000], Bias::None, along_rows(5000, 2, 0)), Way::Skinny);
+    assert_eq!(way(Kind::Float, [2, 64, 5000], Bias::None, along_rows(5000, 2)), Way::Skinny);
     // A library splits a long sum between blocks, unless there are rows for all multiprocessors.
     let long = [1, 100_352, 10];
     assert_ne!(way(Kind::Float, long, Bias::Row, along_k(10, 1)), Way::Skinny);
     assert_ne!(way(Kind::BFloat16, [1, 1_000_000, 1], Bias::None, along_k(1, 1)), Way::Skinny);
     assert_eq!(way(Kind::Float, [1, 100_352, 132], Bias::Row, along_k(132, 1)), Way::Skinny);
+    // Tensor cores take up to 8.
+    assert_eq!(way(Kind::BFloat16, [8, 2048, 4096], Bias::Row, by_tensor(4096, 8)), Way::Skinny);
+    assert_ne!(way(Kind::BFloat16, [9, 2048, 4096], Bias::Row, by_tensor(4096, 9)), Way::Skinny);
     // Too many rows, and no such kernel.
     assert_ne!(way(Kind::Half, [5, 512, 500], Bias::Row, along_k(500, 5)), Way::Skinny);
     assert_ne!(way(Kind::Half, [4, 512, 500], Bias::Row, None), Way::Skinny);

@@ -1,0 +1,247 @@
+//! `KvCache::f_decode`: a token of each row at places that are on the device.
+
+use super::{KINDS, unchanged};
+use tch::{Device, Kind, Tensor};
+use tch_extension::nn::{
+    AttentionCall, AttentionConfig, AttentionOptions, KvCache, attention,
+    scaled_dot_product_attention_reference,
+};
+use tch_extension::testing::{assert_close, cuda_or_skip, devices, tolerance};
+
+/// The shapes of a step: rows, heads of keys, how many heads of queries share one, values, memory.
+const SHAPES: [[i64; 5]; 12] = [
+    [1, 1, 1, 64, 40],
+    [2, 2, 4, 64, 300],
+    [1, 8, 4, 64, 1500],
+    [3, 1, 3, 128, 65],
+    [2, 3, 8, 128, 130],
+    [1, 2, 7, 80, 77],
+    [2, 1, 16, 96, 50],
+    [1, 1, 11, 256, 90],
+    [40, 16, 2, 64, 33],
+    [2, 2, 2, 8, 17],
+    [2, 2, 1, 20, 9],
+    [1, 1, 2, 300, 12],
+];
+
+/// The next number of a fixed sequence, below `end`.
+fn drawn(state: &mut u64, end: i64) -> i64 {
+    *state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+    ((*state >> 33) % end as u64) as i64
+}
+
+fn randn(size: &[i64], kind: Kind, device: Device) -> Tensor {
+    Tensor::randn(size, (Kind::Double, device)).to_kind(kind)
+}
+
+/// Row by row, in `Double`.
+fn expected(
+    q: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    places: &[i64],
+    scale: Option<f64>,
+) -> Tensor {
+    let options = AttentionOptions { scale, enable_gqa: true, ..Default::default() };
+    let rows = places.iter().enumerate().map(|(row, place)| {
+        let of = |tensor: &Tensor, count: i64| {
+            tensor.narrow(0, row as i64, 1).narrow(2, 0, count).to_kind(Kind::Double)
+        };
+        let (keys, values) = (of(keys, place + 1), of(values, place + 1));
+        scaled_dot_product_attention_reference(&of(q, 1), &keys, &values, &options).expect("a row")
+    });
+    Tensor::cat(&rows.collect::<Vec<_>>(), 0)
+}
+
+fn near(found: &Tensor, expected: &Tensor, kind: Kind) {
+    let bound = if kind == Kind::Double { 1e-12 } else { 4.0 * tolerance(kind).0 };
+    assert_close(&found.to_kind(Kind::Double), expected, bound, bound);
+}
+
+#[test]
+fn each_row_sees_its_own_tokens() {
+    let _unchanged = unchanged();
+    let _guard = tch::no_grad_guard();
+    let mut state = 1;
+    for device in devices() {
+        for kind in KINDS {
+            for [b, kv, group, d, length] in SHAPES {
+                let prompt = randn(&[b, kv, length - 3, d], kind, device);
+                let mut cache = KvCache::new(length);
+                let (keys, values) = cache.f_append(&prompt, &-&prompt).expect("appended");
+                // The whole memory, as a view of what was appended.
+                let whole = |part: &Tensor| part.as_strided([b, kv, length, d], part.stride(), 0);
+                let (keys, values) = (whole(&keys), whole(&values));
+                for step in 0..4 {
+                    let places: Vec<i64> = (0..b).map(|_| drawn(&mut state, length)).collect();
+                    let on_device = Tensor::from_slice(&places).to_device(device);
+                    let scale = (step == 1).then_some(0.3);
+                    // Queries, keys and values are views of one product, as in a layer.
+                    let all = randn(&[b, 1, (group + 2) * kv * d], kind, device);
+                    let heads = |from: i64, count: i64| {
+                        all.narrow(2, from * d, count * d).view([b, 1, count, d]).transpose(1, 2)
+                    };
+                    let (q, k, v) =
+                        (heads(0, group * kv), heads(group * kv, kv), heads((group + 1) * kv, kv));
+                    let before = (keys.copy(), values.copy());
+                    let y = cache.f_decode(&q, &k, &v, &on_device, scale).expect("a step");
+                    assert_eq!(y.size(), [b, group * kv, 1, d]);
+                    assert_eq!(cache.len(), length - 3);
+                    for (memory, before, new) in [(&keys, &before.0, &k), (&values, &before.1, &v)]
+                    {
+                        for (row, &place) in (0_i64..).zip(&places) {
+                            let here = before.narrow(0, row, 1).narrow(2, place, 1);
+                            here.shallow_clone().copy_(&new.narrow(0, row, 1));
+                        }
+                        assert!(memory.equal(before), "{kind:?} {:?}", [b, kv, group, d, length]);
+                    }
+                    near(&y, &expected(&q, &keys, &values, &places, scale), kind);
+                    let again = cache.f_decode(&q, &k, &v, &on_device, scale).expect("a step");
+                    assert!(again.equal(&y), "the same bits");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn cuda_a_captured_step_goes_on_from_place_to_place() {
+    let Some(device) = cuda_or_skip("cuda_a_captured_step_goes_on_from_place_to_place") else {
+        return;
+    };
+    let _unchanged = unchanged();
+    let _guard = tch::no_grad_guard();
+    let like = (Kind::BFloat16, device);
+    let (new, mut cache) = (Tensor::zeros([2, 12, 1, 64], like), KvCache::new(400));
+    let mut places = Tensor::from_slice(&[3_i64, 0]).to_device(device);
+    let prompt = Tensor::randn([2, 2, 4, 64], like);
+    let (keys, values) = cache.f_append(&prompt, &prompt).expect("the prompt");
+    let whole = |part: &Tensor| part.as_strided([2, 2, 400, 64], part.stride(), 0);
+    let (keys, values) = (whole(&keys), whole(&values));
+    let part = |from, count| new.narrow(1, from, count);
+    let mut step = || cache.f_decode(&part(0, 8), &part(8, 2), &part(10, 2), &places, None);
+    let _ = step().expect("a step before the capture");
+    let (graph, y) = tch_extension::cuda::Graph::capture(device, step).expect("a graph");
+    for place in [3, 4, 5, 300, 398] {
+        places.copy_(&Tensor::from_slice(&[place, place - 3]));
+        new.shallow_clone().copy_(&Tensor::randn([2, 12, 1, 64], like));
+        graph.replay().expect("a replay");
+        let q = part(0, 8);
+        near(&y, &expected(&q, &keys, &values, &[place, place - 3], None), Kind::BFloat16);
+        assert!(keys.narrow(0, 1, 1).narrow(2, place - 3, 1).equal(&part(8, 2).narrow(0, 1, 1)));
+    }
+}
+
+#[test]
+fn cuda_a_place_outside_of_the_cache_changes_nothing() {
+    let Some(device) = cuda_or_skip("cuda_a_place_outside_of_the_cache_changes_nothing") else {
+        return;
+    };
+    let _unchanged = unchanged();
+    let _guard = tch::no_grad_guard();
+    for kind in [Kind::Half, Kind::Double] {
+        let new = Tensor::randn([1, 2, 1, 16], (kind, device));
+        let mut cache = KvCache::new(5);
+        let prompt = Tensor::randn([1, 2, 5, 16], (kind, device));
+        let (keys, values) = cache.f_append(&prompt, &prompt).expect("the prompt");
+        for place in [-1_i64, 5, i64::MAX, i64::MIN] {
+            let places = Tensor::from_slice(&[place]).to_device(device);
+            let _ = cache.f_decode(&new, &new, &new, &places, None).expect("a step");
+            assert!(keys.equal(&prompt) && values.equal(&prompt), "{place}");
+        }
+        let places = Tensor::from_slice(&[2_i64]).to_device(device);
+        let y = cache.f_decode(&new, &new, &new, &places, None).expect("a step");
+        near(&y, &expected(&new, &keys, &values, &[2], None), kind);
+    }
+}
+
+#[test]
+fn the_layer_gives_what_it_gives_with_the_host_s_length() {
+    let _unchanged = unchanged();
+    let _guard = tch::no_grad_guard();
+    for device in devices() {
+        let vs = tch::nn::VarStore::new(device);
+        for (name, config) in [("a", AttentionConfig::gpt2()), ("b", AttentionConfig::llama(2))] {
+            let layer = attention(vs.root() / name, 64, 4, config);
+            let tokens = Tensor::randn([3, 7, 64], (Kind::Float, device));
+            let (mut known, mut placed) = (KvCache::new(9), KvCache::new(9));
+            for cache in [&mut known, &mut placed] {
+                let call = AttentionCall { cache: Some(cache), ..Default::default() };
+                let _ = layer.f_attend(&tokens.narrow(1, 0, 4), call).expect("the prompt");
+            }
+            for place in 4..7 {
+                let token = tokens.narrow(1, place, 1);
+                let call = AttentionCall { cache: Some(&mut known), ..Default::default() };
+                let expected = layer.f_attend(&token, call).expect("a step");
+                let places = Tensor::full([3], place, (Kind::Int64, device));
+                let call = AttentionCall {
+                    cache: Some(&mut placed),
+                    places: Some(&places),
+                    ..Default::default()
+                };
+                let found = layer.f_attend(&token, call).expect("a step");
+                assert_close(&found, &expected, 1e-5, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_refused_and_changes_nothing() {
+    let _unchanged = unchanged();
+    let new = |size: [i64; 4]| Tensor::randn(size, (Kind::Float, Device::Cpu));
+    let places = |places: &[i64]| Tensor::from_slice(places);
+    let mut cache = KvCache::new(4);
+    let first = new([2, 2, 3, 4]);
+    let (keys, _) = cache.f_append(&first, &first).expect("appended");
+    let before = keys.copy();
+    let (q, k) = (new([2, 4, 1, 4]), new([2, 2, 1, 4]));
+    let leaf = q.copy().set_requires_grad(true);
+    let cases = [
+        (new([2, 4, 2, 4]), k.copy(), places(&[3, 3]), "query: expected shape [B, H, 1, D]"),
+        (
+            new([2, 3, 1, 4]),
+            k.copy(),
+            places(&[3, 3]),
+            "query: expected a multiple of the cache's 2",
+        ),
+        (q.to_kind(Kind::Double), k.copy(), places(&[3, 3]), "query: expected kind Float, as key"),
+        (leaf, k.copy(), places(&[3, 3]), "query: expected a tensor without grad"),
+        (q.copy(), new([2, 2, 2, 4]), places(&[3, 3]), "key: expected shape [B, Hkv, 1, D]"),
+        (q.copy(), new([2, 1, 1, 4]), places(&[3, 3]), "key: expected shape [B, H, T, D]"),
+        (q.copy(), k.copy(), places(&[3]), "places: expected shape [B] = [2]"),
+        (q.copy(), k.copy(), places(&[3, 4]), "places: expected numbers from 0 to 3, got 3 to 4"),
+        (q.copy(), k.copy(), places(&[-1, 0]), "places: expected numbers from 0 to 3, got -1 to 0"),
+        (q.copy(), k.copy(), places(&[3, 3]).to_kind(Kind::Int), "places: expected kind Int64"),
+        (q.copy(), k.copy(), Tensor::new(), "places: expected a tensor, got an undefined one"),
+    ];
+    for (query, key, places, text) in cases {
+        let error = cache.f_decode(&query, &key, &key, &places, None).expect_err(text).to_string();
+        assert!(error.starts_with(&format!("nn::KvCache: {text}")), "{error}");
+        assert!(!error.contains('\n') && keys.equal(&before), "{error}");
+    }
+    // A new cache takes tensors of other sizes after an error.
+    let mut cache = KvCache::new(4);
+    assert!(cache.f_decode(&q, &k, &k, &places(&[4, 0]), None).is_err());
+    let other = new([1, 1, 1, 6]);
+    assert!(cache.f_append(&other, &other).is_ok());
+
+    let vs = tch::nn::VarStore::new(Device::Cpu);
+    let layer = attention(vs.root(), 8, 2, AttentionConfig::gpt2());
+    let tokens = |t: i64| Tensor::randn([1, t, 8], (Kind::Float, Device::Cpu));
+    let place = places(&[0]);
+    let mut refused = |t: i64, mask: Option<&Tensor>, has_cache: bool| {
+        let cache = has_cache.then_some(&mut cache);
+        let call =
+            AttentionCall { cache, attn_mask: mask, places: Some(&place), ..Default::default() };
+        layer.f_attend(&tokens(t), call).expect_err("refused").to_string()
+    };
+    assert!(refused(2, None, true).contains("places: expected one token of each row, got 2"));
+    let mask = Tensor::ones([1, 1], (Kind::Bool, Device::Cpu));
+    for text in [refused(1, Some(&mask), true), refused(1, None, false)] {
+        assert!(
+            text.contains("places: expected places only in a causal layer with a cache"),
+            "{text}"
+        );
+    }
+}
