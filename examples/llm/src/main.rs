@@ -11,6 +11,7 @@
 mod bench;
 mod checkpoint;
 mod data;
+mod decode;
 mod device;
 mod documents;
 mod export;

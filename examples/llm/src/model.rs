@@ -12,7 +12,8 @@ use tch_extension::nn::{
     transformer_block,
 };
 use tch_extension::ops::{
-    LinearCrossEntropyOptions, RopeOptions, f_linear_cross_entropy, f_rope, f_scaled_rope_tables,
+    LinearCrossEntropyOptions, RopeOptions, f_linear, f_linear_cross_entropy, f_rope,
+    f_scaled_rope_tables,
 };
 
 /// The standard deviation of the initial weights, as in GPT-2.
@@ -158,23 +159,43 @@ impl Rotary {
         Ok(Rotary { cos, sin, norms: norms.collect() })
     }
 
-    /// Queries and keys of a layer, the first of which are at this place.
+    /// Queries and keys of a layer, the first of which are at this place, or of one token of each row
+    /// with its rows of the tables.
     fn rotated(
         &self,
         layer: usize,
         q: &Tensor,
         k: &Tensor,
         offset: i64,
+        rows: Option<&[Tensor; 2]>,
     ) -> tch_extension::Result<(Tensor, Tensor)> {
-        let Rotary { cos, sin, norms } = self;
-        let options = RopeOptions { offset, ..Default::default() };
-        match norms.get(layer) {
-            Some([of_q, of_k]) => {
-                f_rope(&of_q.f_forward(q)?, &of_k.f_forward(k)?, cos, sin, &options)
-            }
-            None => f_rope(q, k, cos, sin, &options),
-        }
+        let (q, k) = match self.norms.get(layer) {
+            Some([of_q, of_k]) => (of_q.f_forward(q)?, of_k.f_forward(k)?),
+            None => (q.shallow_clone(), k.shallow_clone()),
+        };
+        let Some([cos, sin]) = rows else {
+            let options = RopeOptions { offset, ..Default::default() };
+            return f_rope(&q, &k, &self.cos, &self.sin, &options);
+        };
+        // Rows take the part of tokens.
+        let swapped = |tensor: &Tensor| tensor.f_transpose(0, 1);
+        let (q, k) = f_rope(&swapped(&q)?, &swapped(&k)?, cos, sin, &RopeOptions::default())?;
+        Ok((swapped(&q)?, swapped(&k)?))
     }
+
+    /// The tables' rows at places `[B]`.
+    fn rows(&self, places: &Tensor) -> tch_extension::Result<[Tensor; 2]> {
+        Ok([self.cos.f_index_select(0, places)?, self.sin.f_index_select(0, places)?])
+    }
+}
+
+/// Where tokens are in their sequences.
+#[derive(Clone, Copy)]
+enum At<'a> {
+    /// The first is there, in each row.
+    Start(i64),
+    /// One token of each row, `[B]`, on the device.
+    Places(&'a Tensor),
 }
 
 /// A weight that the model has in `Float` and computes with in a half kind.
@@ -312,7 +333,8 @@ impl Model {
         reduction: Reduction,
     ) -> tch_extension::Result<Tensor> {
         let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
-        let hidden = self.hidden(inputs, 0, train, None)?.f_reshape([-1, self.config.dim])?;
+        let hidden =
+            self.hidden(inputs, At::Start(0), train, None)?.f_reshape([-1, self.config.dim])?;
         let targets = targets.f_reshape([-1])?;
         let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
         f_linear_cross_entropy(&hidden, self.head(), &targets, None, &options)
@@ -325,30 +347,66 @@ impl Model {
         inputs: &Tensor,
         caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        let half = self.rounded.first().map(|rounded| rounded.variable.f_kind()).transpose()?;
-        let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
-        let start = caches.first().map_or(0, KvCache::len);
-        let hidden = self.hidden(inputs, start, false, Some(caches))?;
-        let last = hidden.f_select(1, -1)?;
-        Ok(last.f_linear::<&Tensor>(self.head(), None)?)
+        self.logits(&self.continued(inputs, caches)?.f_select(1, -1)?)
     }
 
-    /// The features `[B, T, C]` of tokens `[B, T]`, the first of which is the `start`-th of its
-    /// sequence, after the last norm.
+    /// Features `[B, T, C]` of tokens after those that are in the caches, without dropout.
+    pub fn continued(
+        &self,
+        inputs: &Tensor,
+        caches: &mut [KvCache],
+    ) -> tch_extension::Result<Tensor> {
+        let _autocast = self.autocast()?;
+        let start = At::Start(caches.first().map_or(0, KvCache::len));
+        self.hidden(inputs, start, false, Some(caches))
+    }
+
+    /// Features `[B, 1, C]` of one token of each row, `[B, 1]`, at places `[B]` that the host does not
+    /// know; see [`KvCache::f_decode`].
+    pub fn placed(
+        &self,
+        inputs: &Tensor,
+        places: &Tensor,
+        caches: &mut [KvCache],
+    ) -> tch_extension::Result<Tensor> {
+        let _autocast = self.autocast()?;
+        self.hidden(inputs, At::Places(places), false, Some(caches))
+    }
+
+    /// The logits of features.
+    pub fn logits(&self, hidden: &Tensor) -> tch_extension::Result<Tensor> {
+        let _autocast = self.autocast()?;
+        f_linear(hidden, self.head(), None)
+    }
+
+    /// Autocast to the kind of rounded weights, if there are any.
+    fn autocast(&self) -> tch_extension::Result<Option<Autocast>> {
+        let half = self.rounded.first().map(|rounded| rounded.variable.f_kind()).transpose()?;
+        half.map(|kind| Autocast::new(self.device(), kind)).transpose()
+    }
+
+    /// The features `[B, T, C]` of tokens `[B, T]`, after the last norm.
     fn hidden(
         &self,
         tokens: &Tensor,
-        start: i64,
+        at: At<'_>,
         train: bool,
         mut caches: Option<&mut [KvCache]>,
     ) -> tch_extension::Result<Tensor> {
         let count = tokens.size2()?.1;
         let mut sum = self.tokens.f_forward(tokens)?;
-        sum = match &self.positions {
+        sum = match (&self.positions, at) {
             // The whole table needs no view, whose backward pass would copy its gradient.
-            Positions::Learned(table) if count == self.config.context => sum.f_add(&table.ws)?,
-            Positions::Learned(table) => sum.f_add(&table.ws.f_narrow(0, start, count)?)?,
-            Positions::Rotary(_) => sum,
+            (Positions::Learned(table), At::Start(_)) if count == self.config.context => {
+                sum.f_add(&table.ws)?
+            }
+            (Positions::Learned(table), At::Start(start)) => {
+                sum.f_add(&table.ws.f_narrow(0, start, count)?)?
+            }
+            (Positions::Learned(table), At::Places(places)) => {
+                sum.f_add(&table.f_forward(places)?.f_unsqueeze(1)?)?
+            }
+            (Positions::Rotary(_), _) => sum,
         };
         if train && self.config.dropout > 0.0 {
             sum = sum.f_dropout(self.config.dropout, true)?;
@@ -357,14 +415,20 @@ impl Model {
             Positions::Rotary(rotary) => Some(rotary),
             Positions::Learned(_) => None,
         };
+        let places = match at {
+            At::Start(_) => None,
+            At::Places(places) => Some(places),
+        };
+        let rows = rotary.zip(places).map(|(rotary, places)| rotary.rows(places)).transpose()?;
+        let rows = rows.as_ref();
         let mut stream = Residual::new(sum);
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
             let rotated = rotary.map(|rotary| {
-                move |q: &Tensor, k: &Tensor, offset| rotary.rotated(index, q, k, offset)
+                move |q: &Tensor, k: &Tensor, offset| rotary.rotated(index, q, k, offset, rows)
             });
             let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
-            let call = AttentionCall { train, cache, transform, ..Default::default() };
+            let call = AttentionCall { train, cache, transform, places, ..Default::default() };
             stream = block.f_forward(&stream, call)?;
         }
         Ok(self.norm.f_forward(&stream)?.1)
@@ -492,7 +556,7 @@ mod tests {
         let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
         let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
         let loss = model.loss(&inputs, &targets, None, true, Reduction::Mean).unwrap();
-        let hidden = model.hidden(&inputs, 0, true, None).unwrap();
+        let hidden = model.hidden(&inputs, At::Start(0), true, None).unwrap();
         let logits = hidden.linear::<&Tensor>(&model.tokens.ws, None);
         let expected = logits.flatten(0, 1).cross_entropy_for_logits(&targets.flatten(0, 1));
         assert!(loss.allclose(&expected, 1e-5, 1e-6, false));

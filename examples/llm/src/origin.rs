@@ -46,6 +46,17 @@ impl Origin {
         Ok(model)
     }
 
+    /// The model on a device, to generate text: on a GPU in the kind of the run's products, weights and all.
+    pub fn model_for_text(&self, device: Device) -> Result<Model> {
+        device::check_memory(device, 4 * self.config.parameters() as u64)?;
+        let mut model = Model::zeros(&self.config, device)?;
+        if let Some(half) = self.precision(device).half().filter(|_| device.is_cuda()) {
+            model.variables.set_kind(half);
+        }
+        self.copy_into(&model)?;
+        Ok(model)
+    }
+
     /// Gives a model of the same sizes these weights.
     pub fn copy_into(&self, model: &Model) -> Result<()> {
         match &self.weights {

@@ -25,10 +25,16 @@ fn is_silent() -> bool {
 
 /// Prints results. Work goes on if the reader (`| head`, say) has closed the pipe.
 pub fn say(text: &str) -> Result<()> {
+    show(&format!("{text}\n"))
+}
+
+/// Prints a part of a line, now.
+pub fn show(text: &str) -> Result<()> {
     if is_silent() {
         return Ok(());
     }
-    match writeln!(stdout().lock(), "{text}") {
+    let mut out = stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
     }

@@ -1,14 +1,15 @@
 //! Generates text, one token after the other.
 
+use crate::decode::Decoder;
 use crate::device::{self, Precision};
 use crate::model::Model;
 use crate::origin::Origin;
-use crate::progress::say;
+use crate::progress::{say, show};
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, ensure};
 use std::path::PathBuf;
+use std::time::{Duration, Instant};
 use tch::{Kind, Tensor};
-use tch_extension::amp::Autocast;
 
 /// How tokens are drawn.
 #[derive(Debug, Clone, clap::Args)]
@@ -16,12 +17,15 @@ pub struct Drawing {
     /// Text to continue [default: a new line, or the end of a document]
     #[arg(long, default_value = "")]
     pub prompt: String,
-    /// Below 1 keeps to likely tokens, above 1 is more daring
+    /// Below 1 keeps to likely tokens, above 1 is more daring; 0 takes the likeliest
     #[arg(long, default_value_t = 0.8)]
     pub temperature: f64,
     /// Draws from the K likeliest tokens only
     #[arg(long, value_name = "K")]
     pub top_k: Option<i64>,
+    /// Draws from the fewest tokens that have this probability together
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f64>,
 }
 
 #[derive(Debug, clap::Args)]
@@ -34,6 +38,15 @@ pub struct SampleOptions {
     pub length: i64,
     #[command(flatten)]
     pub drawing: Drawing,
+    /// Continue the prompt so many times, all at once
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub count: usize,
+    /// Generate all tokens, also after the end of a text
+    #[arg(long)]
+    pub ignore_end: bool,
+    /// Print to stderr, as JSON, how long the first token took and each of the others
+    #[arg(long)]
+    pub times: bool,
     /// Print the logits of the token after the prompt as JSON, in place of text
     #[arg(long)]
     pub logits: bool,
@@ -48,30 +61,109 @@ pub struct SampleOptions {
 impl Drawing {
     pub fn check(&self) -> Result<()> {
         ensure!(
-            self.temperature > 0.0 && self.temperature <= 1e30,
-            "--temperature {:?} is out of range: give a number above 0, up to 1e30",
+            self.temperature == 0.0 || (1e-30..=1e30).contains(&self.temperature),
+            "--temperature {:?} is out of range: give 0 for the likeliest token, or up to 1e30",
             self.temperature
         );
         if let Some(k) = self.top_k {
             ensure!(k >= 1, "--top-k {k} is out of range: give 1 or more");
         }
+        if let Some(p) = self.top_p {
+            ensure!(p > 0.0 && p <= 1.0, "--top-p {p:?} is out of range: give 1 or less, above 0");
+        }
         Ok(())
+    }
+
+    /// Draws a token `[B, 1]` from the logits `[B, V]` of each row. Nothing waits for a GPU.
+    pub fn draw(&self, logits: &Tensor) -> tch_extension::Result<Tensor> {
+        if self.temperature == 0.0 {
+            return Ok(logits.f_argmax(-1, true)?);
+        }
+        let logits = logits.f_to_kind(Kind::Float)?;
+        let count = logits.size2()?.1;
+        // A sum of all probabilities in the order of size needs sorted ones.
+        let few = self.top_k.unwrap_or(count).min(count);
+        let (logits, tokens) = match few < count || self.top_p.is_some() {
+            true => {
+                let (values, tokens) = logits.f_topk(few, -1, true, true)?;
+                (values, Some(tokens))
+            }
+            false => (logits, None),
+        };
+        // The largest logit is subtracted first, so that no temperature causes an overflow.
+        let scaled = logits.f_sub(&logits.f_amax([-1_i64].as_slice(), true)?)?;
+        let scaled = scaled.f_div_scalar(self.temperature)?;
+        let mut probabilities = scaled.f_softmax(-1, Kind::Float)?;
+        if let Some(p) = self.top_p {
+            let before = probabilities.f_cumsum(-1, Kind::Float)?.f_sub(&probabilities)?;
+            probabilities = probabilities.f_masked_fill(&before.f_ge(p)?, 0.0)?;
+        }
+        // Of exponential numbers divided by these probabilities, each is the least with its
+        // probability. `multinomial` does the same, and waits for the GPU.
+        let drawn = probabilities.f_empty_like()?.f_exponential_(1.0)?;
+        let drawn = probabilities.f_div(&drawn)?.f_argmax(-1, true)?;
+        match tokens {
+            Some(tokens) => Ok(tokens.f_gather(1, &drawn, false)?),
+            None => Ok(drawn),
+        }
     }
 }
 
 /// The subcommand.
 pub fn run(options: &SampleOptions) -> Result<()> {
+    let begun = Instant::now();
     options.drawing.check()?;
     check_length("--length", options.length)?;
+    ensure!(
+        (1..=4096).contains(&options.count),
+        "--count {} is out of range: give 1 to 4096",
+        options.count
+    );
     let device = device::parse(&options.device)?;
     let origin = Origin::open("--from", &options.from)?;
-    let (model, tokenizer) = (origin.model(device)?, &origin.tokenizer);
+    let (model, tokenizer) = (origin.model_for_text(device)?, &origin.tokenizer);
     if options.logits {
         return say(&logits(&model, tokenizer, &options.drawing.prompt)?);
     }
-    let precision = origin.precision(device);
-    let (length, seed) = (options.length, options.seed);
-    say(&sample(&model, precision, tokenizer, &options.drawing, length, seed)?)
+    tch::manual_seed(options.seed);
+    let mut text = Text::new(&model, tokenizer, &options.drawing.prompt)?;
+    if options.ignore_end {
+        text.ends.clear();
+    }
+    let mut times = Vec::new();
+    let mut shown = Shown::new(tokenizer, &text);
+    if options.count == 1 {
+        show(&shown.begin()?)?;
+    }
+    let rows = text.generate(None, &options.drawing, options.length, options.count, |rows| {
+        times.push(begun.elapsed());
+        // Several texts are shown one after the other, at the end.
+        if let [row] = rows { show(&shown.next(row)?) } else { Ok(()) }
+    })?;
+    if options.count == 1 {
+        say("")?;
+    }
+    for (index, row) in rows.iter().enumerate().filter(|_| options.count > 1) {
+        say(&format!("--- {} of {} ---\n{}", index + 1, rows.len(), text.whole(row)?))?;
+    }
+    if options.times {
+        eprintln!("{}", times_as_json(&times, options.count));
+    }
+    Ok(())
+}
+
+/// The seconds from the start of the program to the first token, and milliseconds for each other one.
+fn times_as_json(times: &[Duration], rows: usize) -> serde_json::Value {
+    let later = times.len().saturating_sub(1);
+    let all = times.first().zip(times.last()).map(|(first, last)| (*last - *first).as_secs_f64());
+    let of_token = all.filter(|_| later > 0).map(|all| all / later as f64);
+    serde_json::json!({
+        "rows": rows,
+        "tokens": times.len(),
+        "first_token_s": times.first().map(Duration::as_secs_f64),
+        "ms_per_token": of_token.map(|seconds| 1e3 * seconds),
+        "tokens_per_s": of_token.map(|seconds| rows as f64 / seconds),
+    })
 }
 
 /// The logits of the token after the prompt, as JSON.
@@ -108,86 +200,138 @@ pub fn sample(
     length: i64,
     seed: i64,
 ) -> Result<String> {
-    let prompt = tokenizer.encode_prompt(&drawing.prompt)?;
-    let begins_with = tokenizer.end_of_text().unwrap_or(u32::from(b'\n'));
-    let mut tokens = prompt.clone();
-    if tokens.is_empty() {
-        tokens.push(begins_with);
-    }
-    let known = tokens.len();
     tch::manual_seed(seed);
     let half = precision.half().filter(|_| model.device().is_cuda());
-    let of_model = model.config.ends.iter().map(|&end| end as u32);
-    let mut ends: Vec<u32> = of_model.collect();
-    if ends.is_empty() {
-        ends.extend(tokenizer.end_of_text());
-    }
-    generate(model, half, tokenizer.len() as i64, &ends, drawing, length, &mut tokens)?;
-    let shown = if prompt.is_empty() { &tokens[known..] } else { &tokens[..] };
-    Ok(tokenizer.decode(shown)?.chars().map(printable).collect())
+    let text = Text::new(model, tokenizer, &drawing.prompt)?;
+    text.whole(&text.generate(half, drawing, length, 1, |_| Ok(()))?[0])
 }
 
-/// Appends `length` tokens, or fewer if the model ends its text.
-fn generate(
-    model: &Model,
-    half: Option<Kind>,
-    vocabulary: i64,
-    ends: &[u32],
-    drawing: &Drawing,
-    length: i64,
-    tokens: &mut Vec<u32>,
-) -> Result<()> {
-    let _no_grad = tch::no_grad_guard();
-    let context = model.config.context as usize;
-    let mut caches = model.caches(tokens.len() as i64 + length);
-    // The cache has the tokens from `first` to `done`.
-    let (mut first, mut done) = (tokens.len().saturating_sub(context), 0);
-    for _ in 0..length {
-        if tokens.len() - first > context {
-            // Positions are absolute, so the second half is computed again, as the first half.
-            first = tokens.len() - context.div_ceil(2);
-            done = 0;
-            caches.iter_mut().for_each(|cache| cache.truncate(0));
+/// A text that a model continues.
+struct Text<'a> {
+    model: &'a Model,
+    tokenizer: &'a Tokenizer,
+    /// What the model continues: at least one token.
+    prompt: Vec<u32>,
+    /// How many of them are not shown.
+    hidden: usize,
+    /// Tokens after which a text ends.
+    ends: Vec<u32>,
+}
+
+impl<'a> Text<'a> {
+    fn new(model: &'a Model, tokenizer: &'a Tokenizer, prompt: &str) -> Result<Text<'a>> {
+        let mut prompt = tokenizer.encode_prompt(prompt)?;
+        let hidden = usize::from(prompt.is_empty());
+        if prompt.is_empty() {
+            prompt.push(tokenizer.end_of_text().unwrap_or(u32::from(b'\n')));
         }
-        let new: Vec<i64> =
-            tokens[first.max(done)..].iter().map(|&token| i64::from(token)).collect();
-        let input = Tensor::f_from_slice(&new)?.f_view([1, -1])?.f_to_device(model.device())?;
-        let logits = {
-            let _autocast = half.map(|kind| Autocast::new(model.device(), kind)).transpose()?;
-            model.next_logits(&input, &mut caches)?
+        let mut ends: Vec<u32> = model.config.ends.iter().map(|&end| end as u32).collect();
+        if ends.is_empty() {
+            ends.extend(tokenizer.end_of_text());
+        }
+        Ok(Text { model, tokenizer, prompt, hidden, ends })
+    }
+
+    /// The prompt and `length` tokens after it, or fewer where the model ends its text, in each of
+    /// `count` rows. `each` gets the rows after each token.
+    fn generate(
+        &self,
+        half: Option<Kind>,
+        drawing: &Drawing,
+        length: i64,
+        count: usize,
+        mut each: impl FnMut(&[Vec<u32>]) -> Result<()>,
+    ) -> Result<Vec<Vec<u32>>> {
+        let _no_grad = tch::no_grad_guard();
+        let context = self.model.config.context as usize;
+        let mut rows = vec![self.prompt.clone(); count];
+        if length == 0 {
+            return Ok(rows);
+        }
+        // Rows go on after their ends, as long as others do, and are cut there in the end.
+        let mut ends: Vec<Option<usize>> = vec![None; count];
+        let sizes = [count as i64, self.prompt.len() as i64 + length];
+        let vocabulary = self.tokenizer.len() as i64;
+        let mut decoder = Decoder::new(self.model, half, vocabulary, drawing, sizes)?;
+        let from = |rows: &[Vec<u32>], first: usize| -> Vec<Vec<u32>> {
+            rows.iter().map(|row| row[first..].to_vec()).collect()
         };
-        done = tokens.len();
-        // The rows after the vocabulary are padding.
-        let logits =
-            logits.f_view([-1])?.f_narrow(0, 0, vocabulary.min(model.config.vocabulary))?;
-        let token = draw(&logits, drawing)?;
-        if ends.contains(&token) {
-            break;
+        let mut first = self.prompt.len().saturating_sub(context);
+        decoder.start(&from(&rows, first))?;
+        decoder.send()?;
+        for done in 1..=length as usize {
+            let len = self.prompt.len() + done;
+            // The next token is on its way before the host looks at this one.
+            let goes_on = done < length as usize && len - first <= context;
+            if goes_on {
+                decoder.next()?;
+            }
+            for ((row, end), token) in rows.iter_mut().zip(&mut ends).zip(decoder.read()?) {
+                row.push(token);
+                if end.is_none() && self.ends.contains(&token) {
+                    *end = Some(row.len() - 1);
+                }
+            }
+            if ends.iter().all(Option::is_some) {
+                break;
+            }
+            each(&rows)?;
+            if done == length as usize {
+                break;
+            }
+            if !goes_on {
+                // Positions are absolute, so the second half is computed again, as the first half.
+                first = len - context.div_ceil(2);
+                decoder.start(&from(&rows, first))?;
+            }
+            decoder.send()?;
         }
-        tokens.push(token);
+        for (row, end) in rows.iter_mut().zip(ends) {
+            row.truncate(end.unwrap_or(row.len()));
+        }
+        Ok(rows)
     }
-    Ok(())
+
+    /// What is shown of a row.
+    fn whole(&self, row: &[u32]) -> Result<String> {
+        Ok(self.tokenizer.decode(&row[self.hidden..])?.chars().map(printable).collect())
+    }
 }
 
-/// Draws a token from `logits[V]`. The largest logit is subtracted first, so that no temperature
-/// causes an overflow.
-fn draw(logits: &Tensor, drawing: &Drawing) -> Result<u32> {
-    let logits = logits.f_to_kind(Kind::Double)?;
-    let (logits, tokens) = match drawing.top_k {
-        Some(k) if k < logits.size1()? => {
-            let (values, tokens) = logits.f_topk(k, 0, true, true)?;
-            (values, Some(tokens))
+/// A text that is shown while it is generated.
+struct Shown<'a> {
+    tokenizer: &'a Tokenizer,
+    prompt: &'a [u32],
+    /// Tokens before this one have been shown.
+    shown: usize,
+    /// Tokens from this one to `shown` are decoded again, because what a token is depends on them.
+    before: usize,
+}
+
+impl<'a> Shown<'a> {
+    fn new(tokenizer: &'a Tokenizer, text: &'a Text<'_>) -> Self {
+        let (shown, before) = (text.prompt.len(), text.hidden);
+        Shown { tokenizer, prompt: &text.prompt, shown, before }
+    }
+
+    fn begin(&self) -> Result<String> {
+        let text = self.tokenizer.decode(&self.prompt[self.before..])?;
+        Ok(text.chars().map(printable).collect())
+    }
+
+    /// The text of the row's tokens that were not shown, unless they end within a character.
+    fn next(&mut self, row: &[u32]) -> Result<String> {
+        let before = self.tokenizer.decode(&row[self.before..self.shown])?;
+        let all = self.tokenizer.decode(&row[self.before..])?;
+        let Some(new) = all.strip_prefix(&before).filter(|new| !new.is_empty()) else {
+            return Ok(String::new());
+        };
+        if new.ends_with(char::REPLACEMENT_CHARACTER) && row.len() - self.shown < 4 {
+            return Ok(String::new());
         }
-        _ => (logits, None),
-    };
-    let scaled = logits.f_sub(&logits.f_max()?)?.f_div_scalar(drawing.temperature)?;
-    let probabilities = scaled.f_softmax(0, Kind::Double)?;
-    let drawn = probabilities.f_multinomial(1, false)?;
-    let token = match tokens {
-        Some(tokens) => tokens.f_gather(0, &drawn, false)?,
-        None => drawn,
-    };
-    Ok(u32::try_from(token.f_int64_value(&[0])?)?)
+        (self.before, self.shown) = (self.shown, row.len());
+        Ok(new.chars().map(printable).collect())
+    }
 }
 
 /// Replaces control characters: a generated one must not control the terminal.
@@ -199,7 +343,14 @@ fn printable(c: char) -> char {
 mod tests {
     use super::*;
     use crate::model::ModelConfig;
+    use std::sync::{Mutex, MutexGuard, PoisonError};
     use tch::Device;
+
+    /// Random numbers belong to the process, so tests that draw do so one after the other.
+    fn alone() -> MutexGuard<'static, ()> {
+        static DRAWS: Mutex<()> = Mutex::new(());
+        DRAWS.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 
     fn model() -> Model {
         let config = ModelConfig {
@@ -217,22 +368,38 @@ mod tests {
     }
 
     fn drawing(top_k: Option<i64>) -> Drawing {
-        Drawing { prompt: "ab".into(), temperature: 1.0, top_k }
+        Drawing { prompt: "ab".into(), temperature: 1.0, top_k, top_p: None }
+    }
+
+    fn text<'a>(model: &'a Model, bytes: &'a Tokenizer, prompt: &[u32], ends: &[u32]) -> Text<'a> {
+        let (prompt, ends) = (prompt.to_vec(), ends.to_vec());
+        Text { model, tokenizer: bytes, prompt, hidden: 0, ends }
     }
 
     #[test]
     fn generates_beyond_the_context_and_only_tokens_of_the_vocabulary() {
-        let mut tokens = vec![1; 20];
-        generate(&model(), None, 256, &[], &drawing(None), 50, &mut tokens).unwrap();
-        assert_eq!(tokens.len(), 70);
-        assert!(tokens.iter().all(|&token| token < 256));
+        let _alone = alone();
+        let (model, bytes) = (model(), Tokenizer::bytes());
+        let mut lengths = vec![];
+        let rows =
+            text(&model, &bytes, &[1; 20], &[]).generate(None, &drawing(None), 50, 3, |rows| {
+                lengths.push(rows[2].len());
+                Ok(())
+            });
+        let rows = rows.unwrap();
+        assert_eq!(lengths, (21..=70).collect::<Vec<_>>());
+        assert!(rows.iter().all(|row| row.len() == 70 && row.iter().all(|&token| token < 256)));
+        assert!(rows[0] != rows[1] && rows[1] != rows[2]);
     }
 
     #[test]
     fn the_likeliest_token_is_what_the_whole_window_says() {
-        let model = model();
-        let mut tokens = vec![3, 4, 5];
-        generate(&model, None, 320, &[], &drawing(Some(1)), 20, &mut tokens).unwrap();
+        let _alone = alone();
+        let (model, bytes) = (model(), Tokenizer::bytes());
+        let of = |drawing: &Drawing, ends: &[u32]| {
+            let text = text(&model, &bytes, &[3, 4, 5], ends);
+            text.generate(None, drawing, 20, 2, |_| Ok(())).unwrap()
+        };
         // By hand, without a cache, as the windows slide.
         let (mut expected, mut first): (Vec<u32>, usize) = (vec![3, 4, 5], 0);
         let _no_grad = tch::no_grad_guard();
@@ -244,19 +411,67 @@ mod tests {
                 expected[first..].iter().map(|&token| i64::from(token)).collect();
             let window = Tensor::from_slice(&window).view([1, -1]);
             let logits = model.next_logits(&window, &mut model.caches(8)).unwrap();
+            let logits = logits.narrow(1, 0, 256);
             expected.push(logits.argmax(-1, false).int64_value(&[0]) as u32);
         }
-        assert_eq!(tokens, expected);
-
-        let mut ended = vec![3, 4, 5];
+        let likeliest = Drawing { temperature: 0.0, ..drawing(None) };
+        for drawing in [drawing(Some(1)), likeliest.clone()] {
+            assert_eq!(of(&drawing, &[]), [expected.clone(), expected.clone()]);
+        }
         let end = expected[9];
-        generate(&model, None, 320, &[end], &drawing(Some(1)), 20, &mut ended).unwrap();
         let first = 3 + expected[3..].iter().position(|&token| token == end).unwrap();
-        assert_eq!(ended, expected[..first]);
+        assert_eq!(of(&likeliest, &[end])[1], expected[..first]);
+    }
+
+    #[test]
+    fn tokens_are_drawn_with_their_probabilities() {
+        let _alone = alone();
+        tch::manual_seed(1);
+        let logits = Tensor::from_slice(&[0.5_f32, 0.3, 0.15, 0.05]).log().repeat([4000, 1]);
+        let shares = |drawing: Drawing| -> Vec<f64> {
+            let drawn = drawing.draw(&logits).unwrap().view([-1]);
+            let counts = drawn.bincount::<&Tensor>(None, 4).to_kind(Kind::Double) / 4000.0;
+            Vec::try_from(counts).unwrap()
+        };
+        for (drawing, expected) in [
+            (drawing(None), [0.5, 0.3, 0.15, 0.05]),
+            (drawing(Some(2)), [0.625, 0.375, 0.0, 0.0]),
+            (drawing(Some(100)), [0.5, 0.3, 0.15, 0.05]),
+            (Drawing { top_p: Some(0.85), ..drawing(None) }, [0.526, 0.316, 0.158, 0.0]),
+            (Drawing { top_p: Some(1e-9), ..drawing(None) }, [1.0, 0.0, 0.0, 0.0]),
+            (Drawing { top_p: Some(0.7), ..drawing(Some(3)) }, [0.625, 0.375, 0.0, 0.0]),
+            (Drawing { temperature: 0.5, ..drawing(None) }, [0.685, 0.247, 0.062, 0.007]),
+            (Drawing { temperature: 1e-30, ..drawing(None) }, [1.0, 0.0, 0.0, 0.0]),
+            (Drawing { temperature: 1e30, ..drawing(None) }, [0.25; 4]),
+        ] {
+            let found = shares(drawing.clone());
+            for (found, expected) in found.iter().zip(expected) {
+                // Five deviations.
+                let bound = 5.0 * (expected * (1.0 - expected) / 4000.0_f64).sqrt() + 1e-3;
+                assert!((found - expected).abs() < bound, "{drawing:?}: {found} {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_text_is_shown_as_it_comes() {
+        let _alone = alone();
+        let (model, bytes) = (model(), Tokenizer::bytes());
+        let row: Vec<u32> =
+            "aé\u{1F600}b\u{1}é".bytes().chain([0xff, b'c']).map(u32::from).collect();
+        let text = text(&model, &bytes, &row[..1], &[]);
+        let mut shown = Shown::new(&bytes, &text);
+        let mut pieces = vec![shown.begin().unwrap()];
+        for len in 2..=row.len() {
+            pieces.push(shown.next(&row[..len]).unwrap());
+        }
+        assert_eq!(pieces.concat(), text.whole(&row).unwrap());
+        assert_eq!(pieces[..7], ["a", "", "é", "", "", "", "\u{1F600}"]);
     }
 
     #[test]
     fn the_seed_decides_the_sample_and_the_prompt_begins_it() {
+        let _alone = alone();
         let (model, bytes) = (model(), Tokenizer::bytes());
         let text = |seed| sample(&model, Precision::F32, &bytes, &drawing(None), 30, seed).unwrap();
         assert_eq!(text(1), text(1));
@@ -267,8 +482,13 @@ mod tests {
 
     #[test]
     fn bad_ways_to_draw_are_refused() {
-        assert!(Drawing { temperature: 0.0, ..drawing(None) }.check().is_err());
-        assert!(Drawing { temperature: f64::NAN, ..drawing(None) }.check().is_err());
+        for temperature in [-1.0, 1e-31, f64::NAN, f64::INFINITY] {
+            assert!(Drawing { temperature, ..drawing(None) }.check().is_err());
+        }
+        for top_p in [0.0, 1.1, f64::NAN] {
+            assert!(Drawing { top_p: Some(top_p), ..drawing(None) }.check().is_err());
+        }
         assert!(drawing(Some(0)).check().is_err());
+        assert!(Drawing { temperature: 0.0, ..drawing(Some(3)) }.check().is_ok());
     }
 }

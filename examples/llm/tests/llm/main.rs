@@ -281,7 +281,7 @@ fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
             &["--overwrite", "--vocabulary-size", "300"],
             "--vocabulary-size 300 is for --vocabulary bpe",
         ),
-        (&["--overwrite", "--temperature", "0"], "--temperature 0.0 is out of range"),
+        (&["--overwrite", "--temperature=-1"], "--temperature -1.0 is out of range"),
         (&["--overwrite", "--init", "/no/such"], "--init /no/such has no checkpoint"),
         (&["--overwrite", "--text", &other, "--context", "20000"], "--context 20000 needs"),
         (&["--resume", "--lr", "0.5"], "--lr of the run in"),
