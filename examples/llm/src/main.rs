@@ -21,6 +21,7 @@ mod family;
 mod files;
 mod guard;
 mod log;
+mod lora;
 mod model;
 mod options;
 mod origin;

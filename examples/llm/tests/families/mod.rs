@@ -82,7 +82,7 @@ fn check(folder: &Path) {
     let name = folder.file_name().unwrap().to_str().unwrap();
     let beside = |ending: &str| folder.with_file_name(format!("{name}{ending}"));
     let expected = load_tensors(beside(".safetensors")).unwrap();
-    let origin = Origin::open("--from", folder).unwrap();
+    let origin = Origin::open("--from", folder, None).unwrap();
     assert_computes(name, &origin.model(Device::Cpu).unwrap(), &expected);
 
     let tokens = origin.tokenizer.encode_prompt(TEXT).unwrap();
@@ -92,6 +92,6 @@ fn check(folder: &Path) {
     assert_eq!(origin.tokenizer.decode(&tokens).unwrap(), text, "{name}");
     assert_eq!(origin.tokenizer.begin_of_text().unwrap(), tokens[..1], "{name}");
 
-    let (from, to) = (folder.to_path_buf(), beside("-again"));
-    export::export(&ExportOptions { from, to, shard_mb: 0 }).unwrap();
+    let options = ExportOptions::new(folder, &beside("-again"));
+    export::export(&ExportOptions { shard_mb: 0, ..options }).unwrap();
 }
