@@ -194,7 +194,7 @@ pub fn read_json(file: &Path) -> Result<Value> {
 }
 
 /// What stands before the names of all weights but those of an output layer.
-pub fn prefix(config: &ModelConfig) -> &'static str {
+fn prefix(config: &ModelConfig) -> &'static str {
     if config.llama.is_some() { "model." } else { "transformer." }
 }
 

@@ -65,10 +65,7 @@ impl Lora {
             }
         };
         let is_known = |name: &&String| layers.contains(&name.rsplit('.').next().unwrap_or(name));
-        ensure!(
-            self.targets.iter().any(|name| is_known(&name)),
-            "no layer has an adapter: give --lora-targets"
-        );
+        ensure!(!self.targets.is_empty(), "no layer has an adapter: give --lora-targets");
         if let Some(name) = self.targets.iter().find(|name| !is_known(name)) {
             bail!("--lora-targets {name} is unknown: give some of {}", layers.join(","));
         }
@@ -143,7 +140,7 @@ impl Adapter {
             format!("{} is of an adapter that this program lacks", file.display())
         })?;
         let path = folder.join(WEIGHTS);
-        let prefix = format!("{PREFIX}{}", export::prefix(model));
+        let prefix = adapter_name_in_files(model, "");
         let tensors = state_dict::load_tensors(&path)?.into_iter().map(|(name, tensor)| {
             let name = name.strip_prefix(&prefix).map_or(name.clone(), str::to_string);
             Ok((name, tensor.f_to_kind(Kind::Float)?))
@@ -166,13 +163,19 @@ impl Adapter {
     pub fn write(&self, folder: &Path, model: &ModelConfig, base: &Path) -> Result<()> {
         let config = to_json(&self.lora, model, base);
         export::refuse_another(folder, CONFIG, &config)?;
-        let named = self.tensors.iter().map(|(name, tensor)| {
-            (format!("{PREFIX}{}", name_in_files(model, name)), tensor.shallow_clone())
-        });
+        let named = self
+            .tensors
+            .iter()
+            .map(|(name, tensor)| (adapter_name_in_files(model, name), tensor.shallow_clone()));
         let named = named.collect();
         state_dict::save_tensors(&named, folder.join(WEIGHTS))?;
         write_bytes(&folder.join(CONFIG), serde_json::to_string_pretty(&config)?)
     }
+}
+
+/// What PEFT calls a variable of an adapter.
+pub fn adapter_name_in_files(model: &ModelConfig, variable: &str) -> String {
+    format!("{PREFIX}{}", name_in_files(model, variable))
 }
 
 fn to_json(lora: &Lora, model: &ModelConfig, base: &Path) -> Value {
@@ -231,3 +234,7 @@ fn read_config(config: &Value) -> Result<Lora> {
         use_rslora: given(config, "use_rslora")?.unwrap_or(false),
     })
 }
+
+#[cfg(test)]
+#[path = "../tests/unit/lora.rs"]
+mod tests;

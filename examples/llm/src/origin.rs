@@ -7,7 +7,7 @@ use crate::lora::{self, Adapter, Base};
 use crate::model::{Model, ModelConfig};
 use crate::progress::warn;
 use crate::tokenizer::Tokenizer;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
 use tch::{Device, Tensor};
 
@@ -103,7 +103,11 @@ impl Origin {
         match &self.weights {
             Weights::Run(checkpoint) => checkpoint.copy_into(&model_tensors(model)),
             Weights::Folder => export::load(&self.folder, model),
-            Weights::Base(base) => base.open("the base")?.copy_into(model),
+            Weights::Base(base) => {
+                let cannot =
+                    "the base cannot be opened: `export` the adapter, and give it by --adapter";
+                base.open("--from").context(cannot)?.copy_into(model)
+            }
         }
     }
 

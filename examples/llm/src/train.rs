@@ -73,7 +73,11 @@ impl Main {
         let base = earlier.and_then(|earlier| earlier.source.base.clone());
         let base = base.map(|base| base.moved_to(options.init.as_deref()));
         let init = match (&base, &options.init) {
-            (Some(base), _) => Some(base.open("--init")?),
+            (Some(base), _) => {
+                Some(base.open("--init").context(
+                    "the base cannot be opened: give --init, the folder where it is now",
+                )?)
+            }
             (None, Some(from)) => Some(Origin::open("--init", from, options.adapter.as_deref())?),
             (None, None) => None,
         };
