@@ -1,4 +1,4 @@
-//! To and from files in Hugging Face's format.
+//! To and from models in Hugging Face's format, with adapters in their weights.
 
 use crate::checkpoint;
 use crate::device::{self, Precision};

@@ -1,4 +1,5 @@
-//! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format.
+//! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format, perhaps with an
+//! adapter.
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::device::{self, Precision};
