@@ -1,9 +1,10 @@
 //! A linear layer as a module.
 
 use crate::ops::f_linear;
+use crate::{Result, check};
 use std::borrow::Borrow;
-use tch::Tensor;
 use tch::nn::{Init, LinearConfig, Module, Path};
+use tch::{Kind, Tensor};
 
 /// A linear layer that uses [`ops::linear`](crate::ops::linear()). Made by [`linear`].
 #[derive(Debug)]
@@ -12,6 +13,19 @@ pub struct Linear {
     pub ws: Tensor,
     /// `[out]`.
     pub bs: Option<Tensor>,
+    /// A low-rank adapter of the weight, if [`Linear::add_lora`] made one.
+    pub lora: Option<Lora>,
+}
+
+/// A low-rank adapter (LoRA) of a linear layer, with which the weight W acts as W + s B A.
+#[derive(Debug)]
+pub struct Lora {
+    /// A, `[rank, in]`.
+    pub a: Tensor,
+    /// B, `[out, rank]`.
+    pub b: Tensor,
+    /// s, which is usually alpha / rank.
+    pub scale: f64,
 }
 
 /// Makes a layer that equals [`tch::nn::linear`] except for its operator. Its configuration,
@@ -40,7 +54,7 @@ pub fn linear<'a, T: Borrow<Path<'a>>>(
     };
     // The parameters are made in tch's order, so that the same seed gives the same numbers.
     let bs = config.bias.then(|| vs.var("bias", &[out_dim], bias_init()));
-    Linear { ws: vs.var("weight", &[out_dim, in_dim], config.ws_init), bs }
+    Linear { ws: vs.var("weight", &[out_dim, in_dim], config.ws_init), bs, lora: None }
 }
 
 impl Linear {
@@ -48,8 +62,83 @@ impl Linear {
     ///
     /// # Errors
     /// When the input does not fit this layer; see [`f_linear`].
-    pub fn f_forward(&self, input: &Tensor) -> crate::Result<Tensor> {
-        f_linear(input, &self.ws, self.bs.as_ref())
+    pub fn f_forward(&self, input: &Tensor) -> Result<Tensor> {
+        match &self.lora {
+            None => f_linear(input, &self.ws, self.bs.as_ref()),
+            Some(lora) => self.adapted(lora, input),
+        }
+    }
+
+    /// Adds an adapter, whose output is zero at first, in place of one that the layer may have:
+    ///
+    /// ```text
+    /// y = x Wᵀ + b + scale (x Aᵀ) Bᵀ
+    /// ```
+    ///
+    /// Its parameters have PEFT's names, `lora_A.weight` and `lora_B.weight`, and initial values: A is
+    /// uniform within ±1/√in, and B is zero. The layer computes with both in the kind of x Wᵀ, so that they may
+    /// be `Float` next to a frozen weight of a half kind, under autocast or not. The second product is added to
+    /// the output in place.
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor, nn::{Module, VarStore}};
+    /// use tch_extension::nn::linear;
+    ///
+    /// let (mut base, adapters) = (VarStore::new(Device::Cpu), VarStore::new(Device::Cpu));
+    /// let mut layer = linear(base.root(), 5, 8, Default::default());
+    /// base.freeze();
+    /// let (rank, alpha) = (2, 4.0);
+    /// layer.add_lora(adapters.root(), rank, alpha / rank as f64);
+    /// let input = Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu));
+    /// layer.forward(&input).sum(Kind::Float).backward(); // only the adapter gets gradients
+    ///
+    /// let output = layer.forward(&input);
+    /// layer.f_merge_lora()?; // W + scale B A
+    /// assert!(layer.forward(&input).allclose(&output, 1e-5, 1e-5, false));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// Source: <https://huggingface.co/docs/peft/package_reference/lora>.
+    pub fn add_lora<'a, T: Borrow<Path<'a>>>(&mut self, vs: T, rank: i64, scale: f64) {
+        let (vs, size) = (vs.borrow(), self.ws.size());
+        let bound = 1.0 / (size[1] as f64).sqrt();
+        let uniform = Init::Uniform { lo: -bound, up: bound };
+        let a = (vs / "lora_A").var("weight", &[rank, size[1]], uniform);
+        let b = (vs / "lora_B").var("weight", &[size[0], rank], Init::Const(0.0));
+        self.lora = Some(Lora { a, b, scale });
+    }
+
+    /// Makes the adapter, if there is one, a part of the weight, which keeps its memory. The sum is computed
+    /// in `Float`, or `Double` if the weight is, and rounded once.
+    ///
+    /// # Errors
+    /// If an operation of libtorch fails.
+    pub fn f_merge_lora(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        if let Some(Lora { a, b, scale }) = &self.lora {
+            let wide = if self.ws.f_kind()? == Kind::Double { Kind::Double } else { Kind::Float };
+            let [a, b, weight] = [a, b, &self.ws].map(|factor| factor.f_to_kind(wide));
+            let sum = b?.f_matmul(&a?)?.f_mul_scalar(*scale)?.f_add(&weight?)?;
+            self.ws.f_copy_(&sum)?;
+        }
+        self.lora = None;
+        Ok(())
+    }
+
+    /// The output with an adapter.
+    fn adapted(&self, lora: &Lora, input: &Tensor) -> Result<Tensor> {
+        check!("nn::Linear", input).defined()?;
+        let mut size = input.size();
+        let features = size.pop().unwrap_or(1);
+        // As rows, so that what is changed in place is no view.
+        let rows = input.f_reshape([-1, features])?;
+        let mut output = f_linear(&rows, &self.ws, self.bs.as_ref())?;
+        // Autocast does not see operations in place.
+        let kind = output.f_kind()?;
+        let low = f_linear(&rows, &lora.a.f_to_kind(kind)?, None)?.f_mul_scalar(lora.scale)?;
+        let output = output.f_addmm_(&low, &lora.b.f_to_kind(kind)?.f_tr()?)?;
+        size.push(output.size2()?.1);
+        Ok(output.f_view(size.as_slice())?)
     }
 }
 

@@ -78,11 +78,22 @@ pub fn mlp<'a, T: Borrow<Path<'a>>>(vs: T, dim: i64, hidden_dim: i64, config: Ml
 }
 
 impl Mlp {
-    /// Like [`Module::forward`], but returns an error instead of panicking.
+    /// The linear layers with their names, for example for [`Linear::add_lora`].
+    pub fn linears_mut(&mut self) -> [(&'static str, &mut Linear); 2] {
+        let [fc, proj] = self.config.names;
+        [(fc, &mut self.fc), (proj, &mut self.proj)]
+    }
+
+    /// Like [`Module::forward`], but returns an error instead of panicking. With an adapter
+    /// ([`Linear::add_lora`]), the layers are computed one by one.
     ///
     /// # Errors
     /// When the input does not fit this module; see [`f_gelu_mlp`].
     pub fn f_forward(&self, input: &Tensor) -> crate::Result<Tensor> {
+        if self.fc.lora.is_some() || self.proj.lora.is_some() {
+            let activation = self.config.options.activation;
+            return self.proj.f_forward(&activation.f_apply(&self.fc.f_forward(input)?)?);
+        }
         let op = match self.config.op {
             MlpOp::Fused => f_gelu_mlp,
             MlpOp::Composite => gelu_mlp_reference,
@@ -126,12 +137,12 @@ impl Default for SwiGluConfig {
 /// [`swiglu`].
 #[derive(Debug)]
 pub struct SwiGlu {
-    /// `[H, D]`.
-    pub gate: Tensor,
-    /// `[H, D]`.
-    pub up: Tensor,
-    /// `[D, H]`.
-    pub down: Tensor,
+    /// From the features to the hidden ones; its output goes through SiLU.
+    pub gate: Linear,
+    /// From the features to the hidden ones.
+    pub up: Linear,
+    /// From the hidden features back.
+    pub down: Linear,
     config: SwiGluConfig,
 }
 
@@ -158,7 +169,7 @@ pub fn swiglu<'a, T: Borrow<Path<'a>>>(
 ) -> SwiGlu {
     let layer = |name: &'static str, in_dim: i64, out_dim: i64| {
         let config = LinearConfig { bias: false, ..config.linear };
-        linear(vs.borrow() / name, in_dim, out_dim, config).ws
+        linear(vs.borrow() / name, in_dim, out_dim, config)
     };
     let [gate, up, down] = config.names;
     SwiGlu {
@@ -170,12 +181,24 @@ pub fn swiglu<'a, T: Borrow<Path<'a>>>(
 }
 
 impl SwiGlu {
-    /// Like [`Module::forward`], but returns an error instead of panicking.
+    /// The linear layers with their names, for example for [`Linear::add_lora`].
+    pub fn linears_mut(&mut self) -> [(&'static str, &mut Linear); 3] {
+        let [gate, up, down] = self.config.names;
+        [(gate, &mut self.gate), (up, &mut self.up), (down, &mut self.down)]
+    }
+
+    /// Like [`Module::forward`], but returns an error instead of panicking. With an adapter
+    /// ([`Linear::add_lora`]), the layers are computed one by one.
     ///
     /// # Errors
     /// When the input does not fit this module; see [`f_swiglu_mlp`].
     pub fn f_forward(&self, input: &Tensor) -> crate::Result<Tensor> {
         let SwiGlu { gate, up, down, config } = self;
+        if [gate, up, down].iter().any(|layer| layer.lora.is_some()) {
+            let hidden = gate.f_forward(input)?.f_silu()?.f_mul(&up.f_forward(input)?)?;
+            return down.f_forward(&hidden);
+        }
+        let [gate, up, down] = [&gate.ws, &up.ws, &down.ws];
         match config.op {
             MlpOp::Fused => f_swiglu_mlp(input, gate, up, down, &config.options),
             MlpOp::Composite => swiglu_mlp_reference(input, gate, up, down),

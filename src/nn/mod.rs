@@ -38,7 +38,7 @@ pub use embedding::{Embedding, embedding};
 #[cfg(feature = "norm")]
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
 #[cfg(feature = "gemm")]
-pub use linear::{Linear, linear};
+pub use linear::{Linear, Lora, linear};
 #[cfg(feature = "recurrent")]
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};
 #[cfg(feature = "recurrent")]

@@ -1,8 +1,8 @@
 //! A block of a transformer, and the residual stream between blocks.
 
 use super::{
-    Attention, AttentionCall, AttentionConfig, LayerNorm, LayerNormConfig, LayerNormOp, Mlp,
-    MlpConfig, MlpOp, RmsNorm, RmsNormConfig, RmsNormOp, SwiGlu, SwiGluConfig, attention,
+    Attention, AttentionCall, AttentionConfig, LayerNorm, LayerNormConfig, LayerNormOp, Linear,
+    Mlp, MlpConfig, MlpOp, RmsNorm, RmsNormConfig, RmsNormOp, SwiGlu, SwiGluConfig, attention,
     layer_norm, mlp, rms_norm, swiglu,
 };
 use crate::Result;
@@ -172,6 +172,7 @@ impl TransformerBlockConfig {
 /// A block of a transformer with norms before its two branches. Made by [`transformer_block`].
 #[derive(Debug)]
 pub struct TransformerBlock {
+    names: [&'static str; 4],
     norms: [Norm; 2],
     attention: Attention,
     feed_forward: FeedForward,
@@ -226,6 +227,7 @@ pub fn transformer_block<'a, T: Borrow<Path<'a>>>(
     let [first, attend, second, feed] = config.names.map(|name| vs.borrow() / name);
     let hidden = config.hidden_dim.unwrap_or(4 * embed_dim);
     TransformerBlock {
+        names: config.names,
         norms: [norm(first, embed_dim, config.norm), norm(second, embed_dim, config.norm)],
         attention: attention(attend, embed_dim, num_heads, config.attention),
         feed_forward: match config.feed_forward {
@@ -244,6 +246,20 @@ impl TransformerBlock {
     /// The attention, for example to make a cache for its heads.
     pub fn attention(&self) -> &Attention {
         &self.attention
+    }
+
+    /// All linear layers with their names, such as `self_attn.q_proj`, for example for
+    /// [`Linear::add_lora`](super::Linear::add_lora).
+    pub fn linears_mut(&mut self) -> Vec<(String, &mut Linear)> {
+        let [_, attend, _, feed] = self.names;
+        let attention = self.attention.linears_mut().into_iter();
+        let feed_forward = match &mut self.feed_forward {
+            FeedForward::Mlp(layer) => Vec::from(layer.linears_mut()),
+            FeedForward::SwiGlu(layer) => Vec::from(layer.linears_mut()),
+        };
+        let feed_forward = feed_forward.into_iter().map(|(name, layer)| (feed, name, layer));
+        let all = attention.map(|(name, layer)| (attend, name, layer)).chain(feed_forward);
+        all.map(|(part, name, layer)| (format!("{part}.{name}"), layer)).collect()
     }
 
     /// Computes the block for a stream of tokens `[B, T, C]`, with what the call adds to attention: a

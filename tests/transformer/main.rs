@@ -380,3 +380,40 @@ fn the_curve_in_float_is_the_composite_s() {
         }
     }
 }
+
+/// The layers one by one, with adapters, compute what the operators do with them in the weights.
+#[test]
+fn adapters_act_as_parts_of_the_weights() {
+    for device in devices() {
+        for (config, expected) in configs().into_iter().zip([
+            &["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"][..],
+            &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"],
+        ]) {
+            let [vs, adapters] = [VarStore::new(device), VarStore::new(device)];
+            let mut block = block(&vs, config);
+            let mut names = Vec::new();
+            for (name, layer) in block.linears_mut() {
+                layer.add_lora(adapters.root() / name.replace('.', "_"), 2, 0.5);
+                names.push(name);
+            }
+            assert_eq!(names[..4], *expected);
+            tch::no_grad(|| {
+                for (_, mut adapter) in adapters.variables() {
+                    let _ = adapter.normal_(0.0, 0.3);
+                }
+            });
+            let _no_grad = tch::no_grad_guard();
+            let x = Tensor::randn([2, 5, DIM], (Kind::Float, device));
+            let (before, adapted) =
+                (by_hand(&vs, &x, config.names[1] == "self_attn"), block.forward_t(&x, false));
+            assert!(
+                (&before - &adapted).abs().max().double_value(&[]) > 0.1,
+                "adapters do nothing"
+            );
+            for (_, layer) in block.linears_mut() {
+                layer.f_merge_lora().expect("merged");
+            }
+            assert_close(&adapted, &block.forward_t(&x, false), 1e-4, 1e-4);
+        }
+    }
+}

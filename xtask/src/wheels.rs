@@ -89,13 +89,13 @@ pub const VISION: Set = Set {
     needs_gib: 0.1,
 };
 
-/// What loads an exported model in a test of examples/llm.
+/// What loads exported models and adapters in tests of examples/llm.
 pub const TRANSFORMERS: Set = Set {
     name: "transformers",
     pins: "xtask/transformers.txt",
     folder: "transformers",
     links: &[],
-    key_files: &["transformers/transformers/__init__.py", "transformers/tokenizers/__init__.py"],
+    key_files: &["transformers/transformers/__init__.py", "transformers/peft/__init__.py"],
     size: "60 MB to download, 280 MB on disk",
     needs_gib: 0.5,
 };

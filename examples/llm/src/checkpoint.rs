@@ -38,7 +38,7 @@ pub struct State {
 pub struct Checkpoint {
     pub path: PathBuf,
     pub state: State,
-    tensors: HashMap<String, Tensor>,
+    tensors: BTreeMap<String, Tensor>,
 }
 
 /// Writes a checkpoint of these tensors and removes all but the last two.
@@ -196,7 +196,7 @@ impl Checkpoint {
         let (_, header) = SafeTensors::read_metadata(bytes).map_err(unsafe_header)?;
         let file = SafeTensors::deserialize(bytes).map_err(unsafe_header)?;
         let state = state(header.metadata().as_ref())?;
-        let mut tensors = HashMap::new();
+        let mut tensors = BTreeMap::new();
         for (name, view) in file.tensors() {
             let checksum =
                 state.checksums.get(&name).with_context(|| format!("{name} is unknown"))?;
@@ -221,29 +221,49 @@ impl Checkpoint {
             .collect()
     }
 
-    /// Copies the checkpoint's tensors into those that are in use. All names, shapes and kinds are
-    /// compared before the first is changed.
+    /// Copies the checkpoint's tensors into those that are in use.
     pub fn copy_into(&self, targets: &[(String, Tensor)]) -> Result<()> {
-        let mut pairs = Vec::new();
-        for (name, target) in targets {
-            let path = self.path.display();
-            let saved = self.tensors.get(name).with_context(|| format!("{path} lacks {name}"))?;
-            ensure!(
-                saved.size() == target.size() && saved.f_kind()? == target.f_kind()?,
-                "{path}: {name} is {:?} of {:?}, but {:?} of {:?} here",
-                saved.size(),
-                saved.f_kind()?,
-                target.size(),
-                target.f_kind()?
-            );
-            pairs.push((saved, target));
-        }
-        let _no_grad = tch::no_grad_guard();
-        for (saved, target) in pairs {
-            target.shallow_clone().f_copy_(saved)?;
-        }
-        Ok(())
+        copy(&self.path, &self.tensors, targets)
     }
+
+    /// The checksum of all tensors whose names begin with a prefix.
+    pub fn checksum(&self, prefix: &str) -> String {
+        let mut hasher = crc32fast::Hasher::new();
+        for (name, checksum) in &self.state.checksums {
+            if name.starts_with(prefix) {
+                hasher.update(format!("{name} {checksum:08x}\n").as_bytes());
+            }
+        }
+        format!("{:08x}", hasher.finalize())
+    }
+}
+
+/// Copies the tensors of a file into those that are in use. All names, shapes and kinds are compared
+/// before the first is changed.
+pub fn copy(
+    path: &Path,
+    tensors: &BTreeMap<String, Tensor>,
+    targets: &[(String, Tensor)],
+) -> Result<()> {
+    let path = path.display();
+    let mut pairs = Vec::new();
+    for (name, target) in targets {
+        let saved = tensors.get(name).with_context(|| format!("{path} lacks {name}"))?;
+        ensure!(
+            saved.size() == target.size() && saved.f_kind()? == target.f_kind()?,
+            "{path}: {name} is {:?} of {:?}, but {:?} of {:?} here",
+            saved.size(),
+            saved.f_kind()?,
+            target.size(),
+            target.f_kind()?
+        );
+        pairs.push((saved, target));
+    }
+    let _no_grad = tch::no_grad_guard();
+    for (saved, target) in pairs {
+        target.shallow_clone().f_copy_(saved)?;
+    }
+    Ok(())
 }
 
 fn state(metadata: Option<&HashMap<String, String>>) -> Result<State> {

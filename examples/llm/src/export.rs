@@ -1,9 +1,10 @@
-//! To and from files in Hugging Face's format.
+//! To and from models in Hugging Face's format, with adapters in their weights.
 
 use crate::checkpoint;
 use crate::device::{self, Precision};
 use crate::family;
 use crate::files::{lock, make_folder, prepare_folder, write_bytes};
+use crate::lora;
 use crate::model::{Model, ModelConfig};
 use crate::origin::{Origin, model_tensors};
 use crate::progress::say;
@@ -11,6 +12,8 @@ use crate::settings::{DataId, Settings};
 use crate::tokenizer::{self, Tokenizer};
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::{Value, json};
+use std::fs::File;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use tch::Device;
 use tch::nn::VarStore;
@@ -23,9 +26,15 @@ const GENERATION: &str = "generation_config.json";
 
 #[derive(Debug, clap::Args)]
 pub struct ExportOptions {
-    /// The folder of a run: the --out of `train`
+    /// The folder of a run, the --out of `train`, or of a model in Hugging Face's format
     #[arg(long, value_name = "FOLDER", default_value = "runs/llm")]
     pub from: PathBuf,
+    /// A folder with an adapter in PEFT's format, which becomes a part of the weights
+    #[arg(long, value_name = "FOLDER")]
+    pub adapter: Option<PathBuf>,
+    /// Write the whole model of a run that trained an adapter, in place of the adapter for PEFT
+    #[arg(long)]
+    pub merge: bool,
     /// Folder for the model: `AutoModelForCausalLM.from_pretrained` reads it
     #[arg(long, value_name = "FOLDER")]
     pub to: PathBuf,
@@ -49,17 +58,24 @@ pub fn is_transposed(name: &str) -> bool {
     ["c_attn.weight", "c_proj.weight", "c_fc.weight"].iter().any(|end| name.ends_with(end))
 }
 
-/// Writes the newest checkpoint of a run in Hugging Face's format.
+/// Writes the newest checkpoint of a run in Hugging Face's format, or its adapter in PEFT's.
 pub fn export(options: &ExportOptions) -> Result<()> {
-    let origin = Origin::open("--from", &options.from)?;
-    let (model, tokenizer) = (origin.model(Device::Cpu)?, &origin.tokenizer);
+    let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
+    let is_whole = options.merge || options.adapter.is_some();
+    let adapter = origin.adapter.as_ref().filter(|_| !is_whole);
+    let model = adapter.is_none().then(|| origin.model(Device::Cpu)).transpose()?;
     make_folder("--to", &options.to)?;
     let _lock = lock("--to", &options.to)?;
     prepare_folder("--to", &options.to)?;
+    if let Some(adapter) = adapter {
+        adapter.write(&options.to, &origin.config, &origin.base()?.folder)?;
+        return say(&format!("{}, in PEFT's format in {}", origin.name, options.to.display()));
+    }
+    let (model, tokenizer) = (model.context("no model")?, &origin.tokenizer);
     let (begin, end) = (tokenizer.begin_of_text()?, tokenizer.end_of_text());
     let begin = begin.first().copied().or(end);
     let config = family::to_json(&model.config, begin, end)?;
-    refuse_another(&options.to, &config)?;
+    refuse_another(&options.to, CONFIG, &config)?;
     let names = StateDictOptions {
         name: Some(&|name| name_in_files(&model.config, name)),
         transposed: Some(&is_transposed),
@@ -84,16 +100,20 @@ pub fn export(options: &ExportOptions) -> Result<()> {
         "tokenizer_class": "PreTrainedTokenizerFast"
     }))?;
     write_bytes(&options.to.join("tokenizer_config.json"), of_tokenizer)?;
-    say(&format!("{}, in Hugging Face's format in {}", origin.name(), options.to.display()))
+    say(&format!("{}, in Hugging Face's format in {}", origin.name, options.to.display()))
 }
 
-/// Weights and description are several files: a kill in between would leave those of two models.
-fn refuse_another(folder: &Path, config: &Value) -> Result<()> {
-    ensure!(
-        !is_model(folder) || read_json(&folder.join(CONFIG))? == *config,
-        "--to {} has another model: give a new folder",
-        folder.display()
-    );
+/// Weights and description, which is in this file, are several files: a kill in between would leave those of
+/// two models. transformers would add an adapter that is next to a model.
+pub fn refuse_another(folder: &Path, file: &str, description: &Value) -> Result<()> {
+    for name in [CONFIG, lora::CONFIG] {
+        let found = folder.join(name);
+        ensure!(
+            !found.exists() || name == file && read_json(&found)? == *description,
+            "--to {} has another model: give a new folder",
+            folder.display()
+        );
+    }
     Ok(())
 }
 
@@ -134,6 +154,7 @@ fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
         clip: 1.0,
         seed: 1,
         data,
+        lora: None,
         source: Default::default(),
     }
 }
@@ -164,7 +185,7 @@ pub fn read(folder: &Path) -> Result<(ModelConfig, Tokenizer)> {
     Ok((config, tokenizer))
 }
 
-fn read_json(file: &Path) -> Result<Value> {
+pub fn read_json(file: &Path) -> Result<Value> {
     let cannot =
         || format!("cannot read {} (give a folder that save_pretrained wrote)", file.display());
     ensure!(!file.exists() || file.is_file(), "{} is no file", file.display());
@@ -187,6 +208,23 @@ fn with_prefix(prefix: &str, variable: &str) -> String {
 /// What the files call a variable.
 pub fn name_in_files(config: &ModelConfig, variable: &str) -> String {
     with_prefix(prefix(config), variable)
+}
+
+/// The checksum of the weights of a folder in Hugging Face's format.
+pub fn checksum(folder: &Path) -> Result<String> {
+    let mut hasher = crc32fast::Hasher::new();
+    let mut buffer = vec![0; 1 << 20];
+    for path in state_dict::files(folder)? {
+        let cannot = || format!("cannot read {}", path.display());
+        let mut file = File::open(&path).with_context(cannot)?;
+        loop {
+            match file.read(&mut buffer).with_context(cannot)? {
+                0 => break,
+                count => hasher.update(&buffer[..count]),
+            }
+        }
+    }
+    Ok(format!("{:08x}", hasher.finalize()))
 }
 
 /// Loads the weights of a folder in Hugging Face's format, straight to the model's device.
@@ -234,6 +272,14 @@ pub fn load(folder: &Path, model: &Model) -> Result<()> {
 }
 
 #[cfg(test)]
+impl ExportOptions {
+    pub fn new(from: &Path, to: &Path) -> ExportOptions {
+        let (from, to) = (from.into(), to.into());
+        ExportOptions { from, to, adapter: None, merge: false, shard_mb: 1 }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use tch::{Kind, Tensor};
@@ -268,8 +314,7 @@ mod tests {
     fn an_exported_model_comes_back_with_and_without_the_prefix() {
         let [from, to, _] = folders();
         let model = run(from.path());
-        export(&ExportOptions { from: from.path().into(), to: to.path().into(), shard_mb: 1 })
-            .unwrap();
+        export(&ExportOptions::new(from.path(), to.path())).unwrap();
         for is_old in [false, true] {
             let [back, ..] = folders();
             if is_old {
@@ -295,7 +340,8 @@ mod tests {
                 Tensor::write_safetensors(&tensors, &file).unwrap();
             }
             import(&ImportOptions { from: to.path().into(), to: back.path().into() }).unwrap();
-            let found = Origin::open("--from", back.path()).unwrap().model(Device::Cpu).unwrap();
+            let found =
+                Origin::open("--from", back.path(), None).unwrap().model(Device::Cpu).unwrap();
             assert_eq!(found.named_variables(), model.named_variables());
         }
     }

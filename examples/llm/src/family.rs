@@ -154,7 +154,7 @@ pub fn read(config: &Value, generation: &Value) -> Result<ModelConfig> {
 }
 
 /// A value of the configuration, if it is there.
-fn given<T: DeserializeOwned>(config: &Value, key: &str) -> Result<Option<T>> {
+pub fn given<T: DeserializeOwned>(config: &Value, key: &str) -> Result<Option<T>> {
     let value = &config[key];
     if value.is_null() {
         return Ok(None);

@@ -22,6 +22,7 @@ mod family;
 mod files;
 mod guard;
 mod log;
+mod lora;
 mod model;
 mod options;
 mod origin;

@@ -1,6 +1,8 @@
 //! The architectures of GPT-2 and Llama's family, made of this crate's layers.
 
+use crate::export::name_in_files;
 use crate::family::{Llama, Member};
+use crate::lora::Lora;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
@@ -100,17 +102,19 @@ impl ModelConfig {
         self.llama.as_ref().map_or(self.dim / self.heads, |llama| llama.head_dim)
     }
 
-    /// An estimate of the bytes that training in Float takes: weights, gradients and two moments, and
-    /// what the backward pass needs of each token.
-    pub fn training_bytes(&self, tokens: i64) -> u64 {
+    /// An estimate of the bytes that training in Float takes: weights, gradients and two moments unless
+    /// the weights are frozen, and what the backward pass needs of each token.
+    pub fn training_bytes(&self, tokens: i64, is_frozen: bool) -> u64 {
         let kept = 16 * self.dim as u64 * self.layers as u64;
-        16 * self.parameters() as u64 + 4 * tokens as u64 * kept
+        let each = if is_frozen { 4 } else { 16 };
+        each * self.parameters() as u64 + 4 * tokens as u64 * kept
     }
 
-    /// The operations of a training step per token: six for each parameter in a product, and those of
-    /// attention, as if it were not causal. nanoGPT and PaLM count in the same way.
-    pub fn flops_per_token(&self) -> f64 {
-        let products = 6 * (self.parameters() - self.looked_up());
+    /// The operations of a training step per token: six for each parameter in a product, four if it is
+    /// frozen, and those of attention, as if it were not causal. nanoGPT and PaLM count in the same way.
+    pub fn flops_per_token(&self, is_frozen: bool) -> f64 {
+        let each = if is_frozen { 4 } else { 6 };
+        let products = each * (self.parameters() - self.looked_up());
         let of_attention = 12 * self.layers * self.heads * self.head_dim() * self.context;
         (products + of_attention) as f64
     }
@@ -120,13 +124,17 @@ impl ModelConfig {
 pub struct Model {
     pub config: ModelConfig,
     pub variables: VarStore,
+    /// Adapters that are trained next to frozen variables.
+    adapters: Option<VarStore>,
     tokens: Embedding,
     positions: Positions,
     blocks: Vec<TransformerBlock>,
     norm: Norm,
     /// The output layer, unless it is the embedding.
     head: Option<Tensor>,
-    /// Empty unless [`Model::round`] was called.
+    /// The kind of the linear layers, if [`Model::round`] was called.
+    half: Option<Kind>,
+    /// What is trained of them.
     rounded: Vec<Rounded>,
 }
 
@@ -235,17 +243,64 @@ impl Model {
             norm: norm(&root / of_norm, dim, block.norm),
             head: has_head
                 .then(|| (&root / "lm_head").var("weight", &[config.vocabulary, dim], zero)),
+            half: None,
             rounded: Vec::new(),
             config: config.clone(),
+            adapters: None,
             variables,
         })
     }
 
+    /// Freezes the weights and gives layers adapters, whose output is zero at first.
+    pub fn adapt(&mut self, lora: &Lora, seed: i64) -> Result<()> {
+        ensure!(self.half.is_none(), "the weights are rounded already");
+        let adapters = VarStore::new(self.device());
+        tch::manual_seed(seed);
+        let blocks = if self.config.llama.is_some() { "layers" } else { "h" };
+        for (index, block) in self.blocks.iter_mut().enumerate() {
+            for (name, layer) in block.linears_mut() {
+                let name = format!("{blocks}.{index}.{name}");
+                if lora.is_target(&name_in_files(&self.config, &name)) {
+                    let path = name.split('.').fold(adapters.root(), |path, part| path / part);
+                    layer.add_lora(path, lora.rank, lora.scale());
+                }
+            }
+        }
+        self.variables.freeze();
+        self.adapters = Some(adapters);
+        Ok(())
+    }
+
+    /// Makes the adapters a part of the weights.
+    pub fn merge(&mut self) -> Result<()> {
+        for (_, layer) in self.blocks.iter_mut().flat_map(TransformerBlock::linears_mut) {
+            layer.f_merge_lora()?;
+        }
+        self.adapters = None;
+        Ok(())
+    }
+
+    /// The variables that are trained: the adapters, if there are any.
+    pub fn trained(&self) -> &VarStore {
+        self.adapters.as_ref().unwrap_or(&self.variables)
+    }
+
+    /// The variables that are not trained.
+    #[cfg(feature = "distributed")]
+    pub fn frozen(&self) -> Vec<Tensor> {
+        let mut all: Vec<_> = self.variables.variables().into_iter().collect();
+        all.retain(|_| self.adapters.is_some());
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all.into_iter().map(|(_, variable)| variable).collect()
+    }
+
     /// Gives the linear layers of the blocks weights of a half kind, rounded from those in `Float`.
-    /// Autocast would round them in each step, and cast their gradients back.
+    /// Autocast would round them in each step, and cast their gradients back. Frozen ones are kept in no
+    /// other kind.
     pub fn round(&mut self, kind: Kind) -> Result<()> {
-        ensure!(self.rounded.is_empty(), "the weights are rounded already");
-        for (name, mut variable) in self.named_variables() {
+        ensure!(self.half.is_none(), "the weights are rounded already");
+        self.half = Some(kind);
+        for (name, mut variable) in self.variables.variables() {
             let is_linear = ["attn.", ".mlp."].iter().any(|part| name.contains(part));
             if !is_linear || name.ends_with("_norm.weight") {
                 continue;
@@ -253,8 +308,11 @@ impl Model {
             let weight = variable.f_detach_copy()?;
             // The layer has the same tensor, so it gets the new memory, too.
             variable.f_set_data(&weight.f_to_kind(kind)?)?;
-            self.rounded.push(Rounded { name, weight, variable });
+            if self.adapters.is_none() {
+                self.rounded.push(Rounded { name, weight, variable });
+            }
         }
+        self.rounded.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(())
     }
 
@@ -291,9 +349,9 @@ impl Model {
         Ok(model)
     }
 
-    /// All weights in `Float`, sorted by name.
+    /// All weights that are trained, in `Float`, sorted by name.
     pub fn named_variables(&self) -> Vec<(String, Tensor)> {
-        let mut all = self.variables.variables();
+        let mut all = self.trained().variables();
         for Rounded { name, weight, .. } in &self.rounded {
             all.insert(name.clone(), weight.shallow_clone());
         }
@@ -381,8 +439,7 @@ impl Model {
 
     /// Autocast to the kind of rounded weights, if there are any.
     fn autocast(&self) -> tch_extension::Result<Option<Autocast>> {
-        let half = self.rounded.first().map(|rounded| rounded.variable.f_kind()).transpose()?;
-        half.map(|kind| Autocast::new(self.device(), kind)).transpose()
+        self.half.map(|kind| Autocast::new(self.device(), kind)).transpose()
     }
 
     /// The features `[B, T, C]` of tokens `[B, T]`, after the last norm.

@@ -1,8 +1,11 @@
 //! The options of `train`, and what stands in for those that are not given.
 
+use crate::checkpoint;
 use crate::device::Precision;
 use crate::family::{Llama, Member, Scaling};
+use crate::lora::Lora;
 use crate::model::ModelConfig;
+use crate::origin::Origin;
 use crate::prepare::TextOptions;
 use crate::sample::Drawing;
 use crate::settings::{DataId, Settings, Source};
@@ -127,6 +130,7 @@ impl Size {
             clip: 1.0,
             seed: 1,
             data,
+            lora: None,
             source: Default::default(),
         }
     }
@@ -155,9 +159,12 @@ pub struct TrainOptions {
     #[arg(long)]
     pub resume: bool,
     /// Begin with the weights of this run, or of this model in Hugging Face's format; it needs the same
-    /// vocabulary
-    #[arg(long, value_name = "FOLDER", conflicts_with = "resume")]
+    /// vocabulary. With --resume, where the model of an adapter is now
+    #[arg(long, value_name = "FOLDER")]
     pub init: Option<PathBuf>,
+    /// Continue to train this adapter of --init, in PEFT's format
+    #[arg(long, value_name = "FOLDER", requires = "init", conflicts_with = "lora")]
+    pub adapter: Option<PathBuf>,
     /// Begin again where --out has a run already
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
@@ -235,7 +242,7 @@ pub struct Changes {
     #[arg(long, value_name = "N")]
     steps: Option<i64>,
     /// Peak learning rate of AdamW, which falls to a tenth along a cosine [default: the size's, with
-    /// --init a tenth of it]
+    /// --init a tenth of it, unless adapters are trained]
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
     /// Steps until the peak
@@ -250,6 +257,16 @@ pub struct Changes {
     /// Seed of the initial weights, the order of the text and dropout [default: 1]
     #[arg(long)]
     seed: Option<i64>,
+    /// Freeze the weights of --init, and train low-rank adapters of this rank (LoRA)
+    #[arg(long, value_name = "RANK")]
+    lora: Option<i64>,
+    /// What the adapters' output is multiplied with, divided by the rank [default: twice the rank]
+    #[arg(long, value_name = "ALPHA", requires = "lora")]
+    lora_alpha: Option<f64>,
+    /// Layers with adapters: some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj, in
+    /// GPT-2 of c_attn, c_proj and c_fc [default: those of attention; c_attn]
+    #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora")]
+    lora_targets: Vec<String>,
 }
 
 impl Changes {
@@ -274,6 +291,18 @@ impl Changes {
         set(&mut settings.weight_decay, self.weight_decay);
         set(&mut settings.clip, self.clip);
         set(&mut settings.seed, self.seed);
+        if let Some(rank) = self.lora {
+            let lora = settings.lora.take().unwrap_or_else(|| Lora::new(rank, &settings.model));
+            settings.lora = Some(Lora {
+                rank,
+                alpha: self.lora_alpha.unwrap_or(lora.alpha),
+                targets: match &self.lora_targets[..] {
+                    [] => lora.targets,
+                    names => names.iter().cloned().collect(),
+                },
+                ..lora
+            });
+        }
         settings
     }
 
@@ -308,7 +337,9 @@ impl TrainOptions {
     /// A text has the vocabulary of --init, unless another one is named.
     pub fn with_vocabulary_of_init(mut self) -> TrainOptions {
         let text = &mut self.text;
-        if self.data.is_none() && text.vocabulary.is_none() && text.vocabulary_from.is_none() {
+        let is_given = text.vocabulary.is_some() || text.vocabulary_from.is_some();
+        let continues = || checkpoint::any(&self.out.join(checkpoint::FOLDER)).unwrap_or(false);
+        if self.data.is_none() && !is_given && !(self.resume && continues()) {
             text.vocabulary_from = self.init.clone();
         }
         self
@@ -353,9 +384,9 @@ impl TrainOptions {
         match &self.data {
             Some(folder) => Source {
                 data: Some(std::path::absolute(folder).unwrap_or_else(|_| folder.clone())),
-                text: Default::default(),
+                ..Default::default()
             },
-            None => Source { data: None, text: self.text.by_name() },
+            None => Source { text: self.text.by_name(), ..Default::default() },
         }
     }
 
@@ -383,7 +414,7 @@ impl TrainOptions {
         vocabulary: usize,
         data: DataId,
         earlier: Option<&Settings>,
-        init: Option<&ModelConfig>,
+        init: Option<&Origin>,
     ) -> Result<Settings> {
         let mut settings = match earlier {
             None => {
@@ -392,9 +423,18 @@ impl TrainOptions {
                 let context = settings.model.context;
                 settings.source = self.source();
                 if let Some(init) = init {
+                    let (init, adapter) = (&init.config, init.adapter.as_ref());
+                    settings.lora = adapter.map(|adapter| adapter.lora.clone());
+                    ensure!(
+                        settings.lora.is_none() || self.changes.lora.is_none(),
+                        "--init has an adapter, which is trained further: leave out --lora, or give what \
+                         `export --merge` makes of it"
+                    );
                     // What was trained already needs smaller steps. The promises of large models are
                     // longer sequences than texts and memory have.
-                    settings.lr /= 10.0;
+                    if settings.lora.is_none() && self.changes.lora.is_none() {
+                        settings.lr /= 10.0;
+                    }
                     let most = if init.llama.is_some() { FINE_TUNED } else { init.context };
                     settings.model = ModelConfig { dropout: 0.0, ..init.clone() };
                     settings.model.context = init.context.min(most);

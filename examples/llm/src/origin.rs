@@ -1,91 +1,147 @@
-//! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format.
+//! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format, perhaps with an
+//! adapter.
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::device::{self, Precision};
 use crate::export;
+use crate::lora::{self, Adapter, Base};
 use crate::model::{Model, ModelConfig};
 use crate::progress::warn;
 use crate::tokenizer::Tokenizer;
-use anyhow::Result;
+use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
+
+/// What stands before the names of the model's tensors in a checkpoint.
+pub const MODEL: &str = "model.";
 
 /// A model that can be loaded, with its vocabulary.
 pub struct Origin {
     pub config: ModelConfig,
     pub tokenizer: Tokenizer,
+    /// What is added to the weights.
+    pub adapter: Option<Adapter>,
+    /// Where the weights are.
+    folder: PathBuf,
     weights: Weights,
+    /// That of the run.
+    precision: Option<Precision>,
+    /// What was done with it, in words.
+    pub name: String,
 }
 
+/// Weights without an adapter.
 enum Weights {
     Run(Box<Checkpoint>),
-    Folder(PathBuf),
+    Folder,
+    /// Of the model on which a run trained an adapter.
+    Base(Base),
 }
 
 impl Origin {
-    /// What `option` names: a run, or a folder that has a `config.json`.
-    pub fn open(option: &str, folder: &Path) -> Result<Origin> {
-        // A run may have been exported into its own folder, and trained on.
-        if export::is_model(folder) && !checkpoint::any(&folder.join(checkpoint::FOLDER))? {
-            let (config, tokenizer) = export::read(folder)?;
-            return Ok(Origin { config, tokenizer, weights: Weights::Folder(folder.into()) });
+    /// What `option` names: a run, or a folder that has a `config.json`; perhaps with an adapter in
+    /// PEFT's format.
+    pub fn open(option: &str, folder: &Path, adapter: Option<&Path>) -> Result<Origin> {
+        let mut origin = Origin::of(option, folder)?;
+        if let Some(adapter) = adapter {
+            ensure!(
+                origin.adapter.is_none(),
+                "{option} {} has an adapter already: give its base with --adapter",
+                folder.display()
+            );
+            origin.adapter = Some(Adapter::read(adapter, &origin.config)?);
+            origin.name = format!("{} with {}", origin.name, adapter.display());
         }
+        Ok(origin)
+    }
+
+    fn of(option: &str, folder: &Path) -> Result<Origin> {
+        let name = folder.display().to_string();
+        let (is_run, adapter) = (checkpoint::any(&folder.join(checkpoint::FOLDER))?, None);
+        let folder_of_weights = std::path::absolute(folder).unwrap_or_else(|_| folder.into());
+        // A run may have been exported into its own folder, and trained on.
+        if export::is_model(folder) && !is_run {
+            let (config, tokenizer) = export::read(folder)?;
+            let (folder, weights, precision) = (folder_of_weights, Weights::Folder, None);
+            return Ok(Origin { config, tokenizer, adapter, folder, weights, precision, name });
+        }
+        ensure!(
+            is_run || !folder.join(lora::CONFIG).exists(),
+            "{option} {name} is an adapter: give the model that it was trained on, and --adapter {name}"
+        );
         let checkpoint = checkpoint::of_run(option, folder, warn)?;
+        let (settings, path) = (&checkpoint.state.settings, checkpoint.path.display());
+        let adapted = settings.lora.as_ref().zip(settings.source.base.clone());
         Ok(Origin {
-            config: checkpoint.state.settings.model.clone(),
+            config: settings.model.clone(),
             tokenizer: Tokenizer::load(folder)?,
-            weights: Weights::Run(Box::new(checkpoint)),
+            precision: Some(settings.precision),
+            name: format!("step {} of {path}", checkpoint.state.step),
+            adapter: adapted.as_ref().map(|(lora, _)| Adapter::of_run(lora, &checkpoint)),
+            folder: folder_of_weights,
+            weights: match adapted {
+                Some((_, base)) => Weights::Base(base),
+                None => Weights::Run(Box::new(checkpoint)),
+            },
         })
     }
 
-    /// The model on a device.
+    /// The model on a device. An adapter becomes a part of its weights.
     pub fn model(&self, device: Device) -> Result<Model> {
-        device::check_memory(device, 4 * self.config.parameters() as u64)?;
-        let model = Model::zeros(&self.config, device)?;
-        self.copy_into(&model)?;
-        Ok(model)
+        self.model_in(device, None)
     }
 
-    /// The model on a device, to generate text: on a GPU in the kind of the run's products, weights and all.
+    /// The same, to generate text: on a GPU in the kind of the run's products, weights and all.
     pub fn model_for_text(&self, device: Device) -> Result<Model> {
+        self.model_in(device, self.precision(device).half().filter(|_| device.is_cuda()))
+    }
+
+    fn model_in(&self, device: Device, half: Option<Kind>) -> Result<Model> {
         device::check_memory(device, 4 * self.config.parameters() as u64)?;
         let mut model = Model::zeros(&self.config, device)?;
-        if let Some(half) = self.precision(device).half().filter(|_| device.is_cuda()) {
+        if let Some(half) = half {
             model.variables.set_kind(half);
         }
         self.copy_into(&model)?;
+        if let Some(adapter) = &self.adapter {
+            model.adapt(&adapter.lora, 0)?;
+            adapter.copy_into(&model)?;
+            model.merge()?;
+        }
         Ok(model)
     }
 
-    /// Gives a model of the same sizes these weights.
+    /// Gives a model of the same sizes these weights, without the adapter.
     pub fn copy_into(&self, model: &Model) -> Result<()> {
         match &self.weights {
             Weights::Run(checkpoint) => checkpoint.copy_into(&model_tensors(model)),
-            Weights::Folder(folder) => export::load(folder, model),
+            Weights::Folder => export::load(&self.folder, model),
+            Weights::Base(base) => {
+                let cannot =
+                    "the base cannot be opened: `export` the adapter, and give it by --adapter";
+                base.open("--from").context(cannot)?.copy_into(model)
+            }
         }
+    }
+
+    /// The weights on which an adapter can be trained.
+    pub fn base(&self) -> Result<Base> {
+        let checksum = match &self.weights {
+            Weights::Run(checkpoint) => checkpoint.checksum(MODEL),
+            Weights::Folder => export::checksum(&self.folder)?,
+            Weights::Base(base) => return Ok(base.clone()),
+        };
+        Ok(Base { folder: self.folder.clone(), checksum })
     }
 
     /// The precision to compute with: that of the run.
     pub fn precision(&self, device: Device) -> Precision {
-        match &self.weights {
-            Weights::Run(checkpoint) => checkpoint.state.settings.precision,
-            Weights::Folder(_) => Precision::of(device),
-        }
-    }
-
-    /// What was done with it, in words.
-    pub fn name(&self) -> String {
-        match &self.weights {
-            Weights::Run(checkpoint) => {
-                format!("step {} of {}", checkpoint.state.step, checkpoint.path.display())
-            }
-            Weights::Folder(folder) => folder.display().to_string(),
-        }
+        self.precision.unwrap_or(Precision::of(device))
     }
 }
 
 /// The model's variables under their names in a checkpoint.
 pub fn model_tensors(model: &Model) -> Vec<(String, Tensor)> {
     let named = model.named_variables().into_iter();
-    named.map(|(name, tensor)| (format!("model.{name}"), tensor)).collect()
+    named.map(|(name, tensor)| (format!("{MODEL}{name}"), tensor)).collect()
 }

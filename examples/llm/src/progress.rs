@@ -81,7 +81,7 @@ impl Progress {
             other: Duration::ZERO,
             last: (done, now),
             tokens_per_step,
-            flops_per_step: tokens_per_step * settings.model.flops_per_token(),
+            flops_per_step: tokens_per_step * settings.flops_per_token(),
             peak,
             lines: done * PLAIN_LINES / settings.steps,
             speeds: Vec::new(),

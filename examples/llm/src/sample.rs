@@ -33,6 +33,9 @@ pub struct SampleOptions {
     /// The folder of a run, the --out of `train`, or of a model in Hugging Face's format
     #[arg(long, value_name = "FOLDER", default_value = "runs/llm")]
     pub from: PathBuf,
+    /// A folder with an adapter of this model in PEFT's format
+    #[arg(long, value_name = "FOLDER")]
+    pub adapter: Option<PathBuf>,
     /// Tokens to generate
     #[arg(long, value_name = "N", default_value_t = 400)]
     pub length: i64,
@@ -120,7 +123,7 @@ pub fn run(options: &SampleOptions) -> Result<()> {
         options.count
     );
     let device = device::parse(&options.device)?;
-    let origin = Origin::open("--from", &options.from)?;
+    let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
     let (model, tokenizer) = (origin.model_for_text(device)?, &origin.tokenizer);
     if options.logits {
         return say(&logits(&model, tokenizer, &options.drawing.prompt)?);

@@ -1,6 +1,7 @@
 //! What decides a run's curve, and the learning rate of each step.
 
 use crate::device::Precision;
+use crate::lora::{Base, Lora};
 use crate::model::ModelConfig;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -34,17 +35,23 @@ pub struct Settings {
     pub clip: f64,
     pub seed: i64,
     pub data: DataId,
+    /// The adapters that are trained in place of the weights.
+    #[serde(default, skip_serializing_if = "Option::is_none", flatten)]
+    pub lora: Option<Lora>,
     #[serde(default)]
     pub source: Source,
 }
 
-/// Where the data came from, which a continued run looks at.
+/// Where data and base came from, which a continued run looks at.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Source {
     /// The folder of `--data`; `None` if the run has its own.
     pub data: Option<PathBuf>,
     /// The text's options, by name, of a run that has data of its own.
     pub text: BTreeMap<String, String>,
+    /// The model whose adapters are trained.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub base: Option<Base>,
 }
 
 /// What tells data apart.
@@ -71,6 +78,7 @@ impl DataId {
 impl Settings {
     pub fn check(&self) -> Result<()> {
         self.model.check()?;
+        self.lora.as_ref().map_or(Ok(()), |lora| lora.check(&self.model))?;
         let numbers = [
             ("--batch", self.batch, 1, 1 << 20),
             ("--accumulate", self.accumulate, 1, 1 << 20),
@@ -102,6 +110,11 @@ impl Settings {
     pub fn learning_rate(&self, done: i64) -> f64 {
         let schedule = Schedule::cosine(self.warm_up as u64, self.steps as u64, LAST_RATE);
         self.lr * schedule.factor(done as u64)
+    }
+
+    /// The operations of a step per token, without those of adapters.
+    pub fn flops_per_token(&self) -> f64 {
+        self.model.flops_per_token(self.lora.is_some())
     }
 
     /// Tokens of a step.
@@ -174,6 +187,7 @@ pub mod tests {
             clip: 1.0,
             seed: 1,
             data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7, learned: None },
+            lora: None,
             source: Default::default(),
         }
     }

@@ -50,7 +50,7 @@ impl Trainer {
         options: &TrainerOptions,
     ) -> Result<Trainer> {
         let config = AdamW { beta2: 0.95, wd: settings.weight_decay, ..Default::default() };
-        let mut optimizer = config.build(&model.variables, settings.lr)?;
+        let mut optimizer = config.build(model.trained(), settings.lr)?;
         // As in GPT-2: biases and norms do not decay.
         optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
         optimizer.set_clip_norm(Some(settings.clip))?;
@@ -152,6 +152,9 @@ fn together(
         for (_, master) in model.masters() {
             group.broadcast(&master.detach(), 0)?;
         }
+        for variable in model.frozen() {
+            group.broadcast(&variable, 0)?;
+        }
         if options.sharded {
             let mut sharded = ShardedOptions::default();
             if options.half_gradients {
@@ -167,7 +170,7 @@ fn together(
             ddp.hook = CommHook::Bf16;
         }
         ddp.bucket_cap_mb = options.bucket_mb.unwrap_or(ddp.bucket_cap_mb);
-        let ddp = Ddp::new(group, &model.variables, ddp)?;
+        let ddp = Ddp::new(group, model.trained(), ddp)?;
         let optimizer = Trained::Ddp(ddp.guard(optimizer)?);
         return Ok((optimizer, Box::new(move |batch| ddp.forward(|| loss(&model, batch)))));
     }

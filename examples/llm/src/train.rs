@@ -65,17 +65,34 @@ struct Main {
 
 impl Main {
     fn prepare(options: &TrainOptions, device: Device, ranks: usize) -> Result<Main> {
-        let init = options.init.as_ref().map(|from| Origin::open("--init", from)).transpose()?;
         make_folder("--out", &options.out)?;
         let lock = lock("--out", &options.out)?;
         prepare_folder("--out", &options.out)?;
         let checkpoint = earlier(options)?;
         let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
+        let base = earlier.and_then(|earlier| earlier.source.base.clone());
+        let base = base.map(|base| base.moved_to(options.init.as_deref()));
+        let init = match (&base, &options.init) {
+            (Some(base), _) => {
+                Some(base.open("--init").context(
+                    "the base cannot be opened: give --init, the folder where it is now",
+                )?)
+            }
+            (None, Some(from)) => Some(Origin::open("--init", from, options.adapter.as_deref())?),
+            (None, None) => None,
+        };
         let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
-        let settings = {
-            let data = data_id(&tokens, &tokenizer);
-            let of_init = init.as_ref().map(|init| &init.config);
-            options.settings(device, tokenizer.len(), data, earlier, of_init)?
+        let id = data_id(&tokens, &tokenizer);
+        let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;
+        let is_adapted = settings.lora.is_some();
+        ensure!(!is_adapted || init.is_some(), "--lora needs --init: give the model to adapt");
+        ensure!(
+            is_adapted || options.init.is_none() || !options.resume,
+            "--init with --resume is for adapters: leave one of them out"
+        );
+        settings.source.base = match (base, &init) {
+            (None, Some(init)) if is_adapted => Some(init.base()?),
+            (base, _) => base,
         };
         let tokens = Rc::new(tokens);
         // What cannot work is refused before anything is computed.
@@ -218,15 +235,25 @@ impl<'a> Run<'a> {
         let Settings { batch, accumulate, .. } = settings;
         let (context, seed) = (settings.model.context, settings.seed);
         let division = Division::new(batch, accumulate, ranks.rank(), ranks.size())?;
-        device::check_memory(device, settings.model.training_bytes(division.rows * context))?;
+        let (tokens, is_frozen) = (division.rows * context, settings.lora.is_some());
+        device::check_memory(device, settings.model.training_bytes(tokens, is_frozen))?;
         let checkpoint = main.as_mut().and_then(|main| main.checkpoint.take());
         let checkpoint = Checkpoint::on_all_ranks(checkpoint, ranks)?;
         let mut model = Model::new(&settings.model, device, seed)?;
         // All ranks get the weights of rank 0.
-        ranks.on_main(|| match main.as_mut().and_then(|main| main.init.take()) {
-            Some(init) if checkpoint.is_none() => begin_with(&init, &model, &settings),
-            _ => Ok(()),
+        let init = main.as_mut().and_then(|main| main.init.take());
+        let init = init.filter(|_| checkpoint.is_none() || is_frozen);
+        ranks.on_main(|| match &init {
+            Some(init) => begin_with(init, &model, &settings),
+            None => Ok(()),
         })?;
+        if let Some(lora) = &settings.lora {
+            model.adapt(lora, seed)?;
+            ranks.on_main(|| match init.as_ref().and_then(|init| init.adapter.as_ref()) {
+                Some(adapter) => adapter.copy_into(&model),
+                None => Ok(()),
+            })?;
+        }
         if let Some(kind) = settings.precision.half() {
             model.round(kind)?;
         }
@@ -279,7 +306,7 @@ impl<'a> Run<'a> {
     fn describe(&self) -> String {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
         format!(
-            "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters\n\
+            "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{}\n\
              {steps} steps of {accumulate} × {batch} rows, learning rate {lr:?}, {}, seed {seed}",
             device::describe(self.device),
             if self.ranks.size() > 1 {
@@ -293,6 +320,14 @@ impl<'a> Run<'a> {
             model.context,
             model.vocabulary,
             model.parameters() as f64 / 1e6,
+            match &self.settings.lora {
+                Some(lora) => {
+                    let trained = self.model.named_variables().into_iter();
+                    let trained: usize = trained.map(|(_, variable)| variable.numel()).sum();
+                    format!(", and {:.2} M of adapters of rank {}", trained as f64 / 1e6, lora.rank)
+                }
+                None => String::new(),
+            },
             precision.name()
         )
     }
@@ -458,10 +493,10 @@ fn tensors(model: &Model, state: State) -> Vec<(String, Tensor)> {
     tensors
 }
 
-/// Whether all weights that the model computes with are finite. The host waits once.
+/// Whether all trained weights that the model computes with are finite. The host waits once.
 fn are_finite(model: &Model) -> Result<bool> {
     let _no_grad = tch::no_grad_guard();
-    let weights = model.variables.variables().into_iter();
+    let weights = model.trained().variables().into_iter();
     let each: Vec<Tensor> =
         weights.map(|(_, weight)| Ok(weight.f_isfinite()?.f_all()?)).collect::<Result<_>>()?;
     Ok(Tensor::f_stack(&each, 0)?.f_all()?.f_int64_value(&[])? != 0)

@@ -207,6 +207,20 @@ pub fn attention<'a, T: Borrow<Path<'a>>>(
 }
 
 impl Attention {
+    /// The linear layers with their names, for example for [`Linear::add_lora`].
+    pub fn linears_mut(&mut self) -> Vec<(&'static str, &mut Linear)> {
+        let AttentionConfig { projections, out, .. } = self.config;
+        let mut all = match (&mut self.qkv, projections) {
+            (Qkv::Separate { q, k, v }, Projections::Separate { q: of_q, k: of_k, v: of_v }) => {
+                vec![(of_q, q), (of_k, k), (of_v, v)]
+            }
+            (Qkv::Packed(layer), Projections::Packed { qkv }) => vec![(qkv, layer)],
+            _ => vec![],
+        };
+        all.push((out, &mut self.out));
+        all
+    }
+
     /// The number of features of a token, C.
     pub fn embed_dim(&self) -> i64 {
         self.embed_dim

@@ -128,13 +128,19 @@ pub fn gelu_mlp_reference(
     options: &GeluMlpOptions,
 ) -> Result<Tensor> {
     let z = input.f_linear(w1, b1)?;
-    let a = match options.activation {
-        Activation::GeluTanh => z.f_gelu("tanh")?,
-        Activation::Gelu => z.f_gelu("none")?,
-        Activation::ReluSquared => z.f_relu()?.f_square()?,
-        Activation::Silu => z.f_silu()?,
-    };
-    Ok(a.f_linear(w2, b2)?)
+    Ok(options.activation.f_apply(&z)?.f_linear(w2, b2)?)
+}
+
+impl Activation {
+    /// The function in plain tch operations.
+    pub(crate) fn f_apply(self, z: &Tensor) -> Result<Tensor> {
+        Ok(match self {
+            Activation::GeluTanh => z.f_gelu("tanh")?,
+            Activation::Gelu => z.f_gelu("none")?,
+            Activation::ReluSquared => z.f_relu()?.f_square()?,
+            Activation::Silu => z.f_silu()?,
+        })
+    }
 }
 
 crate::signature! {

@@ -1,9 +1,10 @@
-//! Every family against transformers: what a folder of theirs computes here, and what they make of a
-//! folder of ours.
+//! Every family against transformers and PEFT: what a folder of theirs computes here, and what they make of
+//! a folder of ours.
 
 mod python;
 
 use crate::export::{self, ExportOptions};
+use crate::lora::{Adapter, adapter_name_in_files};
 use crate::model::Model;
 use crate::origin::Origin;
 use std::collections::BTreeMap;
@@ -21,16 +22,21 @@ fn assert_close(found: &Tensor, expected: &Tensor, what: &str) {
 }
 
 /// Loss and gradients of the batch, and the logits after its last token, also token by token.
-fn assert_computes(name: &str, model: &Model, expected: &BTreeMap<String, Tensor>) {
-    let numbers: usize = model.named_variables().iter().map(|(_, weight)| weight.numel()).sum();
-    assert_eq!(numbers as i64, model.config.parameters(), "{name}");
-    let (inputs, targets) = (&expected["inputs"], &expected["targets"]);
+fn assert_computes(
+    name: &str,
+    model: &Model,
+    [inputs, targets]: [&Tensor; 2],
+    expected: &BTreeMap<String, Tensor>,
+) {
     let loss = model.loss(inputs, targets, None, true, Reduction::Mean).unwrap();
     assert_close(&loss.detach(), &expected["loss"], &format!("{name}: loss"));
     loss.backward();
     let mut others = expected.keys().filter(|name| name.starts_with("grad.")).count();
-    for (variable, weight) in model.variables.variables() {
-        let theirs = export::name_in_files(&model.config, &variable);
+    for (variable, weight) in model.trained().variables() {
+        let theirs = match variable.contains(".lora_") {
+            true => adapter_name_in_files(&model.config, &variable),
+            false => export::name_in_files(&model.config, &variable),
+        };
         let gradient = &expected[&format!("grad.{theirs}")];
         let found = match export::is_transposed(&variable) {
             true => weight.grad().tr(),
@@ -40,13 +46,15 @@ fn assert_computes(name: &str, model: &Model, expected: &BTreeMap<String, Tensor
         others -= 1;
     }
     assert_eq!(others, 0, "{name}: gradients that this model lacks");
+    assert_logits(name, model, inputs, &expected["logits"]);
+}
 
+fn assert_logits(name: &str, model: &Model, inputs: &Tensor, expected: &Tensor) {
     let _no_grad = tch::no_grad_guard();
     let mut caches = model.caches(inputs.size()[1]);
     for place in 0..inputs.size()[1] {
         let found = model.next_logits(&inputs.narrow(1, place, 1), &mut caches).unwrap();
-        let expected = expected["logits"].select(1, place);
-        assert_close(&found, &expected, &format!("{name}: logits at {place}"));
+        assert_close(&found, &expected.select(1, place), &format!("{name}: logits at {place}"));
     }
 }
 
@@ -66,24 +74,29 @@ fn every_family_computes_what_transformers_do() {
     if !run("make") {
         return;
     }
-    let mut families = 0;
+    let (mut families, mut adapters) = (0, 0);
     for entry in std::fs::read_dir(place.path()).unwrap() {
         let folder = entry.unwrap().path();
         if folder.is_dir() {
             families += 1;
-            check(&folder);
+            adapters += usize::from(check(&folder));
         }
     }
-    assert_eq!(families, 8);
+    assert_eq!((families, adapters), (8, 4));
     assert!(run("compare"));
 }
 
-fn check(folder: &Path) {
+/// Returns whether there is an adapter.
+fn check(folder: &Path) -> bool {
     let name = folder.file_name().unwrap().to_str().unwrap();
     let beside = |ending: &str| folder.with_file_name(format!("{name}{ending}"));
     let expected = load_tensors(beside(".safetensors")).unwrap();
-    let origin = Origin::open("--from", folder).unwrap();
-    assert_computes(name, &origin.model(Device::Cpu).unwrap(), &expected);
+    let origin = Origin::open("--from", folder, None).unwrap();
+    let model = origin.model(Device::Cpu).unwrap();
+    let numbers: usize = model.named_variables().iter().map(|(_, weight)| weight.numel()).sum();
+    assert_eq!(numbers as i64, model.config.parameters(), "{name}");
+    let batch = [&expected["inputs"], &expected["targets"]];
+    assert_computes(name, &model, batch, &expected);
 
     let tokens = origin.tokenizer.encode_prompt(TEXT).unwrap();
     let theirs: Vec<i64> = Vec::try_from(&expected["text"]).unwrap();
@@ -92,6 +105,40 @@ fn check(folder: &Path) {
     assert_eq!(origin.tokenizer.decode(&tokens).unwrap(), text, "{name}");
     assert_eq!(origin.tokenizer.begin_of_text().unwrap(), tokens[..1], "{name}");
 
-    let (from, to) = (folder.to_path_buf(), beside("-again"));
-    export::export(&ExportOptions { from, to, shard_mb: 0 }).unwrap();
+    let options = ExportOptions::new(folder, &beside("-again"));
+    export::export(&ExportOptions { shard_mb: 0, ..options }).unwrap();
+
+    let adapter = folder.join("adapter");
+    if adapter.exists() {
+        check_adapter(
+            name,
+            model,
+            &adapter,
+            batch,
+            &load_tensors(beside("-adapter.safetensors")).unwrap(),
+        );
+        let options = ExportOptions::new(folder, &beside("-merged"));
+        export::export(&ExportOptions { adapter: Some(adapter.clone()), ..options }).unwrap();
+    }
+    adapter.exists()
+}
+
+fn check_adapter(
+    name: &str,
+    mut model: Model,
+    adapter: &Path,
+    batch: [&Tensor; 2],
+    expected: &BTreeMap<String, Tensor>,
+) {
+    let read = Adapter::read(adapter, &model.config).unwrap();
+    model.adapt(&read.lora, 1).unwrap();
+    read.copy_into(&model).unwrap();
+    let name = format!("{name} with an adapter");
+    assert_computes(&name, &model, batch, expected);
+    let base = adapter.parent().unwrap();
+    let again = base.join("adapter-again");
+    std::fs::create_dir(&again).unwrap();
+    read.write(&again, &model.config, base).unwrap();
+    model.merge().unwrap();
+    assert_logits(&name, &model, batch[0], &expected["logits"]);
 }

@@ -1,4 +1,4 @@
-//! Python with torch and transformers, in tests that compare this program with them.
+//! Python with torch, transformers and PEFT, in tests that compare this program with them.
 
 use std::io::Write;
 use std::path::Path;
@@ -21,11 +21,15 @@ pub fn transformers(test: &str, script: &str, arguments: &[&str]) -> Option<Outp
         }
         command.output()
     };
-    let has = run(&["-c", "import torch, transformers"]);
+    // Their imports take seconds.
+    let has = run(&[
+        "-c",
+        "import importlib.util, sys; sys.exit(None in map(importlib.util.find_spec, ['torch', 'transformers', 'peft']))",
+    ]);
     if has.is_ok_and(|output| output.status.success()) {
         return Some(run(&[&["-c", script], arguments].concat()).expect("Python"));
     }
-    let without = format!("{python} has no torch and transformers");
+    let without = format!("{python} has no torch, transformers and peft");
     assert!(std::env::var_os("TCH_EXTENSION_REQUIRE_TRANSFORMERS").is_none(), "{without}");
     // Not by eprintln!, which the harness hides if a test passes.
     let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {without}\n").as_bytes());

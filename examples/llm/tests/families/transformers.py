@@ -1,9 +1,10 @@
-"""Small random models of each family by transformers: `make FOLDER` writes them with what they compute, `compare FOLDER`
+"""Small random models of each family by transformers, some with an adapter by PEFT: `make FOLDER` writes them with what they compute, `compare FOLDER`
 loads what was made of them and computes it again."""
 
 import sys
 from pathlib import Path
 
+import peft
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -27,6 +28,13 @@ FAMILIES = {
     "mistral": ("mistral", "fallback", dict(LLAMA, sliding_window=8, head_dim=8)),
     "qwen2": ("qwen2", "level", dict(LLAMA, tie_word_embeddings=True)),
     "qwen3": ("qwen3", "level", dict(LLAMA, head_dim=8)),
+}
+# Which of them get an adapter, and what its configuration says.
+ADAPTERS = {
+    "gpt2": dict(r=3, lora_alpha=5, target_modules=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True),
+    "llama-bias": dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"]),
+    "llama-3": dict(r=2, lora_alpha=3, target_modules=["k_proj", "gate_proj", "up_proj", "down_proj"]),
+    "qwen3": dict(r=4, lora_alpha=2, use_rslora=True, target_modules=["self_attn.q_proj", "down_proj"]),
 }
 
 
@@ -64,7 +72,8 @@ def computed(model, inputs, targets):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
     model.zero_grad()
     loss.backward()
-    found = {f"grad.{name}": weight.grad for name, weight in model.named_parameters()}
+    named = [(name.replace(".default", ""), weight) for name, weight in model.named_parameters()]
+    found = {f"grad.{name}": weight.grad for name, weight in named if weight.grad is not None}
     return {"logits": logits.detach(), "loss": loss.detach(), **found}
 
 
@@ -85,6 +94,27 @@ def make(folder):
         expected = {"inputs": inputs, "targets": targets, "text": text, **computed(model.double(), inputs, targets)}
         save_file({name: tensor.contiguous() for name, tensor in expected.items()}, folder / f"{name}.safetensors")
         (folder / f"{name}.txt").write_text(tokenizer.decode(text, skip_special_tokens=True))
+        if name in ADAPTERS:
+            adapted = peft.get_peft_model(model.float(), peft.LoraConfig(task_type="CAUSAL_LM", **ADAPTERS[name]))
+            for weight in adapted.parameters():
+                if weight.requires_grad:
+                    weight.data.normal_(0, 0.3)
+            adapted.save_pretrained(folder / name / "adapter")
+            save_file(computed(adapted.double(), inputs, targets), folder / f"{name}-adapter.safetensors")
+
+
+def compare_adapter(folder, name, inputs):
+    """What was written of an adapter that was read, and a model with the adapter in its weights."""
+    adapter, again = (folder / name / which for which in ("adapter", "adapter-again"))
+    before, after = (load_file(one / "adapter_model.safetensors") for one in (adapter, again))
+    assert before.keys() == after.keys() and all(after[key].equal(tensor) for key, tensor in before.items()), name
+    logits = load_file(folder / f"{name}-adapter.safetensors")["logits"]
+    how = dict(dtype=torch.float64, attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(folder / name, **how)
+    adapted = peft.PeftModel.from_pretrained(base, again).double().eval()
+    torch.testing.assert_close(adapted(inputs).logits, logits)
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"{name}-merged", **how).eval()
+    torch.testing.assert_close(merged(inputs).logits, logits, rtol=1e-4, atol=2e-5)
 
 
 def compare(folder):
@@ -108,6 +138,8 @@ def compare(folder):
         for key in ("rope_parameters", "sliding_window", "eos_token_id", "tie_word_embeddings", "max_position_embeddings"):
             # A model without an end gets that of its vocabulary.
             assert getattr(before, key, None) in (None, getattr(after, key, None)), (name, key)
+        if name in ADAPTERS:
+            compare_adapter(folder, name, expected["inputs"])
 
 
 {"make": make, "compare": compare}[sys.argv[1]](Path(sys.argv[2]))

@@ -84,6 +84,33 @@ fn cuda_has_the_cpu_s_losses() {
     }
 }
 
+/// The frozen weights are in BFloat16 on the GPU, and in Float on the CPU.
+#[test]
+fn cuda_trains_adapters() {
+    if cuda_or_skip("cuda_trains_adapters").is_none() {
+        return;
+    }
+    let place = Place::new();
+    let first = text(&place.path("first"));
+    losses(&place, "first", &["--size", "llama-mini", "--steps", "20"]);
+    for targets in ["q_proj,k_proj,v_proj,o_proj", "q_proj,gate_proj,up_proj,down_proj"] {
+        let options = ["--init", &first, "--lora", "8", "--lora-targets", targets, "--lr", "1e-2"];
+        let of = |out: &str, more: &[&str]| {
+            losses(&place, out, &[&options[..], &["--overwrite"], more].concat())
+        };
+        let captured = of("captured", &[]);
+        assert!(captured[39] < captured[0] - 0.3, "{captured:?}");
+        assert_alike(&of("launched", &["--no-capture"]), &captured);
+        assert_alike(&of("halves", &["--batch", "4", "--accumulate", "2"]), &captured);
+        for (gpu, cpu) in captured.iter().zip(&of("cpu", &["--device", "cpu"])) {
+            assert!((gpu - cpu).abs() < 0.05, "{captured:?}, and {cpu} on the CPU");
+        }
+    }
+    let from = text(&place.path("captured"));
+    let line = ["sample", "--from", &from, "--device", "cuda", "--prompt", "the", "--length", "60"];
+    assert!(succeeded(&place.run(&line)).starts_with("the"));
+}
+
 #[test]
 fn cuda_samples_and_benches() {
     if cuda_or_skip("cuda_samples_and_benches").is_none() {

@@ -2,6 +2,7 @@
 
 mod cuda;
 mod kills;
+mod lora;
 mod place;
 #[path = "../families/python.rs"]
 mod python;

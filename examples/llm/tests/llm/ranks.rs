@@ -185,6 +185,27 @@ fn a_sharded_run_goes_on_with_another_number_of_processes() {
     }
 }
 
+/// Only adapters are sent and divided; all processes have the base of rank 0.
+#[test]
+fn adapters_are_trained_by_several_processes() {
+    let test = "adapters_are_trained_by_several_processes";
+    let place = Place::new();
+    let base = text(&place.path("base"));
+    succeeded(&place.train(&["--size", "llama-mini", "--steps", "40", "--out", &base]));
+    for precision in ["f32", "bf16"] {
+        let options = ["--init", &base, "--lora", "2", "--steps", "20", "--lr", "0.01"];
+        let options = [&options[..], &["--precision", precision, "--overwrite"]].concat();
+        succeeded(&place.train(&options));
+        let expected = place.losses("out");
+        for more in [&[][..], &["--sharded"]] {
+            let options = [&options[..], more].concat();
+            let Some(output) = run(&place, test, "2", &options) else { return };
+            succeeded(&output);
+            assert_alike(&place.losses("out"), &expected);
+        }
+    }
+}
+
 fn copy_run(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {
