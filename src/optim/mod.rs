@@ -30,6 +30,7 @@
 mod config;
 mod gradients;
 mod kernels;
+mod muon;
 mod numbers;
 mod optimizer;
 mod plan;
@@ -42,4 +43,5 @@ mod step;
 
 pub use crate::amp::Optimizer;
 pub use config::{AdamW, OptimizerConfig, Sgd, adamw, sgd};
+pub use muon::{AdjustLr, Muon};
 pub use optimizer::{FusedOptimizer, NamedTensor};
