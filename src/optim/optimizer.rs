@@ -28,8 +28,8 @@ pub struct NamedTensor {
 }
 
 /// An optimizer that updates all its parameters in two kernels (up to 368 on one device; more take
-/// further launches). [`AdamW`](super::AdamW) and [`Sgd`](super::Sgd) build it. It has the functions
-/// of tch's [`Optimizer`](tch::nn::Optimizer), with a `Result` where they can fail.
+/// further launches). [`AdamW`](super::AdamW), [`Sgd`](super::Sgd) and [`Muon`](super::Muon) build it,
+/// and the last one takes more kernels. It has the functions of tch's [`Optimizer`](tch::nn::Optimizer), with a `Result` where they can fail.
 ///
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
 /// CUDA, also on several devices. Their values fill their memory without gaps, in any order of

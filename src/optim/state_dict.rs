@@ -99,7 +99,8 @@ impl<'a> Found<'a> {
 impl FusedOptimizer {
     /// The state as named tensors, which are copies: `exp_avg.<name>`, `exp_avg_sq.<name>` and, with
     /// AMSGrad, `max_exp_avg_sq.<name>`, or `momentum_buffer.<name>`; `master.<name>` and
-    /// `step.<name>`, for each parameter that had a step; and the numbers of groups, such as `group.<group>.lr`. Write them with
+    /// `step.<name>`, for each parameter that had a step; and the numbers of groups, such as
+    /// `group.<group>.lr`, or `group.<group>.adamw.lr` for what Muon leaves to AdamW. Write them with
     /// [`save`](Self::save), or together with other tensors.
     ///
     /// # Errors
@@ -209,7 +210,8 @@ impl FusedOptimizer {
         self.load_from("FusedOptimizer::load_state_dict", tensors, Writer::Us, || Ok(()))
     }
 
-    /// Loads the state of a `torch.optim.AdamW` or `torch.optim.SGD`. Write the file in Python with
+    /// Loads the state of a `torch.optim.AdamW`, `torch.optim.SGD` or `torch.optim.Muon`. Write the file in
+    /// Python with
     ///
     /// ```python
     /// tensors = {
@@ -224,6 +226,9 @@ impl FusedOptimizer {
     /// torch calls parameters by their place in the lists that it was given, group by group. `names`
     /// has the name of each in this crate, in that order. Numbers of groups are not loaded: they are
     /// what [`build`](super::OptimizerConfig::build) and `set_lr` say.
+    ///
+    /// For [`Muon`](super::Muon), write the states of torch's Muon and of its AdamW into one file: add the
+    /// number of Muon's parameters to each index of AdamW's, and put Muon's names first.
     ///
     /// # Errors
     /// As for [`load`](Self::load), and when a parameter is not among the names.
