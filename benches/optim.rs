@@ -1,4 +1,4 @@
-//! A step of AdamW over all parameters, with and without clipping by the norm.
+//! A step of AdamW over all parameters, with and without clipping by the norm, and of Muon.
 
 use crate::common::{Case, Provider, Work};
 use crate::draw::Draw;
@@ -208,6 +208,93 @@ pub fn drawn(draw: &mut Draw, _: Kind, device: Device) -> Case {
     case(&format!("{count} tensors, {values} values"), &sizes, draw.one_in(2), device)
 }
 
+/// The 112 matrices of the layers of Llama-3.2-1B, or of one whose sizes are divided.
+fn llama(divisor: i64) -> Vec<Vec<i64>> {
+    let [dim, kv, hidden] = [2048, 512, 8192].map(|size| size / divisor);
+    let layer =
+        [(dim, dim), (kv, dim), (kv, dim), (dim, dim), (hidden, dim), (hidden, dim), (dim, hidden)];
+    (0..16).flat_map(|_| layer).map(|(rows, columns)| vec![rows, columns]).collect()
+}
+
+/// torch.optim.Muon, in its operations.
+struct Torchs {
+    weights: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+    buffers: Vec<Tensor>,
+}
+
+impl Torchs {
+    fn new(gradients: &[Tensor]) -> Result<Self> {
+        let float = |gradient: &Tensor| gradient.to_kind(Kind::Float);
+        let gradients: Vec<Tensor> = gradients.iter().map(float).collect();
+        let zeros = || gradients.iter().map(Tensor::zeros_like).collect();
+        Ok(Torchs { weights: zeros(), buffers: zeros(), gradients })
+    }
+
+    fn step(&mut self) -> Result<()> {
+        let optim::Muon { momentum, weight_decay, ns_coefficients, eps, ns_steps, .. } =
+            optim::Muon::default();
+        let addmm = Operator::find("aten::addmm")?;
+        for ((weight, gradient), buffer) in
+            self.weights.iter_mut().zip(&self.gradients).zip(&mut self.buffers)
+        {
+            let _ = buffer.f_lerp_(gradient, 1.0 - momentum)?;
+            let mut x = gradient.f_lerp(buffer, momentum)?.f_to_kind(Kind::BFloat16)?;
+            let size = gradient.size();
+            let (rows, columns) = (size[0], size[1]);
+            if rows > columns {
+                x = x.f_tr()?;
+            }
+            let _ = x.f_div_(&x.f_norm()?.f_clamp_min(eps)?)?;
+            let (a, b, c) = ns_coefficients;
+            for _ in 0..ns_steps {
+                let gram = x.f_mm(&x.f_tr()?)?;
+                let polynomial: Tensor =
+                    addmm.call(args![&gram, &gram, &gram, beta = b, alpha = c])?;
+                x = addmm.call(args![&x, &polynomial, &x, beta = a, alpha = 1.0])?;
+            }
+            if rows > columns {
+                x = x.f_tr()?;
+            }
+            let ratio = (rows as f64 / columns as f64).max(1.0).sqrt();
+            let _ = weight.f_mul_scalar_(1.0 - LR * weight_decay)?;
+            call("aten::add_.Tensor", args![&*weight, &x, alpha = -LR * ratio])?;
+        }
+        Ok(())
+    }
+}
+
+/// Parameters and gradients are `Float`. The floor is that of the products in bf16: 4n²m + 2n³ in each of
+/// five iterations.
+fn muon(model: &str, sizes: &[Vec<i64>], device: Device) -> Case {
+    let operations = |size: &Vec<i64>| {
+        let (n, m) = (size[0].min(size[1]), size[0].max(size[1]));
+        5 * (4 * n * n * m + 2 * n * n * n)
+    };
+    let values: i64 = sizes.iter().map(|size| size.iter().product::<i64>()).sum();
+    let ours = |gradients: &[Tensor]| {
+        let (vs, _) = with_gradients(gradients);
+        Ok((optim::OptimizerConfig::build(optim::Muon::default(), &vs, LR)?, vs))
+    };
+    Case {
+        operator: "optim",
+        point: format!("muon, {model}"),
+        kind: Kind::BFloat16,
+        device,
+        tf32: false,
+        inputs: sizes.iter().map(|size| (size.clone(), 1e-3)).collect(),
+        // Weights and momentum are read and written, and gradients are read.
+        work: [
+            Work::new(Kind::Float, 5 * values, sizes.iter().map(operations).sum()),
+            Work::default(),
+        ],
+        providers: vec![
+            provider("torch.optim.Muon", Torchs::new, Torchs::step),
+            provider("ours", ours, |(optimizer, _)| optimizer.step()),
+        ],
+    }
+}
+
 /// On the CPU, a GPT-2 that is small enough for its caches' sake and ours.
 pub fn cases(device: Device) -> Vec<Case> {
     let gpt2 = match device {
@@ -218,6 +305,10 @@ pub fn cases(device: Device) -> Vec<Case> {
     for (model, sizes) in [gpt2, ("demo", demo())] {
         cases.extend([false, true].map(|clips| case(model, &sizes, clips, device)));
     }
+    cases.push(match device {
+        Device::Cpu => muon("Llama-3.2-1B / 32", &llama(32), device),
+        _ => muon("Llama-3.2-1B", &llama(1), device),
+    });
     cases
 }
 

@@ -127,6 +127,7 @@ static void optim_update(const OptimStep& step, int64_t begin, int64_t end) {
         case OptimRule::AmsGrad:
           return update_part<W, R, G, optim::AmsGrad>(span, coefficients, part);
         case OptimRule::Sgd:
+        case OptimRule::Muon:
           return update_part<W, R, G, optim::Sgd>(span, coefficients, part);
       }
     });

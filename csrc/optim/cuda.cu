@@ -498,6 +498,7 @@ extern "C" LaunchStatus tch_extension_optim_update_cuda(const OptimStep* params,
       optim::start_update<optim::AmsGrad>(*params, stream);
       break;
     case OptimRule::Sgd:
+    case OptimRule::Muon:
       optim::start_update<optim::Sgd>(*params, stream);
       break;
   }

@@ -17,6 +17,11 @@
 //
 //   d = g' + λ w;  b ← μ b + (1 - τ) d;  d ← b, or d + μ b for Nesterov;  w ← w - lr d
 //
+// Muon is torch.optim.Muon: a first update writes the direction d of a matrix, whose memory is 0
+// before, and after its orthogonalisation SGD without momentum updates the weights.
+//
+//   b ← μ b + (1 - μ) g';  d = b, or (1 - μ) g' + μ b for Nesterov
+//
 // Half kinds are computed in float. Floor of AdamW in float: 28 bytes per value, 36 with AMSGrad,
 // and 4 for the norm.
 #pragma once
@@ -85,7 +90,14 @@ TCH_EXTENSION_HOST_DEVICE void prepare(const OptimStep& step, const OptimSpan& s
   c.first = hyper.first;
   const int64_t steps = *span.step + 1;
   bool counts = !skip;
-  if (step.rule != OptimRule::Sgd) {
+  if (step.rule == OptimRule::Muon) {
+    // SGD's formula, of gradients times 1 - μ. The first kernel of the step has counted it.
+    c.clip *= 1 - hyper.first;
+    c.rate = -1;
+    c.second = 1;
+    c.root = hyper.nesterov;
+    counts = false;
+  } else if (step.rule != OptimRule::Sgd) {
     c.rate = hyper.lr / (1 - pow(hyper.first, static_cast<double>(steps)));
     c.decay = 1 - hyper.lr * hyper.weight_decay;
     c.second = hyper.second;

@@ -25,6 +25,8 @@ enum class OptimRule : int32_t {
   // AdamW with AMSGrad.
   AmsGrad,
   Sgd,
+  // The momentum of Muon: a span's weights, which are 0, become the direction of its step.
+  Muon,
 };
 
 // A tensor as the kernels see it. The address is valid as long as the tensor is borrowed.
@@ -45,13 +47,13 @@ struct OptimFact {
 struct OptimHyper {
   double lr;
   double weight_decay;
-  // AdamW's β₁, SGD's momentum.
+  // AdamW's β₁, SGD's and Muon's momentum.
   double first;
   // AdamW's β₂, SGD's dampening.
   double second;
   // AdamW's ε.
   double epsilon;
-  // SGD: 1 for Nesterov's momentum, or else 0.
+  // SGD and Muon: 1 for Nesterov's momentum, or else 0.
   double nesterov;
   // 1 if gradients are followed upward, or else 0.
   double maximize;
@@ -65,15 +67,15 @@ struct OptimCoefficients {
   // Gradients are multiplied by this, and then by `clip`. Negative if they are followed upward.
   double inverse_scale;
   double clip;
-  // AdamW: lr / (1 - β₁ᵗ). SGD: lr.
+  // AdamW: lr / (1 - β₁ᵗ). SGD: lr. Muon: -1.
   double rate;
-  // AdamW: 1 - lr · weight decay. SGD: the weight decay.
+  // AdamW: 1 - lr · weight decay. SGD: the weight decay. Muon: 0.
   double decay;
-  // AdamW: β₁. SGD: the momentum; 0 if there is no buffer.
+  // AdamW: β₁. SGD: the momentum; 0 if there is no buffer. Muon: the momentum.
   double first;
-  // AdamW: β₂. SGD: what the gradient is multiplied by before it is added to the buffer.
+  // AdamW: β₂. SGD: what the gradient is multiplied by before it is added to the buffer. Muon: 1.
   double second;
-  // AdamW: 1 / √(1 - β₂ᵗ). SGD: 1 for Nesterov's momentum, or else 0.
+  // AdamW: 1 / √(1 - β₂ᵗ). SGD and Muon: 1 for Nesterov's momentum, or else 0.
   double root;
   // AdamW: ε.
   double epsilon;
@@ -88,7 +90,7 @@ struct OptimSpan {
   // null.
   void* rounded;
   void* gradient;
-  // AdamW's mean of gradients; SGD's buffer, which may be null.
+  // AdamW's mean of gradients; SGD's buffer, which may be null; Muon's buffer.
   void* first;
   // AdamW's mean of squared gradients; null for SGD.
   void* second;

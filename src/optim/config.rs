@@ -1,7 +1,7 @@
 //! The numbers of an algorithm: what tch calls an optimizer's configuration.
 
 use super::kernels::{Hyper, Rule};
-use super::{FusedOptimizer, NamedTensor};
+use super::{FusedOptimizer, Muon, NamedTensor};
 use crate::{Error, Result};
 use tch::nn::VarStore;
 
@@ -155,6 +155,7 @@ mod sealed {
     pub trait Sealed {}
     impl Sealed for super::AdamW {}
     impl Sealed for super::Sgd {}
+    impl Sealed for super::Muon {}
 }
 
 /// An algorithm and its numbers.
@@ -165,9 +166,11 @@ pub struct Algorithm {
     pub(super) op: &'static str,
     pub(super) rule: Rule,
     pub(super) hyper: Hyper,
+    /// How matrices are updated, if they are not updated by `rule`, and their numbers.
+    pub(super) muon: Option<(Muon, Hyper)>,
 }
 
-/// Builds optimizers: [`AdamW`] and [`Sgd`] are configurations, as in tch.
+/// Builds optimizers: [`AdamW`], [`Sgd`] and [`Muon`] are configurations, as in tch.
 pub trait OptimizerConfig: Sized + sealed::Sealed {
     #[doc(hidden)]
     fn algorithm(&self, lr: f64) -> Algorithm;
@@ -218,7 +221,7 @@ impl OptimizerConfig for AdamW {
             maximize: self.maximize.into(),
         };
         let rule = if self.amsgrad { Rule::AmsGrad } else { Rule::AdamW };
-        Algorithm { op: "AdamW::build", rule, hyper }
+        Algorithm { op: "AdamW::build", rule, hyper, muon: None }
     }
 }
 
@@ -233,23 +236,23 @@ impl OptimizerConfig for Sgd {
             nesterov: self.nesterov.into(),
             maximize: self.maximize.into(),
         };
-        Algorithm { op: "Sgd::build", rule: Rule::Sgd, hyper }
+        Algorithm { op: "Sgd::build", rule: Rule::Sgd, hyper, muon: None }
     }
 }
 
 /// The numbers of a group that an algorithm uses, with their names in errors and in files.
-pub(super) fn numbers(rule: Rule, hyper: &mut Hyper) -> [(&'static str, &mut f64); 6] {
+pub(super) fn numbers(rule: Rule, hyper: &mut Hyper) -> Vec<(&'static str, &mut f64)> {
     let Hyper { lr, weight_decay, first, second, epsilon, nesterov, maximize } = hyper;
     let (lr, decay) = (("lr", lr), ("weight_decay", weight_decay));
-    let maximize = ("maximize", maximize);
+    let (nesterov, maximize) = (("nesterov", nesterov), ("maximize", maximize));
     match rule {
         Rule::AdamW | Rule::AmsGrad => {
-            [lr, decay, ("beta1", first), ("beta2", second), ("eps", epsilon), maximize]
+            vec![lr, decay, ("beta1", first), ("beta2", second), ("eps", epsilon), maximize]
         }
         Rule::Sgd => {
-            let nesterov = ("nesterov", nesterov);
-            [lr, decay, ("momentum", first), ("dampening", second), nesterov, maximize]
+            vec![lr, decay, ("momentum", first), ("dampening", second), nesterov, maximize]
         }
+        Rule::Muon => vec![lr, decay, ("momentum", first), nesterov],
     }
 }
 
@@ -272,6 +275,9 @@ pub(super) fn check(rule: Rule, hyper: &Hyper) -> std::result::Result<(), Refuse
     for (word, value) in numbers(rule, &mut copy) {
         let (fits, expected) = match word {
             "beta1" | "beta2" => ((0.0..1.0).contains(value), "0 or more and below 1"),
+            "momentum" if rule == Rule::Muon => {
+                ((0.0..1.0).contains(value), "0 or more and below 1")
+            }
             "dampening" => (value.is_finite(), "a finite number"),
             "nesterov" | "maximize" => ([0.0, 1.0].contains(value), "0 or 1"),
             _ => (value.is_finite() && *value >= 0.0, "a finite number, 0 or more"),
@@ -281,7 +287,7 @@ pub(super) fn check(rule: Rule, hyper: &Hyper) -> std::result::Result<(), Refuse
         }
     }
     let Hyper { first: momentum, second: dampening, nesterov, .. } = *hyper;
-    if nesterov != 0.0 && (momentum <= 0.0 || dampening != 0.0) {
+    if rule == Rule::Sgd && nesterov != 0.0 && (momentum <= 0.0 || dampening != 0.0) {
         let got = format!("momentum {momentum} and dampening {dampening}");
         return Err(Refused { word: "nesterov", expected: "a momentum and no dampening", got });
     }

@@ -25,7 +25,7 @@ pub(super) struct Gathered {
     pub facts: Facts,
     /// The master weights that the caller keeps.
     pub master: Option<Fact>,
-    /// The gradient, if it has another layout than the parameter.
+    /// The gradient, if it has another layout than the parameter, or a kind that Muon does not read.
     copied: Option<Tensor>,
     /// Its copy, which has the parameter's layout and which `facts` describes.
     _copy: Option<Tensor>,
@@ -65,12 +65,14 @@ pub(super) fn gather<'a>(
         check_shared_master(op, parameter, &facts.parameter, master.as_ref())?;
         check_gradient(op, parameter, &facts)?;
         let (mut copied, mut copy) = (None, None);
-        if facts.gradient.readiness == Readiness::OtherLayout {
+        let is_to_be_float = parameter.matrices.is_some() && facts.gradient.is_of(Kind::Half);
+        if facts.gradient.readiness == Readiness::OtherLayout || is_to_be_float {
             let gradient = match given.and_then(|given| given[index]) {
                 Some(gradient) => gradient.shallow_clone(),
                 None => parameter.tensor.f_grad()?,
             };
-            let new = copy.insert(copy_like(&gradient, &parameter.tensor)?);
+            let kind = if is_to_be_float { Kind::Float } else { gradient.f_kind()? };
+            let new = copy.insert(copy_like(&gradient, &parameter.tensor, kind)?);
             let of_copy = kernels::facts(&[&parameter.tensor], Some(&[Some(&*new)]))?;
             facts = *of_copy.first().ok_or_else(|| Error::msg("internal error: no facts"))?;
             copied = Some(gradient);
@@ -81,8 +83,8 @@ pub(super) fn gather<'a>(
 }
 
 /// A copy of a gradient with the strides of its parameter.
-fn copy_like(gradient: &Tensor, parameter: &Tensor) -> Result<Tensor> {
-    let options = (gradient.f_kind()?, gradient.device());
+fn copy_like(gradient: &Tensor, parameter: &Tensor, kind: Kind) -> Result<Tensor> {
+    let options = (kind, gradient.device());
     let mut copy = Tensor::f_empty_strided(parameter.size(), parameter.stride(), options)?;
     copy.f_copy_(gradient)?;
     Ok(copy)

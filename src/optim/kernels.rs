@@ -1,9 +1,11 @@
 //! Calls of the kernels of `csrc/optim`, and what they need to know about tensors.
 
+use super::optimizer::KINDS;
 use crate::ffi::tensor::touch;
 use crate::ffi::{kind_code, take_message};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
+use std::ops::Range;
 use std::ptr::{null, null_mut};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
@@ -16,6 +18,14 @@ pub(super) enum Rule {
     /// AdamW with AMSGrad.
     AmsGrad,
     Sgd,
+    /// The momentum of Muon: a span's weights, which are 0, become the direction of its step.
+    Muon,
+}
+
+impl Rule {
+    pub fn is_adam(self) -> bool {
+        matches!(self, Rule::AdamW | Rule::AmsGrad)
+    }
 }
 
 /// The numbers of a group of parameters, in memory of the device, so that a captured graph reads
@@ -25,13 +35,13 @@ pub(super) enum Rule {
 pub(super) struct Hyper {
     pub lr: f64,
     pub weight_decay: f64,
-    /// AdamW's β₁, SGD's momentum.
+    /// AdamW's β₁, SGD's and Muon's momentum.
     pub first: f64,
     /// AdamW's β₂, SGD's dampening.
     pub second: f64,
     /// AdamW's ε.
     pub epsilon: f64,
-    /// SGD: 1 for Nesterov's momentum, or else 0.
+    /// SGD and Muon: 1 for Nesterov's momentum, or else 0.
     pub nesterov: f64,
     /// 1 if gradients are followed upward, or else 0.
     pub maximize: f64,
@@ -50,15 +60,15 @@ pub(super) struct Coefficients {
     /// Gradients are multiplied by this, and then by `clip`. Negative if they are followed upward.
     inverse_scale: f64,
     clip: f64,
-    /// AdamW: lr / (1 - β₁ᵗ). SGD: lr.
+    /// AdamW: lr / (1 - β₁ᵗ). SGD: lr. Muon: -1.
     rate: f64,
-    /// AdamW: 1 - lr · weight decay. SGD: the weight decay.
+    /// AdamW: 1 - lr · weight decay. SGD: the weight decay. Muon: 0.
     decay: f64,
-    /// AdamW: β₁. SGD: the momentum; 0 if there is no buffer.
+    /// AdamW: β₁. SGD: the momentum; 0 if there is no buffer. Muon: the momentum.
     first: f64,
-    /// AdamW: β₂. SGD: what the gradient is multiplied by before it is added to the buffer.
+    /// AdamW: β₂. SGD: what the gradient is multiplied by before it is added to the buffer. Muon: 1.
     second: f64,
-    /// AdamW: 1 / √(1 - β₂ᵗ). SGD: 1 for Nesterov's momentum, or else 0.
+    /// AdamW: 1 / √(1 - β₂ᵗ). SGD and Muon: 1 for Nesterov's momentum, or else 0.
     root: f64,
     /// AdamW: ε.
     epsilon: f64,
@@ -78,7 +88,7 @@ pub(super) struct Span {
     /// null.
     rounded: *mut c_void,
     gradient: *mut c_void,
-    /// AdamW's mean of gradients; SGD's buffer, which may be null.
+    /// AdamW's mean of gradients; SGD's buffer, which may be null; Muon's buffer.
     first: *mut c_void,
     /// AdamW's mean of squared gradients; null for SGD.
     second: *mut c_void,
@@ -324,6 +334,7 @@ impl Owned {
 }
 
 /// What a step updates of one parameter. All tensors are on the parameter's device.
+#[derive(Clone, Copy)]
 pub(super) struct Update<'a> {
     pub facts: Facts,
     /// The address of `[len]`, `Float`: for a parameter of a half kind.
@@ -363,6 +374,54 @@ impl Update<'_> {
             reserved: 0,
         })
     }
+
+    /// Of the momentum of values that lie together. Their direction is added to `direction`, which
+    /// has as many values: of kind `Double` for a parameter of that kind, or else `BFloat16`.
+    pub fn momentum_of(&self, values: &Range<i64>, direction: &Tensor) -> Result<Span> {
+        let whole = self.span()?;
+        let Facts { gradient, .. } = self.facts;
+        Ok(Span {
+            weight: crate::ffi::tensor::address(direction),
+            rounded: null_mut(),
+            gradient: at(gradient.data, i32::from(whole.gradient_kind), values.start),
+            first: at(whole.first, kind_code(self.moment_kind())?, values.start),
+            len: values.end - values.start,
+            kind: short(kind_code(direction.f_kind()?)?)?,
+            rounded_kind: -1,
+            ..whole
+        })
+    }
+
+    /// Of the weights of values that lie together. They go against `direction`, which has as many
+    /// values of the kind of the moments.
+    pub fn weights_of(&self, values: &Range<i64>, direction: &Tensor) -> Result<Span> {
+        let whole = self.span()?;
+        Ok(Span {
+            weight: at(whole.weight, i32::from(whole.kind), values.start),
+            rounded: at(whole.rounded, i32::from(whole.rounded_kind), values.start),
+            gradient: crate::ffi::tensor::address(direction),
+            first: null_mut(),
+            len: values.end - values.start,
+            gradient_kind: short(kind_code(direction.f_kind()?)?)?,
+            ..whole
+        })
+    }
+
+    /// The kind of the moments.
+    pub fn moment_kind(&self) -> Kind {
+        let is_double = self.facts.parameter.is_of(Kind::Double);
+        if is_double { Kind::Double } else { Kind::Float }
+    }
+}
+
+/// The address of a value of an array, unless there is none. Nothing is read.
+fn at(array: *mut c_void, kind: i32, index: i64) -> *mut c_void {
+    let is_it = |known: &Kind| kind_code(*known).is_ok_and(|code| code == kind);
+    let size = KINDS.into_iter().find(is_it).map_or(0, Kind::elt_size_in_bytes);
+    match array.is_null() {
+        true => array,
+        false => array.wrapping_byte_add(size * usize::try_from(index).unwrap_or(0)),
+    }
 }
 
 /// libtorch's number of a kind, as spans have it.
@@ -382,6 +441,11 @@ impl Spans {
     pub fn of_updates(updates: &[Update<'_>], device: Device) -> Result<Spans> {
         let spans = updates.iter().map(Update::span).collect::<Result<Vec<_>>>()?;
         Ok(Spans::cut(spans, device))
+    }
+
+    /// Of parts of a step.
+    pub fn of_parts(spans: Vec<Span>, device: Device) -> Spans {
+        Spans::cut(spans, device)
     }
 
     /// Of gradients alone.
@@ -423,8 +487,7 @@ impl Spans {
     }
 
     /// Some of the spans, of which `self` has as many, cut as before.
-    #[cfg(feature = "distributed")]
-    fn some(&self, range: std::ops::Range<usize>) -> Result<Spans> {
+    fn some(&self, range: Range<usize>) -> Result<Spans> {
         let end = self.spans.get(range.end).map_or(self.chunks, |span| span.begin);
         let spans = self.spans.get(range);
         let spans = spans.ok_or_else(|| Error::msg("internal error: there are fewer spans"))?;
@@ -467,6 +530,11 @@ impl Scratch {
             partials: of(2 * (spans.chunks + 1))?,
             coefficients: of(COEFFICIENTS * spans.len())?,
         })
+    }
+
+    /// For other spans of the same step, with its totals.
+    pub fn with_totals_of(&self, spans: &Spans, device: Device) -> Result<Scratch> {
+        Ok(Scratch { totals: self.totals.shallow_clone(), ..Scratch::new(spans, device)? })
     }
 }
 
@@ -531,12 +599,11 @@ impl Call<'_> {
     }
 
     /// Updates weights and moments of some of the spans.
-    #[cfg(feature = "distributed")]
     pub fn update_some(
         &self,
         device: Device,
         scratch: &Scratch,
-        range: std::ops::Range<usize>,
+        range: Range<usize>,
     ) -> Result<()> {
         if range.is_empty() {
             return Ok(());

@@ -1,6 +1,6 @@
-//! Optimizers that update all parameters at once: [`AdamW`] and [`Sgd`].
+//! Optimizers that update all parameters at once: [`AdamW`], [`Sgd`] and [`Muon`].
 //!
-//! They have the names of tch's and its functions. What can fail returns a `Result`, so a step costs a `?`:
+//! They have the names of tch's, or of PyTorch's for `Muon`, and tch's functions. What can fail returns a `Result`, so a step costs a `?`:
 //!
 //! ```
 //! # let vs = tch::nn::VarStore::new(tch::Device::Cpu);
@@ -14,7 +14,8 @@
 //!
 //! Compared with tch's, which are libtorch's C++ optimizers:
 //!
-//! - A step of up to 368 parameters is two kernels instead of a dozen per parameter.
+//! - A step of up to 368 parameters is two kernels instead of a dozen per parameter. `Muon` takes some
+//!   more for each shape of a matrix.
 //! - A step can be captured in a [`cuda::Graph`](crate::cuda::Graph). tch's would write the bias
 //!   correction of one step, and the learning rate, into the graph for ever.
 //! - Gradients are clipped by their norm while parameters are updated
@@ -30,6 +31,7 @@
 mod config;
 mod gradients;
 mod kernels;
+mod muon;
 mod numbers;
 mod optimizer;
 mod plan;
@@ -42,4 +44,5 @@ mod step;
 
 pub use crate::amp::Optimizer;
 pub use config::{AdamW, OptimizerConfig, Sgd, adamw, sgd};
+pub use muon::{AdjustLr, Muon};
 pub use optimizer::{FusedOptimizer, NamedTensor};

@@ -2,8 +2,8 @@
 //! device.
 
 use super::config;
-use super::kernels::{self, Hyper, Rule};
-use super::optimizer::{FusedOptimizer, Group, refuse_capture};
+use super::kernels::{Hyper, Rule};
+use super::optimizer::{FusedOptimizer, Group, Key, refuse_capture};
 use crate::{Error, Result};
 use std::collections::BTreeSet;
 use tch::Tensor;
@@ -29,27 +29,38 @@ impl FusedOptimizer {
 
     /// The learning rate of a group, if there is one.
     pub fn lr_of_group(&self, group: usize) -> Option<f64> {
-        self.groups.iter().find(|known| known.id == group).map(|known| known.hyper.lr)
+        self.groups.iter().find(|known| known.key.id == group).map(|known| known.hyper.lr)
     }
 
-    /// Sets SGD's momentum, or AdamW's β₁, of all groups.
+    /// Sets SGD's momentum, or AdamW's β₁, of all groups. For [`Muon`](super::Muon), it sets that of
+    /// matrices.
     ///
     /// # Errors
     /// As for [`set_lr`](Self::set_lr); Nesterov's momentum may not become 0.
     pub fn set_momentum(&mut self, momentum: f64) -> Result<()> {
-        self.change("FusedOptimizer::set_momentum", None, |hyper, _| hyper.first = momentum)
+        self.change("FusedOptimizer::set_momentum", None, self.momentum(momentum))
     }
 
-    /// Sets SGD's momentum, or AdamW's β₁, of a group.
+    /// Sets SGD's momentum, or AdamW's β₁, of a group. For [`Muon`](super::Muon), it sets that of
+    /// matrices.
     ///
     /// # Errors
     /// As for [`set_lr_group`](Self::set_lr_group).
     pub fn set_momentum_group(&mut self, group: usize, momentum: f64) -> Result<()> {
         let op = "FusedOptimizer::set_momentum_group";
-        self.change(op, Some(group), |hyper, _| hyper.first = momentum)
+        self.change(op, Some(group), self.momentum(momentum))
     }
 
-    /// Sets AdamW's β₁ and β₂ of a group.
+    fn momentum(&self, momentum: f64) -> impl Fn(&mut Hyper, Key) + use<> {
+        let has_matrices = self.muon.is_some();
+        move |hyper, key| {
+            if key.rule == Rule::Muon || !has_matrices {
+                hyper.first = momentum;
+            }
+        }
+    }
+
+    /// Sets AdamW's β₁ and β₂ of a group. For [`Muon`](super::Muon), it sets those of its AdamW.
     ///
     /// # Errors
     /// As for [`set_lr_group`](Self::set_lr_group), and for an optimizer other than AdamW.
@@ -59,7 +70,11 @@ impl FusedOptimizer {
             let hint = "set_momentum_group is for both";
             return Err(Error::argument(op, "self", "AdamW", "Sgd", hint));
         }
-        self.change(op, Some(group), |hyper, _| (hyper.first, hyper.second) = (beta1, beta2))
+        self.change(op, Some(group), |hyper, key| {
+            if key.rule.is_adam() {
+                (hyper.first, hyper.second) = (beta1, beta2);
+            }
+        })
     }
 
     /// Sets the weight decay of all groups, except for parameters that
@@ -95,8 +110,8 @@ impl FusedOptimizer {
         for place in 0..self.parameters.len() {
             let parameter = &self.parameters[place];
             if is_exempt(&parameter.name, &parameter.tensor) {
-                let id = self.groups[parameter.group].id;
-                self.parameters[place].group = self.group_index(id, true);
+                let key = self.groups[parameter.group].key;
+                self.parameters[place].group = self.group_index(Key { is_exempt: true, ..key });
             }
         }
     }
@@ -107,41 +122,49 @@ impl FusedOptimizer {
         &mut self,
         op: &str,
         id: Option<usize>,
-        change: impl Fn(&mut Hyper, bool),
+        change: impl Fn(&mut Hyper, Key),
     ) -> Result<()> {
-        let known: BTreeSet<usize> = self.groups.iter().map(|group| group.id).collect();
+        let known: BTreeSet<usize> = self.groups.iter().map(|group| group.key.id).collect();
         if let Some(id) = id.filter(|id| !known.contains(id)) {
             let expected = format!("one of the groups {known:?}");
             let hint = "Path::set_group puts new variables into a group";
             return Err(Error::argument(op, "group", expected, format!("{id}"), hint));
         }
-        let changed = |mut hyper: Hyper, is_exempt| {
-            change(&mut hyper, is_exempt);
-            let checked = config::check(self.rule, &hyper);
+        let changed = |mut hyper: Hyper, key: Key| {
+            change(&mut hyper, key);
+            let checked = config::check(key.rule, &hyper);
             checked.map(|()| hyper).map_err(|refused| refused.into_error(op))
         };
         let of_group = |group: &Group| match id {
-            Some(id) if id != group.id => Ok(group.hyper),
-            _ => changed(group.hyper, group.is_exempt),
+            Some(id) if id != group.key.id => Ok(group.hyper),
+            _ => changed(group.hyper, group.key),
         };
         let new = self.groups.iter().map(of_group).collect::<Result<Vec<_>>>()?;
-        let defaults = if id.is_none() { changed(self.defaults, false)? } else { self.defaults };
+        let of_defaults = |hyper: Hyper, rule| match id {
+            Some(_) => Ok(hyper),
+            None => changed(hyper, Key { id: 0, is_exempt: false, rule }),
+        };
+        let defaults = of_defaults(self.defaults, self.rule)?;
+        let muon = match &self.muon {
+            Some((muon, hyper)) => Some((*muon, of_defaults(*hyper, Rule::Muon)?)),
+            None => None,
+        };
         refuse_capture(op, self.places.iter().map(|place| place.device))?;
         let groups = self.groups.iter_mut().zip(new);
         for (group, hyper) in groups.filter(|(group, hyper)| group.hyper != *hyper) {
-            for (device, numbers) in &group.on {
-                kernels::store_hyper(&hyper, numbers, *device)?;
-            }
             group.hyper = hyper;
+            for (device, numbers) in &group.on {
+                group.store(numbers, *device)?;
+            }
         }
-        self.defaults = defaults;
+        (self.defaults, self.muon) = (defaults, muon);
         self.make_buffers()
     }
 }
 
-fn decay(weight_decay: f64) -> impl Fn(&mut Hyper, bool) {
-    move |hyper, is_exempt| {
-        if !is_exempt {
+fn decay(weight_decay: f64) -> impl Fn(&mut Hyper, Key) {
+    move |hyper, key| {
+        if !key.is_exempt {
             hyper.weight_decay = weight_decay;
         }
     }

@@ -1,5 +1,6 @@
 //! The optimizer itself: its parameters, their groups, and what a user calls.
 
+use super::Muon;
 use super::config::{self, Algorithm};
 use super::gradients::{self, Gradients};
 use super::kernels::{self, Hyper, Limit, Rule};
@@ -27,8 +28,8 @@ pub struct NamedTensor {
 }
 
 /// An optimizer that updates all its parameters in two kernels (up to 368 on one device; more take
-/// further launches). [`AdamW`](super::AdamW) and [`Sgd`](super::Sgd) build it. It has the functions
-/// of tch's [`Optimizer`](tch::nn::Optimizer), with a `Result` where they can fail.
+/// further launches). [`AdamW`](super::AdamW), [`Sgd`](super::Sgd) and [`Muon`](super::Muon) build it,
+/// and the last one takes more kernels. It has the functions of tch's [`Optimizer`](tch::nn::Optimizer), with a `Result` where they can fail.
 ///
 /// **Parameters** are dense tensors of kind `Float`, `Double`, `Half` or `BFloat16` on the CPU or on
 /// CUDA, also on several devices. Their values fill their memory without gaps, in any order of
@@ -68,9 +69,12 @@ pub struct NamedTensor {
 pub struct FusedOptimizer {
     /// That of no other optimizer of the process: a captured graph has the addresses of one.
     id: u64,
+    /// That of all parameters, or of those that Muon leaves to it.
     pub(super) rule: Rule,
     /// The numbers of a group that does not exist yet.
     pub(super) defaults: Hyper,
+    /// How Muon updates matrices, and the numbers of a group of them that does not exist yet.
+    pub(super) muon: Option<(Muon, Hyper)>,
     pub(super) store: Option<Arc<Mutex<Variables>>>,
     /// The number of variables of the store that have joined.
     pub(super) joined: usize,
@@ -95,16 +99,28 @@ pub(super) struct Parameter {
     pub state: Option<State>,
     /// Master weights that the caller keeps: the caller's tensor itself, whose data may be replaced.
     pub shared_master: Option<Tensor>,
+    /// The rows of the matrices that Muon updates; without rows, the parameter is one matrix. `None`
+    /// for a parameter that Muon does not update.
+    pub matrices: Option<Vec<i64>>,
+}
+
+/// What tells groups apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Key {
+    /// What the user calls the group.
+    pub id: usize,
+    /// Whether it keeps a weight decay of 0.
+    pub is_exempt: bool,
+    pub rule: Rule,
 }
 
 /// Parameters with the same numbers.
 #[derive(Debug)]
 pub(super) struct Group {
-    /// What the user calls it.
-    pub id: usize,
-    /// Whether it keeps a weight decay of 0. There may be one such group and one other of each id.
-    pub is_exempt: bool,
+    pub key: Key,
     pub hyper: Hyper,
+    /// What the learning rate is multiplied by.
+    pub lr_ratio: f64,
     /// The same on each device that has parameters of the group.
     pub on: Vec<(Device, kernels::Owned)>,
 }
@@ -122,23 +138,35 @@ impl FusedOptimizer {
             "{:?}, norms up to {clips:?}, master weights: {}",
             self.rule, self.has_master_weights
         );
-        for Group { id, is_exempt, hyper, .. } in &self.groups {
-            if of_parts && self.stands_for_another(*id, *is_exempt) {
+        for Group { key, hyper, lr_ratio, .. } in &self.groups {
+            if of_parts && self.stands_for_another(*key) {
                 continue;
             }
-            let exempt = if *is_exempt { ", exempt from weight decay" } else { "" };
-            text.push_str(&format!("\ngroup {id}{exempt}: {hyper:?}"));
+            let exempt = if key.is_exempt { ", exempt from weight decay" } else { "" };
+            text.push_str(&format!("\ngroup {}{exempt}: {hyper:?}", key.id));
+            if self.muon.is_some() {
+                text.push_str(&format!(", {:?}, learning rate times {lr_ratio}", key.rule));
+            }
+        }
+        if let Some((muon, _)) = &self.muon {
+            let matrices: Vec<_> = self.parameters.iter().map(|known| &known.matrices).collect();
+            text.push_str(&format!("\n{}, of rows {matrices:?}", muon.settings()));
         }
         text
     }
 
-    fn new(Algorithm { op, rule, hyper }: Algorithm) -> Result<Self> {
+    fn new(Algorithm { op, rule, hyper, muon }: Algorithm) -> Result<Self> {
         static LAST: AtomicU64 = AtomicU64::new(0);
         config::check(rule, &hyper).map_err(|refused| refused.into_error(op))?;
+        if let Some((muon, hyper)) = &muon {
+            config::check(Rule::Muon, hyper).map_err(|refused| refused.into_error(op))?;
+            muon.check(op)?;
+        }
         Ok(FusedOptimizer {
             id: LAST.fetch_add(1, Ordering::Relaxed),
             rule,
             defaults: hyper,
+            muon,
             store: None,
             joined: 0,
             parameters: Vec::new(),
@@ -200,31 +228,51 @@ impl FusedOptimizer {
         let all: Vec<_> = existing.chain(new).collect();
         gradients::check_parameters("OptimizerConfig::build", &all)?;
         for NamedTensor { name, tensor, group } in tensors {
-            let group = self.group_index(group, false);
+            let matrices = (self.muon.is_some() && tensor.dim() == 2).then(Vec::new);
+            let rule = if matrices.is_some() { Rule::Muon } else { self.rule };
+            let group = self.group_index(Key { id: group, is_exempt: false, rule });
             self.parameters.push(Parameter {
                 name,
                 tensor,
                 group,
                 state: None,
                 shared_master: None,
+                matrices,
             });
         }
         Ok(())
     }
 
-    /// The group of this id, which is made if there is none.
-    pub(super) fn group_index(&mut self, id: usize, is_exempt: bool) -> usize {
-        let is_it = |group: &Group| group.id == id && group.is_exempt == is_exempt;
-        if let Some(index) = self.groups.iter().position(is_it) {
+    /// The group of this key, which is made if there is none.
+    pub(super) fn group_index(&mut self, key: Key) -> usize {
+        if let Some(index) = self.groups.iter().position(|group| group.key == key) {
             return index;
         }
-        let like = self.groups.iter().find(|group| group.id == id);
-        let mut hyper = like.map_or(self.defaults, |group| group.hyper);
-        if is_exempt {
+        let is_like = |group: &&Group| (group.key.id, group.key.rule) == (key.id, key.rule);
+        let like = self.groups.iter().find(is_like);
+        let mut hyper = like.map_or(self.defaults_of(key.rule), |group| group.hyper);
+        if key.is_exempt {
             hyper.weight_decay = 0.0;
         }
-        self.groups.push(Group { id, is_exempt, hyper, on: Vec::new() });
+        let lr_ratio = match &self.muon {
+            Some((muon, _)) if key.rule != Rule::Muon => muon.adamw_lr_ratio,
+            _ => 1.0,
+        };
+        self.groups.push(Group { key, hyper, lr_ratio, on: Vec::new() });
         self.groups.len() - 1
+    }
+
+    /// The numbers of a group that does not exist yet.
+    pub(super) fn defaults_of(&self, rule: Rule) -> Hyper {
+        match &self.muon {
+            Some((_, hyper)) if rule == Rule::Muon => *hyper,
+            _ => self.defaults,
+        }
+    }
+
+    /// The rule by which a parameter is updated.
+    pub(super) fn rule_of(&self, parameter: &Parameter) -> Rule {
+        if parameter.matrices.is_some() { Rule::Muon } else { self.rule }
     }
 
     /// Returns all tensors that this optimizer updates, in the order in which they joined, and then
@@ -543,10 +591,10 @@ impl crate::optim::Optimizer for FusedOptimizer {
     fn revision(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
         (self.id, self.max_norm.is_some(), self.parameters.len()).hash(&mut hasher);
-        for Parameter { group, state, shared_master, .. } in &self.parameters {
+        for Parameter { group, state, shared_master, matrices, .. } in &self.parameters {
             let has_buffer = state.as_ref().is_some_and(|state| state.first.is_some());
             let master = shared_master.as_ref().map(|master| master.data_ptr().addr());
-            (group, state.is_some(), has_buffer, master).hash(&mut hasher);
+            (group, state.is_some(), has_buffer, master, matrices).hash(&mut hasher);
         }
         hasher.finish()
     }

@@ -1,4 +1,4 @@
-//! How much of the parameters a block takes at a time.
+//! How much of the parameters a block takes at a time, and how many matrices are orthogonalised at once.
 
 use tch::Device;
 
@@ -22,6 +22,13 @@ pub(super) fn chunk(total: i64, device: Device) -> i64 {
     }
 }
 
+/// The number of matrices of `len` values that are orthogonalised at once. Their directions and what
+/// becomes of them take 8 bytes per value at a time, and a product of 64 Mi values fills any GPU.
+pub(super) fn matrices(len: i64) -> usize {
+    const VALUES: i64 = 64 << 20;
+    usize::try_from(VALUES / len.max(1)).unwrap_or(1).max(1)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -32,5 +39,10 @@ mod tests {
         assert_eq!([0, 1, 123_000, 4 << 20].map(of), [1024; 4]);
         assert_eq!([10_800_000, 124_439_808, i64::MAX].map(of), [4096, 16384, 16384]);
         assert_eq!(chunk(124_439_808, Device::Cpu), 8192);
+    }
+
+    #[test]
+    fn large_matrices_are_orthogonalised_one_by_one() {
+        assert_eq!([1, 2048 * 2048, 64 << 20, i64::MAX].map(matrices), [64 << 20, 16, 1, 1]);
     }
 }

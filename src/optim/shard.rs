@@ -67,6 +67,11 @@ impl FusedOptimizer {
         self.parameters[index].shared_master.as_ref()
     }
 
+    /// Whether it updates matrices as wholes.
+    pub(crate) fn is_of_muon(&self) -> bool {
+        self.muon.is_some()
+    }
+
     /// How often a state was loaded.
     pub(crate) fn loads(&self) -> u64 {
         self.loads
@@ -109,6 +114,7 @@ impl FusedOptimizer {
                 group: *group,
                 state: None,
                 shared_master: None,
+                matrices: None,
             });
         }
         self.store = None;

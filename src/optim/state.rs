@@ -1,7 +1,7 @@
 //! What an optimizer keeps on a device: moments and counters of each parameter, and the numbers of
 //! groups.
 
-use super::kernels::{self, Fact, HYPERS, Owned, Rule};
+use super::kernels::{self, Fact, HYPERS, Hyper, Owned, Rule};
 use super::optimizer::{FusedOptimizer, Group, KINDS, refuse_capture};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -17,7 +17,7 @@ pub(super) struct State {
     pub layout: i32,
     /// Of kind `Float`: for a parameter of a half kind, unless the caller keeps them.
     pub master: Option<Owned>,
-    /// AdamW's mean of gradients, SGD's buffer.
+    /// AdamW's mean of gradients, SGD's or Muon's buffer.
     pub first: Option<Owned>,
     /// AdamW's mean of squared gradients.
     pub second: Option<Owned>,
@@ -95,7 +95,7 @@ impl FusedOptimizer {
             let Some(device) = fact.device() else { continue };
             let parameter = &self.parameters[*index];
             let group = &self.groups[parameter.group];
-            let has_momentum = self.rule != Rule::Sgd || group.hyper.first != 0.0;
+            let has_momentum = group.key.rule != Rule::Sgd || group.hyper.first != 0.0;
             let has_buffer = *has_buffer || has_momentum;
             let is_whole =
                 parameter.state.as_ref().is_some_and(|state| state.first.is_some() || !has_buffer);
@@ -151,7 +151,7 @@ impl FusedOptimizer {
         has_buffer: bool,
     ) -> Result<()> {
         let has_master_weights = self.has_master_weights;
-        let rule = self.rule;
+        let rule = self.rule_of(&self.parameters[index]);
         let parameter = &mut self.parameters[index];
         let kind = KINDS.into_iter().find(|kind| fact.is_of(*kind));
         let kind = kind.ok_or_else(|| Error::msg("internal error: a kind without kernels"))?;
@@ -169,7 +169,7 @@ impl FusedOptimizer {
                     layout: fact.layout,
                     master: has_master.then(|| master_of(&parameter.tensor)).transpose()?,
                     first: has_buffer.then(moment).transpose()?,
-                    second: (rule != Rule::Sgd).then(moment).transpose()?,
+                    second: rule.is_adam().then(moment).transpose()?,
                     largest: (rule == Rule::AmsGrad).then(moment).transpose()?,
                     step: Owned::new(Tensor::f_zeros([1], (Kind::Int64, device))?),
                 });
@@ -182,9 +182,15 @@ impl FusedOptimizer {
 impl Group {
     fn add_device(&mut self, device: Device) -> Result<()> {
         let numbers = Owned::new(Tensor::f_empty([HYPERS], (Kind::Double, device))?);
-        kernels::store_hyper(&self.hyper, &numbers, device)?;
+        self.store(&numbers, device)?;
         self.on.push((device, numbers));
         Ok(())
+    }
+
+    /// Writes the numbers to memory of a device.
+    pub(super) fn store(&self, numbers: &Owned, device: Device) -> Result<()> {
+        let hyper = Hyper { lr: self.hyper.lr * self.lr_ratio, ..self.hyper };
+        kernels::store_hyper(&hyper, numbers, device)
     }
 
     pub(super) fn numbers_on(&self, device: Device) -> Result<&Owned> {

@@ -4,7 +4,7 @@
 use super::config::{self, Refused};
 use super::gradients::parameter_facts;
 use super::kernels::{Hyper, Owned, Rule};
-use super::optimizer::{FusedOptimizer, Parameter, refuse_capture};
+use super::optimizer::{FusedOptimizer, Key, Parameter, refuse_capture};
 use super::state::State;
 use crate::state_dict::{is_floating, listed, read_tensors, shown, write_tensors};
 use crate::{Error, Result};
@@ -30,7 +30,7 @@ impl Part {
     /// torch's word, where it has one.
     pub(super) fn word(self, rule: Rule) -> &'static str {
         match (self, rule) {
-            (Part::First, Rule::Sgd) => "momentum_buffer",
+            (Part::First, Rule::Sgd | Rule::Muon) => "momentum_buffer",
             (Part::First, _) => "exp_avg",
             (Part::Second, _) => "exp_avg_sq",
             (Part::Largest, _) => "max_exp_avg_sq",
@@ -52,7 +52,7 @@ impl Part {
     /// Whether an algorithm has it.
     fn is_of(self, rule: Rule) -> bool {
         match self {
-            Part::Second => rule != Rule::Sgd,
+            Part::Second => rule.is_adam(),
             Part::Largest => rule == Rule::AmsGrad,
             _ => true,
         }
@@ -99,7 +99,8 @@ impl<'a> Found<'a> {
 impl FusedOptimizer {
     /// The state as named tensors, which are copies: `exp_avg.<name>`, `exp_avg_sq.<name>` and, with
     /// AMSGrad, `max_exp_avg_sq.<name>`, or `momentum_buffer.<name>`; `master.<name>` and
-    /// `step.<name>`, for each parameter that had a step; and the numbers of groups, such as `group.<group>.lr`. Write them with
+    /// `step.<name>`, for each parameter that had a step; and the numbers of groups, such as
+    /// `group.<group>.lr`, or `group.<group>.adamw.lr` for what Muon leaves to AdamW. Write them with
     /// [`save`](Self::save), or together with other tensors.
     ///
     /// # Errors
@@ -116,15 +117,16 @@ impl FusedOptimizer {
     /// Not copies: nobody else may get them.
     pub(super) fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let mut tensors = BTreeMap::new();
-        for Parameter { name, state, .. } in &self.parameters {
+        for parameter in &self.parameters {
+            let (Parameter { name, state, .. }, rule) = (parameter, self.rule_of(parameter));
             let steps = match state {
                 Some(state) => state.step.tensor().f_squeeze()?,
                 None => Tensor::f_from_slice(&[0_i64])?.f_squeeze()?,
             };
-            tensors.insert(format!("{}.{name}", Part::Step.word(self.rule)), steps);
+            tensors.insert(format!("{}.{name}", Part::Step.word(rule)), steps);
             for part in Part::TENSORS {
                 let Some(owned) = state.as_ref().and_then(|state| part.of(state)) else { continue };
-                let name = format!("{}.{name}", part.word(self.rule));
+                let name = format!("{}.{name}", part.word(rule));
                 tensors.insert(name, owned.tensor().shallow_clone());
             }
         }
@@ -135,21 +137,26 @@ impl FusedOptimizer {
     /// The numbers of groups.
     pub(super) fn numbers(&self) -> Result<Vec<(String, Tensor)>> {
         let mut numbers = Vec::new();
-        for group in
-            self.groups.iter().filter(|group| !self.stands_for_another(group.id, group.is_exempt))
-        {
+        for group in self.groups.iter().filter(|group| !self.stands_for_another(group.key)) {
             let mut hyper = group.hyper;
-            for (word, value) in config::numbers(self.rule, &mut hyper) {
+            for (word, value) in config::numbers(group.key.rule, &mut hyper) {
                 let value = Tensor::f_from_slice(&[*value])?.f_squeeze()?;
-                numbers.push((format!("group.{}.{word}", group.id), value));
+                numbers.push((self.number_key(group.key, word), value));
             }
         }
         Ok(numbers)
     }
 
     /// Whether a group only has exempt parameters of another group.
-    pub(super) fn stands_for_another(&self, id: usize, is_exempt: bool) -> bool {
-        is_exempt && self.groups.iter().any(|group| group.id == id && !group.is_exempt)
+    pub(super) fn stands_for_another(&self, key: Key) -> bool {
+        let other = Key { is_exempt: false, ..key };
+        key.is_exempt && self.groups.iter().any(|group| group.key == other)
+    }
+
+    /// What a number of a group is called. A group of Muon may have matrices and other parameters.
+    fn number_key(&self, key: Key, word: &str) -> String {
+        let of_adamw = if self.muon.is_some() && key.rule.is_adam() { "adamw." } else { "" };
+        format!("group.{}.{of_adamw}{word}", key.id)
     }
 
     /// Writes the state to a safetensors file, completely or not at all, as
@@ -203,7 +210,8 @@ impl FusedOptimizer {
         self.load_from("FusedOptimizer::load_state_dict", tensors, Writer::Us, || Ok(()))
     }
 
-    /// Loads the state of a `torch.optim.AdamW` or `torch.optim.SGD`. Write the file in Python with
+    /// Loads the state of a `torch.optim.AdamW`, `torch.optim.SGD` or `torch.optim.Muon`. Write the file in
+    /// Python with
     ///
     /// ```python
     /// tensors = {
@@ -218,6 +226,9 @@ impl FusedOptimizer {
     /// torch calls parameters by their place in the lists that it was given, group by group. `names`
     /// has the name of each in this crate, in that order. Numbers of groups are not loaded: they are
     /// what [`build`](super::OptimizerConfig::build) and `set_lr` say.
+    ///
+    /// For [`Muon`](super::Muon), write the states of torch's Muon and of its AdamW into one file: add the
+    /// number of Muon's parameters to each index of AdamW's, and put Muon's names first.
     ///
     /// # Errors
     /// As for [`load`](Self::load), and when a parameter is not among the names.
@@ -256,10 +267,12 @@ impl FusedOptimizer {
 
         let mut facts = parameter_facts(op, &self.parameters)?;
         checked()?;
-        for (id, new) in numbers {
-            self.change(op, Some(id), |hyper, is_exempt| {
-                let decay = if is_exempt { hyper.weight_decay } else { new.weight_decay };
-                *hyper = Hyper { weight_decay: decay, ..new };
+        for (of, new) in numbers {
+            self.change(op, Some(of.id), |hyper, key| {
+                if key.rule == of.rule {
+                    let decay = if key.is_exempt { hyper.weight_decay } else { new.weight_decay };
+                    *hyper = Hyper { weight_decay: decay, ..new };
+                }
             })?;
         }
         for (needs, found) in facts.iter_mut().zip(&found) {
@@ -285,16 +298,16 @@ impl FusedOptimizer {
         problems: &mut Problems,
     ) -> Result<Found<'a>> {
         let mut found = Found::default();
-        let mut steps = None;
+        let (mut steps, rule) = (None, self.rule_of(parameter));
         for part in Part::TENSORS.into_iter().chain([Part::Step]) {
-            let word = part.word(self.rule);
+            let word = part.word(rule);
             let Some(key) = writer.key(word, &parameter.name) else {
                 problems.missing.push(shown(&parameter.name));
                 return Ok(found);
             };
             let has_part = match part {
                 Part::Master => self.has_master_of(parameter)?,
-                _ => part.is_of(self.rule),
+                _ => part.is_of(rule),
             };
             let Some(tensor) = tensors.get(&key).filter(|_| has_part) else { continue };
             let kind = tensor.f_kind()?;
@@ -315,19 +328,19 @@ impl FusedOptimizer {
             }
             used.insert(key);
         }
-        // torch's SGD counts nothing: what matters is whether there is a buffer.
+        // torch's SGD and Muon count nothing: what matters is whether there is a buffer.
         let has = |part: Part| found.get(part).is_some();
         let has_moment = Part::MOMENTS.into_iter().any(has);
-        let counts = has_moment && self.rule != Rule::Sgd || matches!(writer, Writer::Us);
+        let counts = has_moment && rule.is_adam() || matches!(writer, Writer::Us);
         found.steps = steps.unwrap_or(i64::from(has(Part::First)));
         let mut lacks = |part: Part| {
-            let key = writer.key(part.word(self.rule), &parameter.name);
+            let key = writer.key(part.word(rule), &parameter.name);
             problems.missing.extend(key.map(|key| shown(&key)));
         };
         if counts && steps.is_none() {
             lacks(Part::Step);
         }
-        let moments = Part::MOMENTS.into_iter().filter(|part| part.is_of(self.rule));
+        let moments = Part::MOMENTS.into_iter().filter(|part| part.is_of(rule));
         for part in moments.filter(|part| found.steps > 0 && found.get(*part).is_none()) {
             lacks(part);
         }
@@ -346,13 +359,13 @@ impl FusedOptimizer {
         tensors: &BTreeMap<String, Tensor>,
         used: &mut BTreeSet<String>,
         problems: &mut Problems,
-    ) -> Result<Vec<(usize, Hyper)>> {
+    ) -> Result<Vec<(Key, Hyper)>> {
         let mut all = Vec::new();
-        let ids: BTreeSet<usize> = self.groups.iter().map(|group| group.id).collect();
-        for id in ids {
-            let (mut hyper, mut is_whole) = (self.defaults, true);
-            for (word, value) in config::numbers(self.rule, &mut hyper) {
-                let key = format!("group.{id}.{word}");
+        let groups = self.groups.iter().map(|group| group.key);
+        for of in groups.filter(|key| !self.stands_for_another(*key)) {
+            let (mut hyper, mut is_whole) = (self.defaults_of(of.rule), true);
+            for (word, value) in config::numbers(of.rule, &mut hyper) {
+                let key = self.number_key(of, word);
                 let Some(tensor) = tensors.get(&key) else {
                     problems.missing.push(key);
                     is_whole = false;
@@ -367,13 +380,13 @@ impl FusedOptimizer {
                 }
                 used.insert(key);
             }
-            if let Err(Refused { word, expected, got }) = config::check(self.rule, &hyper)
+            if let Err(Refused { word, expected, got }) = config::check(of.rule, &hyper)
                 && is_whole
             {
-                let misfit = format!("group.{id}.{word} with {got} instead of {expected}");
-                problems.misfits.push(misfit);
+                let key = self.number_key(of, word);
+                problems.misfits.push(format!("{key} with {got} instead of {expected}"));
             }
-            all.push((id, hyper));
+            all.push((of, hyper));
         }
         Ok(all)
     }

@@ -1,8 +1,9 @@
 //! One step: everything is checked and made first; then each device gets a kernel that prepares the
-//! step and one that updates all its parameters.
+//! step and one that updates all its parameters but those of Muon, which follow in `muon.rs`.
 
 use super::gradients::{AllGathered, Gathered, Gradients, gather};
 use super::kernels::{Call, Owned, Scratch, Spans, Update};
+use super::muon::{self, Matrix};
 use super::optimizer::FusedOptimizer;
 use super::state::{Needs, Place};
 use crate::{Error, Result};
@@ -27,6 +28,9 @@ pub(super) struct Batch<'a> {
     pub device: Device,
     place: &'a Place,
     spans: Spans,
+    /// The number of spans that one kernel updates. Those of Muon's parameters come after them.
+    fused: usize,
+    pub matrices: Vec<Matrix<'a>>,
     pub scratch: Scratch,
     grad_scale: Option<Tensor>,
     pub found_inf: Option<Tensor>,
@@ -105,12 +109,14 @@ impl FusedOptimizer {
         device: Device,
         scaling: Scaling<'_>,
     ) -> Result<Batch<'_>> {
-        let mut updates = Vec::new();
-        for each in gathered.on(device) {
+        let (mut updates, mut matrices) = (Vec::new(), Vec::new());
+        let is_of_muon = |each: &&Gathered| self.parameters[each.index].matrices.is_some();
+        let fused = gathered.on(device).filter(|each| !is_of_muon(each));
+        for each in fused.chain(gathered.on(device).filter(is_of_muon)) {
             let parameter = &self.parameters[each.index];
             let state = parameter.state.as_ref();
             let state = state.ok_or_else(|| Error::msg("internal error: no state"))?;
-            updates.push(Update {
+            let update = Update {
                 facts: each.facts,
                 master: match each.master {
                     Some(shared) => Some(shared.data),
@@ -121,8 +127,11 @@ impl FusedOptimizer {
                 largest: state.largest.as_ref(),
                 step: &state.step,
                 hyper: self.groups[parameter.group].numbers_on(device)?,
-            });
+            };
+            updates.push(update);
+            matrices.extend(muon::matrices_of(OP, parameter, update)?);
         }
+        let fused = gathered.on(device).filter(|each| !is_of_muon(each)).count();
         let spans = Spans::of_updates(&updates, device)?;
         let scratch = Scratch::new(&spans, device)?;
         let (grad_scale, found_inf) = match scaling {
@@ -133,7 +142,8 @@ impl FusedOptimizer {
             }
             Scaling::Unscaled(found) => (None, sum_on(found, device)?),
         };
-        Ok(Batch { device, place: self.place(device)?, spans, scratch, grad_scale, found_inf })
+        let place = self.place(device)?;
+        Ok(Batch { device, place, spans, fused, matrices, scratch, grad_scale, found_inf })
     }
 
     pub(super) fn call<'a>(&self, batch: &'a Batch<'_>) -> Call<'a> {
@@ -172,7 +182,11 @@ impl FusedOptimizer {
                 call.prepare(*device, scratch, true)?;
             }
         }
-        each().try_for_each(|(call, Batch { device, scratch, .. })| call.update(*device, scratch))
+        for (call, batch) in each() {
+            call.update_some(batch.device, &batch.scratch, 0..batch.fused)?;
+            self.update_matrices(batch, scans)?;
+        }
+        Ok(())
     }
 
     /// The sum of the squares of all gradients: a `Double` without dimensions, on the first

@@ -6,6 +6,7 @@ mod cuda;
 mod errors;
 mod groups;
 mod masters;
+mod muon;
 mod reference;
 mod scaler;
 mod state_dict;

@@ -1,9 +1,9 @@
 //! Steps by `GradScaler`, which this crate's optimizers take without waiting for the GPU.
 
-use super::reference::Rule;
 use super::updates::{build, rules};
 use super::*;
 use tch_extension::amp::{GradScaler, GradScalerOptions};
+use tch_extension::optim::Muon;
 use tch_extension::testing::devices;
 
 /// An optimizer that does not decide on the device, so that the scaler waits.
@@ -31,13 +31,15 @@ fn scaler() -> GradScaler {
     GradScaler::new(options).expect("a scaler")
 }
 
+type Build<'a> = &'a dyn Fn(&[Tensor]) -> FusedOptimizer;
+
 /// The bits after ten steps, of which two have an infinite gradient, and the scale.
-fn train(way: Way, device: Device, max_norm: Option<f64>, rule: Rule) -> (Vec<Vec<u8>>, f64) {
+fn train(way: Way, device: Device, max_norm: Option<f64>, build: Build<'_>) -> (Vec<Vec<u8>>, f64) {
     tch::manual_seed(31);
     let leaves = leaves(&SIZES, Kind::Float, device);
-    let mut optimizer = build(rule, &leaves, 0.01);
+    let mut optimizer = build(&leaves);
     optimizer.set_clip_norm(max_norm).expect("set_clip_norm");
-    let mut waits = Waits(build(rule, &leaves, 0.01));
+    let mut waits = Waits(build(&leaves));
     waits.0.set_clip_norm(max_norm).expect("set_clip_norm");
     let mut scaler = scaler();
     for step in 0..10 {
@@ -69,12 +71,17 @@ fn train(way: Way, device: Device, max_norm: Option<f64>, rule: Rule) -> (Vec<Ve
 #[test]
 fn all_ways_have_the_same_bits() {
     let _alone = serially();
+    let of_rule = |place: usize| move |leaves: &[Tensor]| build(rules()[place], leaves, 0.01);
+    let (adamw, sgd, other) = (of_rule(0), of_rule(4), of_rule(8));
+    let muon =
+        |leaves: &[Tensor]| Muon::default().build_of(named(leaves), 0.01).expect("an optimizer");
+    let builds: [Build<'_>; 4] = [&adamw, &sgd, &other, &muon];
     for device in devices() {
         for max_norm in [None, Some(1.5)] {
-            for rule in [0, 4, 8].map(|place| rules()[place]) {
-                let expected = train(Way::Waiting, device, max_norm, rule);
+            for build in builds {
+                let expected = train(Way::Waiting, device, max_norm, build);
                 for way in [Way::OnTheDevice, Way::UnscaledBefore] {
-                    let ours = train(way, device, max_norm, rule);
+                    let ours = train(way, device, max_norm, build);
                     assert_eq!(ours.1, expected.1, "{way:?} on {device:?}");
                     assert!(ours.0 == expected.0, "{way:?} on {device:?}, clipped to {max_norm:?}");
                 }

@@ -148,10 +148,10 @@ impl ShardedOptimizer {
     /// [`gather_state_dict`](Self::gather_state_dict).
     ///
     /// # Errors
-    /// When the optimizer has had a step, has no parameter that requires grad, or has parameters on
-    /// several devices; when ranks have different parameters or settings, which is an error on every
-    /// rank; when another rank ended, failed or did not come until the timeout. Then the parameters
-    /// are as they were.
+    /// When the optimizer is [`Muon`](crate::optim::Muon)'s, which needs whole matrices, has had a step,
+    /// has no parameter that requires grad, or has parameters on several devices; when ranks have
+    /// different parameters or settings, which is an error on every rank; when another rank ended,
+    /// failed or did not come until the timeout. Then the parameters are as they were.
     pub fn new(
         group: &ProcessGroup,
         optimizer: FusedOptimizer,

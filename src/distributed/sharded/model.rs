@@ -39,6 +39,10 @@ impl Model {
     pub fn new(mut optimizer: FusedOptimizer, options: &ShardedOptions) -> Result<Model> {
         let caps = options.caps(super::NEW)?;
         optimizer.join(super::NEW)?;
+        if optimizer.is_of_muon() {
+            let hint = "a rank would have parts of matrices; use Ddp, whose ranks have them whole";
+            return Err(Error::argument(super::NEW, "optimizer", "AdamW or Sgd", "Muon", hint));
+        }
         if optimizer.has_state() {
             let hint = "load its state into the sharded optimizer";
             let expected = "an optimizer without steps";

@@ -4,6 +4,7 @@ use super::*;
 use std::time::{Duration, Instant};
 use tch_extension::amp::GradScaler;
 use tch_extension::distributed::Compression;
+use tch_extension::optim::Muon;
 use tch_extension::train::{Step, StepOptions};
 
 fn adamw(leaves: &[Tensor]) -> Result<FusedOptimizer> {
@@ -127,6 +128,16 @@ fn parameters_that_are_tied_after_build_are_refused_by_all() {
     for error in errors(all) {
         assert!(error.contains("w7: expected memory of its own"), "{error}");
     }
+}
+
+#[test]
+fn muon_which_needs_whole_matrices_is_refused() {
+    let make = |_: &ProcessGroup| Ok((model(&SIZES, Kind::Float, CPU), small_buckets()));
+    let expected = "optimizer: expected AdamW or Sgd, got Muon; a rank would have parts of matrices; use \
+                    Ddp, whose ranks have them whole";
+    assert_refused_by_all(expected, make, |_, leaves| {
+        Muon::default().build_of(named(leaves), 0.02)
+    });
 }
 
 /// What only one rank can see is an error on all.
