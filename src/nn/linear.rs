@@ -1,6 +1,6 @@
 //! A linear layer as a module.
 
-use crate::ops::f_linear;
+use crate::ops::{f_linear, f_linear_parts};
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, LinearConfig, Module, Path};
@@ -50,6 +50,15 @@ impl Linear {
     /// When the input does not fit this layer; see [`f_linear`].
     pub fn f_forward(&self, input: &Tensor) -> crate::Result<Tensor> {
         f_linear(input, &self.ws, self.bs.as_ref())
+    }
+
+    /// The output in three parts of these sizes; see [`f_linear_parts`].
+    pub(super) fn f_forward_parts(
+        &self,
+        input: &Tensor,
+        sizes: [i64; 3],
+    ) -> crate::Result<[Tensor; 3]> {
+        f_linear_parts(input, &self.ws, self.bs.as_ref(), sizes)
     }
 }
 

@@ -8,6 +8,7 @@ mod forward;
 mod gradients;
 mod kinds;
 mod layer;
+mod parts;
 mod random;
 mod second_derivatives;
 mod ways;

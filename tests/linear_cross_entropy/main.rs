@@ -506,6 +506,35 @@ fn a_tied_table_of_a_language_model() {
     }
 }
 
+/// A tied table under autocast takes no more memory than the cast of a weight and a lookup of its own.
+#[test]
+fn cuda_a_tied_table_takes_no_more_memory() {
+    let Some(device) = caching_or_skip("cuda_a_tied_table_takes_no_more_memory") else { return };
+    let vs = VarStore::new(device);
+    let table = embedding(vs.root(), 30_000, 256, Default::default());
+    let inputs = Tensor::randint(30_000, [8192], (Kind::Int64, device));
+    let peak = |is_tied: bool| {
+        let run = || {
+            let (rows, weight) = match is_tied {
+                true => table.f_forward_tied(&inputs).expect("rows"),
+                false => (table.forward(&inputs), table.ws.to_kind(Kind::BFloat16)),
+            };
+            let rows = rows.to_kind(Kind::BFloat16);
+            let loss = f_linear_cross_entropy(&rows, &weight, &inputs, None, &Default::default());
+            drop((rows, weight));
+            let found = grad(&[&loss.expect("a loss")], &[&table.ws], &GradOptions::default());
+            drop(found.expect("gradients"));
+        };
+        run();
+        reset_peak_memory_stats(device).expect("statistics");
+        let before = memory_stats(device).expect("statistics").allocated;
+        run();
+        memory_stats(device).expect("statistics").peak_allocated - before
+    };
+    let (tied, untied) = (peak(true), peak(false));
+    assert!(tied <= untied + (1 << 20), "{tied} bytes, and {untied} untied");
+}
+
 /// In half kinds the products on CUDA have a few classes more, which must not show: not even where an
 /// ignored row of the input is NaN.
 #[test]
