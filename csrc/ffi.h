@@ -90,6 +90,7 @@ char* tch_extension_saved(const tch_extension::FunctionNode* node,
 bool tch_extension_needs_input_grad(const tch_extension::FunctionNode* node, size_t input);
 bool tch_extension_creates_graph(const tch_extension::FunctionNode* node);
 bool tch_extension_is_last_backward(const tch_extension::BackwardResults* results);
+uint64_t tch_extension_owned_gradients(const tch_extension::BackwardResults* results);
 void tch_extension_give_gradient(tch_extension::BackwardResults* results,
                                  size_t input,
                                  at::Tensor* grad);

@@ -231,6 +231,11 @@ TCH_EXTENSION_API bool tch_extension_is_last_backward(const BackwardResults* res
   return results->is_last;
 }
 
+// The incoming gradients that nobody else holds: one bit for each of the first 64.
+TCH_EXTENSION_API uint64_t tch_extension_owned_gradients(const BackwardResults* results) {
+  return results->owned;
+}
+
 // Takes ownership of `grad`.
 TCH_EXTENSION_API void tch_extension_give_gradient(BackwardResults* results, size_t input,
                                                    at::Tensor* grad) {

@@ -28,6 +28,13 @@ namespace {
 
 std::atomic<int64_t> live_nodes{0};
 
+// Whether a backward pass holds the only reference to an incoming gradient and to its memory. The
+// engine, too, adds in place only then: others may be whoever called, a hook, or another node.
+bool is_owned(const at::Tensor& grad) {
+  return grad.defined() && grad.use_count() == 1 && grad.has_storage() &&
+         grad.storage().use_count() == 1;
+}
+
 // Prints, as a libtorch warning, where the forward pass of a failed node was called, as Rust saw
 // it. libtorch calls it in anomaly mode.
 class ForwardTrace final : public torch::autograd::AnomalyMetadata {
@@ -329,6 +336,8 @@ variable_list FunctionNode::run(const variable_list& grads, bool is_last) {
   results.is_last = is_last && !has_hooks_;
   c10::SmallVector<std::unique_ptr<at::Tensor>, 4> handles;
   for (auto& grad : grads) {
+    const size_t output = handles.size();
+    if (output < 64 && is_owned(grad)) results.owned |= uint64_t{1} << output;
     handles.push_back(grad.defined() ? std::make_unique<at::Tensor>(grad) : nullptr);
   }
   c10::SmallVector<at::Tensor*, 4> pointers;

@@ -18,6 +18,7 @@ struct BackwardResults {
   std::string error;
   std::vector<size_t> constants;  // inputs whose gradient does not depend on the incoming gradients
   bool is_last = false;           // nobody reads the saved tensors after this pass
+  uint64_t owned = 0;  // the first 64 incoming gradients: bits of those nobody else holds
 };
 
 // Throws what compiled autograd gets from a node or a hook of this library.

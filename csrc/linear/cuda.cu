@@ -51,7 +51,47 @@ void start(const LinearBiasGrad& params, cudaStream_t stream) {
   if (params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);
 }
 
-LaunchStatus launch(const char* kernel, const LinearBiasGrad& params, cudaStream_t stream) {
+// The concatenation, which is written when it has been read.
+struct Parts {
+  static constexpr int kUnroll = 4;
+
+  const LinearConcatenate params;
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Vector<T, kLanes> fetch(int64_t row, int64_t column) const {
+    const void* part = params.parts[0];
+    int64_t columns = params.columns[0];
+    int64_t first = 0;
+    if (column >= columns) {
+      first = columns;
+      part = params.parts[1];
+      columns = params.columns[1];
+    }
+    if (column >= first + columns) {
+      first += columns;
+      part = params.parts[2];
+      columns = params.columns[2];
+    }
+    return load_vector<T, kLanes>(part, row * columns + column - first);
+  }
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> values(const Vector<T, kLanes>& fetched, int64_t row,
+                                                      int64_t column) const {
+    T* to = static_cast<T*>(params.output) + row * params.sums.columns + column;
+    *reinterpret_cast<Vector<T, kLanes>*>(to) = fetched;
+    return values_of(fetched);
+  }
+};
+
+template <typename T>
+void start(const LinearConcatenate& params, cudaStream_t stream) {
+  start_column_sums<T, kLanesOf16Bytes<T>>(params.sums, Parts{params}, stream);
+  if (params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);
+}
+
+template <typename Params>
+LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream) {
   if (params.sums.columns == 0) return {kernel, nullptr};
   for_kind(params.kind, [&](auto type) { start<typename decltype(type)::type>(params, stream); });
   return launch_status(kernel);
@@ -63,4 +103,9 @@ LaunchStatus launch(const char* kernel, const LinearBiasGrad& params, cudaStream
 extern "C" tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(
     const LinearBiasGrad* params, cudaStream_t stream) {
   return tch_extension::launch("linear_bias_grad", *params, stream);
+}
+
+extern "C" tch_extension::LaunchStatus tch_extension_linear_concatenate_cuda(
+    const LinearConcatenate* params, cudaStream_t stream) {
+  return tch_extension::launch("linear_concatenate", *params, stream);
 }

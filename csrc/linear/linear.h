@@ -1,4 +1,5 @@
-// The bias' gradient of a linear layer; its products are computed by libtorch or csrc/gemm.
+// The bias' gradient of a linear layer, also while the gradients of parts of its output are
+// concatenated; its products are computed by libtorch or csrc/gemm.
 // params.h has the parameter struct.
 //
 //   db = Σ dY over the rows

@@ -20,12 +20,29 @@ struct LinearBiasGrad {
   const void* grad;
 };
 
+// Matrices side by side, and the sums of their columns.
+struct LinearConcatenate {
+  // The sums of M rows and N columns, those of all parts.
+  TchExtensionColumnSums sums;
+  // The columns of each part; all rows begin at a multiple of 16 bytes.
+  int64_t columns[3];
+  // The `TchExtensionKind` of all.
+  int32_t kind;
+  int32_t reserved;
+  // `[M, columns]` each.
+  const void* parts[3];
+  // `[M, N]`.
+  void* output;
+};
+
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
 using cudaStream_t = struct CUstream_st*;
 #pragma GCC visibility push(default)
 extern "C" {
 void tch_extension_linear_bias_grad_finish_cpu(const LinearBiasGrad* params) noexcept;
+tch_extension::LaunchStatus tch_extension_linear_concatenate_cuda(const LinearConcatenate* params,
+                                                                  cudaStream_t stream);
 void tch_extension_linear_bias_grad_cpu(const LinearBiasGrad* params) noexcept;
 tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(const LinearBiasGrad* params,
                                                                 cudaStream_t stream);

@@ -237,9 +237,20 @@ static void loss_scale(const LossScale& params, int64_t begin, int64_t end) {
       const int64_t last = std::min((end - before) * kElements, array.count);
       before += pieces_of(array);
       if (first >= last || (number == C(1) && array.from == array.to)) continue;
-      const T* from = static_cast<const T*>(array.from) + first;
-      write_row(last - first, static_cast<T*>(array.to) + first,
-                [&](int64_t at, int64_t count) { return load(from + at, count) * factor; });
+      const auto scale = [&](const auto* from, auto* to) {
+        write_row(last - first, to + first, [&](int64_t at, int64_t count) {
+          return load(from + first + at, count) * factor;
+        });
+      };
+      const T* from = static_cast<const T*>(array.from);
+      C* wide_to = static_cast<C*>(array.to);
+      if (array.wide_from) {
+        scale(static_cast<const C*>(array.from), wide_to);
+      } else if (array.wide_to) {
+        scale(from, wide_to);
+      } else {
+        scale(from, static_cast<T*>(array.to));
+      }
     }
   });
 }

@@ -302,29 +302,37 @@ __host__ __device__ __forceinline__ bool is_whole(const LossScaled& array) {
   return (from | reinterpret_cast<uintptr_t>(array.to)) % 16 == 0;
 }
 
+// The work of all threads whose blockIdx.y is the array's index.
+template <typename From, typename To>
+__device__ __forceinline__ void scale_array(const LossScaled& array, Compute<From> factor) {
+  constexpr int kLanes = 16 / (sizeof(From) > sizeof(To) ? sizeof(From) : sizeof(To));
+  const int64_t by = static_cast<int64_t>(gridDim.x) * kThreads;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t vectors = is_whole(array) ? array.count / kLanes : 0;
+  for (int64_t vector = first; vector < vectors; vector += by) {
+    const auto values = load_values<From, kLanes>(array.from, vector * kLanes);
+    Values<To, kLanes> products;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) products.lane[lane] = values.lane[lane] * factor;
+    store_values<To, kLanes>(array.to, vector * kLanes, products);
+  }
+  for (int64_t at = vectors * kLanes + first; at < array.count; at += by) {
+    const auto value = static_cast<Compute<From>>(static_cast<const From*>(array.from)[at]);
+    static_cast<To*>(array.to)[at] = static_cast<To>(value * factor);
+  }
+}
+
 // blockIdx.y is the array. Nothing of it is read if the factor is 1 and the values stay where they
 // are.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) scale_kernel(const __grid_constant__ LossScale params) {
   using C = Compute<T>;
-  constexpr int kLanes = kLanesOf16Bytes<T>;
   const LossScaled array = params.arrays[blockIdx.y];
   const C factor = params.wide_factor ? *static_cast<const C*>(params.factor)
                                       : static_cast<C>(*static_cast<const T*>(params.factor));
   if (factor == C(1) && array.from == array.to) return;
-  const int64_t by = static_cast<int64_t>(gridDim.x) * kThreads;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  const int64_t vectors = is_whole(array) ? array.count / kLanes : 0;
-  for (int64_t vector = first; vector < vectors; vector += by) {
-    auto values = load_values<T, kLanes>(array.from, vector * kLanes);
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] *= factor;
-    store_values<T, kLanes>(array.to, vector * kLanes, values);
-  }
-  for (int64_t at = vectors * kLanes + first; at < array.count; at += by) {
-    const auto value = static_cast<C>(static_cast<const T*>(array.from)[at]);
-    static_cast<T*>(array.to)[at] = static_cast<T>(value * factor);
-  }
+  if (array.wide_from) return scale_array<C, C>(array, factor);
+  array.wide_to ? scale_array<T, C>(array, factor) : scale_array<T, T>(array, factor);
 }
 
 unsigned int at_most(int64_t blocks) {

@@ -80,6 +80,10 @@ struct LossTotal {
 struct LossScaled {
   // The number of gradients; 0 if there is no such array.
   int64_t count;
+  // Whether they have the compute kind instead of the gradients'; their products then have it, too.
+  int32_t wide_from;
+  // Whether the products have the compute kind.
+  int32_t wide_to;
   // `[count]`.
   const void* from;
   // `[count]`, the same memory or other memory.
@@ -88,7 +92,7 @@ struct LossScaled {
 
 // Gradients, and the number by which they are multiplied.
 struct LossScale {
-  // Of the gradients.
+  // Of the gradients, but for those that are wide.
   int32_t kind;
   // Whether the factor has the compute kind instead of the gradients'.
   int32_t wide_factor;

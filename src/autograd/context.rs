@@ -302,4 +302,11 @@ impl<'a> Context<'a> {
         // SAFETY: `results` lives as long as the context.
         unsafe { ffi::tch_extension_is_last_backward(self.results) }
     }
+
+    /// The incoming gradients that may be overwritten, one bit for each of the first 64: nobody but this
+    /// backward pass holds them or their memory, neither the caller nor a hook nor another node.
+    pub(crate) fn owned_gradients(&self) -> u64 {
+        // SAFETY: `results` lives as long as the context.
+        unsafe { ffi::tch_extension_owned_gradients(self.results) }
+    }
 }

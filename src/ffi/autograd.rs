@@ -150,6 +150,7 @@ unsafe extern "C" {
     pub(crate) fn tch_extension_needs_input_grad(node: *const FunctionNode, input: usize) -> bool;
     pub(crate) fn tch_extension_creates_graph(node: *const FunctionNode) -> bool;
     pub(crate) fn tch_extension_is_last_backward(results: *const BackwardResults) -> bool;
+    pub(crate) fn tch_extension_owned_gradients(results: *const BackwardResults) -> u64;
     pub(crate) fn tch_extension_give_gradient(
         results: *mut BackwardResults,
         input: usize,

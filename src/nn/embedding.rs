@@ -1,5 +1,6 @@
 //! A table of embeddings as a module.
 
+use crate::ffi::tensor::{is_plain, plain};
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Second, Slots, call, metas_of,
@@ -8,6 +9,8 @@ use crate::{Error, Result, check};
 use std::borrow::Borrow;
 use tch::nn::{EmbeddingConfig, Module, Path};
 use tch::{Device, Kind, Tensor};
+
+use super::kernels::{add_rows, adds_rows};
 
 const OP: &str = "nn::Embedding";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -87,6 +90,45 @@ impl Embedding {
         }
         Ok(call(lookup, &LookupIn { weight, indices })?.output)
     }
+
+    /// The rows at these indices, as [`f_forward`](Self::f_forward), and the table once more, for an
+    /// output layer with the same weight. Give it to that layer in place of [`ws`](Self::ws): the table's
+    /// gradient is then made once. The output layer's gradient arrives first, and the rows' gradients are
+    /// added to it in place, unless somebody else holds it. Otherwise a table of zeros would be filled, the
+    /// rows' gradients added, and then both tables.
+    ///
+    /// The second tensor shares the table's memory. It must not be changed in place, and autocast casts it
+    /// again for each call. Rows of half kinds, and those with `padding_idx` or `scale_grad_by_freq`, are
+    /// added up in a table of their own, and so are more rows than the table has. With `sparse` the second
+    /// tensor is the table itself.
+    ///
+    /// ```
+    /// use tch::{Device, Tensor, nn::VarStore};
+    /// use tch_extension::nn::embedding;
+    /// use tch_extension::ops::f_linear_cross_entropy;
+    ///
+    /// let vs = VarStore::new(Device::Cpu);
+    /// let table = embedding(vs.root(), 65, 8, Default::default());
+    /// let (inputs, targets) = (Tensor::from_slice(&[3_i64, 1, 4]), Tensor::from_slice(&[1_i64, 4, 1]));
+    /// let (rows, weight) = table.f_forward_tied(&inputs)?;
+    /// let loss = f_linear_cross_entropy(&rows.tanh(), &weight, &targets, None, &Default::default())?;
+    /// loss.backward();
+    /// assert_eq!(table.ws.grad().size(), [65, 8]);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As for [`f_forward`](Self::f_forward).
+    pub fn f_forward_tied(&self, indices: &Tensor) -> Result<(Tensor, Tensor)> {
+        let EmbeddingConfig { sparse, scale_grad_by_freq, padding_idx, .. } = self.config;
+        let weight = &self.ws;
+        if sparse {
+            return Ok((self.f_forward(indices)?, weight.shallow_clone()));
+        }
+        let lookup = TiedLookup { padding_idx, scale_grad_by_freq };
+        let TiedLookupOut { output, table } = call(lookup, &TiedLookupIn { weight, indices })?;
+        Ok((output, table))
+    }
 }
 
 impl Module for Embedding {
@@ -144,6 +186,97 @@ impl Operator for Lookup {
         Ok(LookupOut { output })
     }
 }
+
+crate::signature! {
+    /// The rows of a table at these indices, and the table.
+    TiedLookup: TiedLookupIn -> TiedLookupOut =
+        "nn::Embedding"(weight, indices!, padding_idx: i64 = -1, scale_grad_by_freq: bool = false) -> (output, table)
+}
+
+impl TiedLookup {
+    fn untied(&self) -> Lookup {
+        let TiedLookup { padding_idx, scale_grad_by_freq } = *self;
+        Lookup { padding_idx, scale_grad_by_freq }
+    }
+
+    /// Whether rows are added to the table's gradient without a table of their own, which is worth it if
+    /// the table has more rows.
+    fn adds_in_place(&self, table: &Tensor, indices: &Tensor) -> Result<bool> {
+        let (rows, count) = (table.size2()?.0, indices.numel() as i64);
+        let is_plain_sum = self.padding_idx < 0 && !self.scale_grad_by_freq;
+        let is_wide = matches!(table.f_kind()?, Kind::Float | Kind::Double);
+        let has_kernel = table.device() == Device::Cpu || adds_rows(table.device(), rows, count);
+        Ok(is_plain_sum && is_wide && has_kernel && 0 < count && count <= rows)
+    }
+}
+
+impl Operator for TiedLookup {
+    type Kept = ();
+    type Plan = ();
+
+    const SECOND: Second = Second::Itself;
+
+    fn rule<D: Dim>(&self, of: &Metas<Self, D>, _: &Needs<Self>) -> Result<Made<Self, Meta<D>>> {
+        let TiedLookupIn { weight, indices } = of.clone();
+        let of = LookupIn { weight, indices };
+        let output = self.untied().rule(&of, &LookupIn::each(|_| false))?.outputs.output;
+        Ok(Made::only(TiedLookupOut { output, table: of.weight }))
+    }
+
+    fn reads(&self, _: &Needs<Self>) -> Needs<Self> {
+        TiedLookupIn { weight: false, indices: true }
+    }
+
+    fn forward(&self, call: &Call<'_, Self>) -> Result<Made<Self, Tensor>> {
+        call.check()?;
+        let TiedLookupIn { weight, indices } = call.of;
+        let output = Tensor::f_embedding(weight, indices, -1, false, false)?;
+        Ok(Made::only(TiedLookupOut { output, table: weight.shallow_clone() }))
+    }
+
+    fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
+        let (rows, is_recorded) = (again.metas()?.weight.sizes()[0], again.is_recorded);
+        let weight = match (&grads.output, &again.of.indices, grads.table) {
+            (Some(grad), Some(indices), Some(table))
+                if !is_recorded && self.adds_in_place(&table, indices)? =>
+            {
+                let may_overwrite = again.may_overwrite_gradient(TABLE) && is_plain(&table);
+                let mut table = if may_overwrite {
+                    table
+                } else {
+                    plain(&table.f_to_dtype(table.f_kind()?, false, true)?)?
+                };
+                let columns = table.size2()?.1;
+                let (grad, indices) = (grad.f_reshape([-1, columns])?, indices.f_reshape([-1])?);
+                match table.device() {
+                    Device::Cpu => {
+                        let _ = table.f_index_add_(0, &indices, &grad)?;
+                    }
+                    _ => add_rows(&mut table, &plain(&grad)?, &indices)?,
+                }
+                Some(table)
+            }
+            (Some(grad), Some(indices), table) => {
+                let sum = self.untied().gradient(grad, indices, rows, is_recorded)?;
+                Some(match table {
+                    Some(table) => table.f_add(&sum)?,
+                    None => sum,
+                })
+            }
+            (_, _, table) => table,
+        };
+        Ok(TiedLookupIn { weight, indices: None })
+    }
+
+    fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
+        let TiedLookupIn { weight, indices } = *of;
+        let LookupOut { output } = self.untied().reference(&LookupIn { weight, indices })?;
+        Ok(TiedLookupOut { output, table: weight.f_alias()? })
+    }
+}
+
+/// The place of the table among the outputs.
+const TABLE: usize = 1;
 
 impl Lookup {
     fn gradient(

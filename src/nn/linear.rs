@@ -1,7 +1,7 @@
 //! A linear layer as a module.
 
-use crate::ops::f_linear;
-use crate::{Result, check};
+use crate::ops::{f_linear, f_linear_parts};
+use crate::{Error, Result, check};
 use std::borrow::Borrow;
 use tch::nn::{Init, LinearConfig, Module, Path};
 use tch::{Kind, Tensor};
@@ -139,6 +139,16 @@ impl Linear {
         let output = output.f_addmm_(&low, &lora.b.f_to_kind(kind)?.f_tr()?)?;
         size.push(output.size2()?.1);
         Ok(output.f_view(size.as_slice())?)
+    }
+
+    /// The output in three parts of these sizes; see [`f_linear_parts`].
+    pub(super) fn f_forward_parts(&self, input: &Tensor, sizes: [i64; 3]) -> Result<[Tensor; 3]> {
+        let Some(lora) = &self.lora else {
+            return f_linear_parts(input, &self.ws, self.bs.as_ref(), sizes);
+        };
+        // The weight is frozen as a rule, so that its gradient needs no concatenation.
+        let parts = self.adapted(lora, input)?.f_split_with_sizes(sizes, -1)?;
+        parts.try_into().map_err(|_| Error::msg("nn::Linear: internal error: expected three parts"))
     }
 }
 

@@ -3,6 +3,7 @@
 
 mod attention;
 mod embedding;
+mod kernels;
 #[cfg(feature = "norm")]
 mod layer_norm;
 #[cfg(feature = "gemm")]

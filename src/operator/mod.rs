@@ -350,6 +350,8 @@ pub struct Again<'a, O: Operator> {
     pub is_traced: bool,
     /// Whether no other backward pass of the call reads what was kept.
     is_last: bool,
+    /// The incoming gradients that nobody else holds: one bit for each.
+    owned: u64,
     /// Whether an earlier one was allowed to overwrite it; nothing is shared with one while a program is traced.
     is_spent: Option<&'a AtomicBool>,
 }
@@ -370,6 +372,13 @@ impl<O: Operator> Again<'_, O> {
             )));
         }
         Ok(self.is_last)
+    }
+
+    /// Whether the incoming gradient of this output may be overwritten, because nobody else holds it or
+    /// its memory: neither the caller of the backward pass nor a hook nor another node. It never may
+    /// while gradients become a part of the graph or a program is traced.
+    pub fn may_overwrite_gradient(&self, output: usize) -> bool {
+        !self.is_recorded && self.owned >> output & 1 == 1
     }
 
     /// Kinds and sizes of all arguments, also of those that were not saved.

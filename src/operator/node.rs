@@ -159,6 +159,7 @@ impl<O: Operator> Function for Node<O> {
             is_recorded,
             is_traced: false,
             is_last: ctx.is_last_backward(),
+            owned: ctx.owned_gradients(),
             is_spent: Some(&self.is_spent),
         };
         let incoming = O::Out::each(|place| grads.optional(place).map(Tensor::shallow_clone));

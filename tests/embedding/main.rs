@@ -1,9 +1,12 @@
 //! Tests of `nn::Embedding`: against libtorch's own, and that its gradient has the same bits in
 //! every run.
 
+use std::sync::{Arc, Mutex};
+use support::gpu::caching_or_skip;
 use tch::nn::{EmbeddingConfig, Module, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, grad, register_hook};
+use tch_extension::cuda::Graph;
 use tch_extension::nn::{Embedding, embedding};
 use tch_extension::testing::{
     assert_as_accurate, assert_close, conformance, cuda_or_skip, devices, gradcheck, gradgradcheck,
@@ -331,6 +334,186 @@ fn cuda_few_rows_have_right_gradients_and_the_same_bits() {
                     // libtorch may round several times.
                     Kind::Half | Kind::BFloat16 => assert_as_accurate(&found, &theirs, &exact),
                     _ => assert_sums(&theirs, &exact, count as usize),
+                }
+            }
+        }
+    }
+}
+
+/// Indices of which about one in twenty is 7, and the others vary.
+fn with_a_frequent_one(device: Device, count: i64, rows: i64) -> Tensor {
+    let drawn = indices(device, &[count], rows);
+    let is_frequent = Tensor::rand([count], (Kind::Float, device)).lt(0.05);
+    drawn.masked_fill(&is_frequent, 7.min(rows - 1))
+}
+
+/// The table's gradient for these of both outputs, and the rows and the table that were returned.
+fn tied_gradient(table: &Embedding, indices: &Tensor, grads: [Option<&Tensor>; 2]) -> Tensor {
+    let (rows, weight) = table.f_forward_tied(indices).expect("rows");
+    assert!(rows.equal(&table.forward(indices)) && weight.data_ptr() == table.ws.data_ptr());
+    let outputs = [(&rows, grads[0]), (&weight, grads[1])];
+    let (outputs, grads): (Vec<_>, Vec<_>) =
+        outputs.into_iter().filter(|(_, grad)| grad.is_some()).unzip();
+    let options = GradOptions { grad_outputs: &grads, ..Default::default() };
+    grad(&outputs, &[&table.ws], &options).expect("gradient").into_vec().remove(0).expect("one")
+}
+
+#[test]
+fn a_tied_table_has_the_sum_of_both_gradients() {
+    for device in devices() {
+        for kind in KINDS {
+            let more = [([4000, 16], &[4096][..]), ([9000, 5], &[2, 1500]), ([40, 8], &[0])];
+            for (size, shape) in SIZES.into_iter().chain(more) {
+                for config in configs() {
+                    let (_vs, table) = table(device, kind, size, config);
+                    let count: i64 = shape.iter().product();
+                    let drawn = with_a_frequent_one(device, count, size[0]).view(shape);
+                    for index_kind in [Kind::Int64, Kind::Int] {
+                        let indices = drawn.to_kind(index_kind);
+                        let of = |size: &[i64]| Tensor::randn(size, (Kind::Double, device));
+                        let of_rows = of(&[shape, &size[1..]].concat()).to_kind(kind);
+                        let of_table = of(&size).to_kind(kind);
+                        let exact = exact(&table.ws, &indices, &of_rows, config);
+                        eprintln!("{size:?} {shape:?} {config:?} {kind:?} {device:?}");
+                        let held = of_table.copy();
+                        let both =
+                            tied_gradient(&table, &indices, [Some(&of_rows), Some(&of_table)]);
+                        assert!(of_table.equal(&held), "the caller's gradient has changed");
+                        let sum = &exact + of_table.to_kind(Kind::Double);
+                        match kind {
+                            Kind::Double => assert_close(&both, &sum, 1e-12, 1e-12),
+                            Kind::Float => assert_sums(&both, &sum, indices.numel()),
+                            _ => {
+                                let lookup =
+                                    gradient(&table.forward(&indices), &table.ws, &of_rows);
+                                assert!(both.equal(&(lookup + &of_table)));
+                            }
+                        }
+                        let rows_alone = tied_gradient(&table, &indices, [Some(&of_rows), None]);
+                        let untied = gradient(&table.forward(&indices), &table.ws, &of_rows);
+                        assert!(rows_alone.equal(&untied));
+                        let table_alone = tied_gradient(&table, &indices, [None, Some(&of_table)]);
+                        assert!(table_alone.equal(&of_table));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Rows are added in the memory of the table's gradient, unless somebody holds it.
+#[test]
+fn a_tied_gradient_is_overwritten_only_if_nobody_holds_it() {
+    for device in devices() {
+        let (_vs, table) = table(device, Kind::Float, [400, 8], Default::default());
+        let indices = with_a_frequent_one(device, 100, 400);
+        for is_held in [false, true] {
+            let (rows, weight) = table.f_forward_tied(&indices).expect("rows");
+            let seen = Arc::new(Mutex::new((0, None)));
+            let place = seen.clone();
+            let hook = register_hook(&weight, move |grad| {
+                let held = is_held.then(|| grad.shallow_clone());
+                *place.lock().expect("a lock") = (grad.data_ptr().addr(), held);
+                Ok(None)
+            });
+            let loss = (&rows * 2.0).sum(Kind::Float) + (&weight * 3.0).sum(Kind::Float);
+            let found = gradient(&loss, &table.ws, &loss.ones_like());
+            let (address, held) = std::mem::take(&mut *seen.lock().expect("a lock"));
+            drop(hook.expect("a hook"));
+            assert_eq!(found.data_ptr().addr() == address, !is_held, "{device:?}");
+            if let Some(held) = held {
+                assert!(held.equal(&held.full_like(3.0)));
+            }
+            let counts = indices.bincount(None::<&Tensor>, 400).to_kind(Kind::Float) * 2.0 + 3.0;
+            assert!(found.equal(&counts.unsqueeze(1).expand([400, 8], false)));
+            // So does the gradient that the caller asks for.
+            let (rows, weight) = table.f_forward_tied(&indices).expect("rows");
+            let loss = (&rows * 2.0).sum(Kind::Float) + (&weight * 3.0).sum(Kind::Float);
+            let both = grad(&[&loss], &[&table.ws, &weight], &Default::default());
+            let [of_table, of_weight] = &both.expect("gradients").into_vec()[..] else { panic!() };
+            assert!(of_table.as_ref().expect("one").equal(&found));
+            let of_weight = of_weight.as_ref().expect("one");
+            assert!(of_weight.equal(&of_weight.full_like(3.0)));
+        }
+    }
+}
+
+#[test]
+fn a_tied_table_has_second_derivatives_and_conforms() {
+    for device in devices() {
+        let weight = Tensor::randn([6, 3], (Kind::Double, device)).set_requires_grad(true);
+        let run = |inputs: &[Tensor]| {
+            let indices = Tensor::from_slice(&[1_i64, 4, 1, 0]).to_device(inputs[0].device());
+            let vs = VarStore::new(inputs[0].device());
+            let mut table = embedding(vs.root(), 6, 3, Default::default());
+            table.ws = inputs[0].shallow_clone();
+            let (rows, weight) = table.f_forward_tied(&indices)?;
+            Ok([&rows * &rows, &weight * &weight * &weight])
+        };
+        gradcheck(run, &[&weight], &Default::default()).expect("first");
+        gradgradcheck(run, &[&weight], &Default::default()).expect("second");
+        let options =
+            tch_extension::testing::ConformanceOptions { cuda_graph: false, ..Default::default() };
+        conformance(run, &[&weight], &options).unwrap_or_else(|error| panic!("{error}"));
+        let (_vs, table) = table(device, Kind::Float, [6, 3], Default::default());
+        let indices = Tensor::from_slice(&[1_i64, 4]).to_device(device);
+        let (rows, weight) = table.f_forward_tied(&indices).expect("rows");
+        assert!(
+            weight.shallow_clone().f_add_(&weight.ones_like()).is_err(),
+            "a view of several outputs"
+        );
+        // A table that was changed after it was saved is an error.
+        let loss = (&weight * &weight).sum(Kind::Float) + rows.sum(Kind::Float);
+        let _ =
+            tch::no_grad(|| table.ws.shallow_clone().f_add_(&weight.ones_like())).expect("a step");
+        assert!(grad(&[&loss], &[&table.ws], &Default::default()).is_err());
+        let (rows, weight) =
+            tch::no_grad(|| table.f_forward_tied(&indices)).expect("rows without a graph");
+        assert!(!rows.requires_grad() && weight.equal(&table.ws));
+    }
+}
+
+/// Sizes with whole and odd vectors, runs within chunks of 32 indices and across many of them, also of all
+/// indices; and a captured backward pass.
+#[test]
+fn cuda_tied_gradients_have_the_same_bits_in_every_run_and_captured() {
+    let name = "cuda_tied_gradients_have_the_same_bits_in_every_run_and_captured";
+    let Some(device) = caching_or_skip(name) else { return };
+    for kind in [Kind::Float, Kind::Double] {
+        for ([rows, columns], count) in [
+            ([50257, 768], 16_384),
+            ([40_000, 33], 33_000),
+            ([5000, 2050], 1000),
+            ([1000, 4], 33),
+            ([1000, 1], 32),
+            ([64, 8], 31),
+        ] {
+            let drawn = with_a_frequent_one(device, count, rows);
+            let halves = drawn.masked_fill(&drawn.lt(rows / 3), rows - 1);
+            for indices in [&drawn, &halves, &drawn.zeros_like(), &drawn.full_like(rows - 1)] {
+                let (_vs, table) = table(device, kind, [rows, columns], Default::default());
+                let of_rows = Tensor::randn([count, columns], (kind, device));
+                let of_table = Tensor::randn([rows, columns], (kind, device));
+                let of = || tied_gradient(&table, indices, [Some(&of_rows), Some(&of_table)]);
+                let first = of();
+                eprintln!("{rows} {columns} {count} {kind:?}");
+                let exact = exact(&table.ws, indices, &of_rows, Default::default());
+                let exact = exact + of_table.to_kind(Kind::Double);
+                match kind {
+                    Kind::Double => assert_close(&first, &exact, 1e-11, 1e-11),
+                    _ => assert_sums(&first, &exact, count as usize),
+                }
+                assert!((0..5).all(|_| of().equal(&first)));
+                let (graph, captured) = Graph::capture(device, || {
+                    let (rows, weight) = table.f_forward_tied(indices)?;
+                    let grads = [Some(&of_rows), Some(&of_table)];
+                    let options = GradOptions { grad_outputs: &grads, ..Default::default() };
+                    grad(&[&rows, &weight], &[&table.ws], &options)?.single()
+                })
+                .expect("a graph");
+                for _ in 0..3 {
+                    graph.replay().expect("a replay");
+                    assert!(captured.equal(&first));
                 }
             }
         }

@@ -9,6 +9,7 @@ mod gradients;
 mod kinds;
 mod layer;
 mod lora;
+mod parts;
 mod random;
 mod second_derivatives;
 mod ways;

@@ -3,11 +3,13 @@
 
 use support::gpu::caching_or_skip;
 use support::{Suite, leaves};
+use tch::nn::{Module, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::Autocast;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
+use tch_extension::nn::embedding;
 use tch_extension::ops::{
     LinearCrossEntropyOptions, f_linear_cross_entropy, linear_cross_entropy_reference,
 };
@@ -386,6 +388,151 @@ fn the_weight_s_gradient_is_exact_in_many_chunks() {
             assert!(ours <= 2.0 * composite, "{ours} {composite} {options:?} on {device:?}");
         }
     }
+}
+
+/// A weight in `Float` next to an input of a half kind: the loss and the gradients of the rounded weight, whose
+/// own is `Float`. In powers of two, a product rounds in no kind.
+#[test]
+fn a_weight_in_float_is_rounded_and_has_a_gradient_in_float() {
+    for device in devices() {
+        for kind in [Kind::BFloat16, Kind::Half] {
+            let of = |size: &[i64], scale: f64| Tensor::randn(size, (Kind::Float, device)) * scale;
+            let inputs = [
+                of(&[600, 40], 1.0).to_kind(kind),
+                of(&[333, 40], 0.3),
+                of(&[333], 1.0).to_kind(kind),
+            ];
+            for reduction in [Reduction::Mean, Reduction::Sum, Reduction::None] {
+                for (memory, accumulate_in_float) in
+                    [(None, false), (Some(333 * 2 * 40), false), (None, true), (Some(1), true)]
+                {
+                    for (factor, retain_graph) in [(1.0, false), (0.25, true), (4.0, false)] {
+                        let options = LinearCrossEntropyOptions {
+                            reduction,
+                            memory,
+                            accumulate_in_float,
+                            ignore_index: IGNORED,
+                            ..Default::default()
+                        };
+                        let run = |is_cast: bool| {
+                            let leaves = leaves(&inputs);
+                            let weight = match is_cast {
+                                true => leaves[1].to_kind(kind),
+                                false => leaves[1].shallow_clone(),
+                            };
+                            let targets = targets_of(&inputs[0], &inputs[1]);
+                            let loss = f_linear_cross_entropy(
+                                &leaves[0],
+                                &weight,
+                                &targets,
+                                Some(&leaves[2]),
+                                &options,
+                            );
+                            let loss = loss.expect("a loss").sum(Kind::Float) * factor;
+                            let options = GradOptions {
+                                retain_graph: Some(retain_graph),
+                                ..Default::default()
+                            };
+                            let wanted: Vec<&Tensor> = leaves.iter().collect();
+                            let of = || {
+                                let found = grad(&[&loss], &wanted, &options).expect("gradients");
+                                found.into_vec().into_iter().map(Option::unwrap).collect::<Vec<_>>()
+                            };
+                            let found = of();
+                            let again = if retain_graph { of() } else { Vec::new() };
+                            assert!(found.iter().zip(&again).all(|(a, b)| a.equal(b)));
+                            (loss.detach(), found)
+                        };
+                        let ((loss, found), (expected_loss, expected)) = (run(false), run(true));
+                        let case = format!("{options:?} {factor} {kind:?} {device:?}");
+                        assert!(loss.equal(&expected_loss), "{case}");
+                        assert!(
+                            found[0].equal(&expected[0]) && found[2].equal(&expected[2]),
+                            "{case}"
+                        );
+                        assert_eq!(found[1].kind(), Kind::Float);
+                        let rounded = found[1].to_kind(kind).to_kind(Kind::Float);
+                        // On the CPU, only sums of several products are not rounded.
+                        let is_sum = memory.is_some() || device.is_cuda();
+                        if accumulate_in_float && is_sum || !accumulate_in_float && !is_sum {
+                            assert_eq!(found[1].equal(&rounded), !accumulate_in_float, "{case}");
+                        }
+                        let smallest = if kind == Kind::Half { 2_f64.powi(-22) } else { 0.0 };
+                        assert_close(&rounded, &expected[1], 0.0, smallest);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The loss of a model whose output layer is the embedding, and its gradients, under autocast and without.
+#[test]
+fn a_tied_table_of_a_language_model() {
+    for device in devices() {
+        for lower in [None, Some(Kind::BFloat16)] {
+            let _autocast = lower.map(|kind| Autocast::new(device, kind).expect("autocast"));
+            let vs = VarStore::new(device);
+            let table = embedding(vs.root(), 700, 24, Default::default());
+            let drawn = || Tensor::randint(700, [300], (Kind::Int64, device));
+            let (inputs, targets) = (drawn(), drawn());
+            // One token is a twentieth of all.
+            let _ = inputs.narrow(0, 40, 15).fill_(7_i64);
+            let run = |is_tied: bool, retain_graph: bool| {
+                let (rows, weight) = match is_tied {
+                    true => table.f_forward_tied(&inputs).expect("rows"),
+                    false => (table.forward(&inputs), table.ws.shallow_clone()),
+                };
+                let options = Default::default();
+                let loss = f_linear_cross_entropy(&rows.tanh(), &weight, &targets, None, &options);
+                let loss = loss.expect("a loss") * 3.0;
+                let options =
+                    GradOptions { retain_graph: Some(retain_graph), ..Default::default() };
+                let of = || grad(&[&loss], &[&table.ws], &options).expect("gradient").single();
+                let first = of().expect("one");
+                if retain_graph {
+                    assert!(of().expect("again").equal(&first));
+                }
+                (loss.detach(), first)
+            };
+            let (loss, expected) = run(false, false);
+            for retain_graph in [false, true] {
+                let (found_loss, found) = run(true, retain_graph);
+                assert!(found_loss.equal(&loss) && found.kind() == Kind::Float);
+                let largest = expected.abs().max().double_value(&[]);
+                assert_close(&found, &expected, 1e-6, 1e-6 * largest);
+            }
+        }
+    }
+}
+
+/// A tied table under autocast takes no more memory than the cast of a weight and a lookup of its own.
+#[test]
+fn cuda_a_tied_table_takes_no_more_memory() {
+    let Some(device) = caching_or_skip("cuda_a_tied_table_takes_no_more_memory") else { return };
+    let vs = VarStore::new(device);
+    let table = embedding(vs.root(), 30_000, 256, Default::default());
+    let inputs = Tensor::randint(30_000, [8192], (Kind::Int64, device));
+    let peak = |is_tied: bool| {
+        let run = || {
+            let (rows, weight) = match is_tied {
+                true => table.f_forward_tied(&inputs).expect("rows"),
+                false => (table.forward(&inputs), table.ws.to_kind(Kind::BFloat16)),
+            };
+            let rows = rows.to_kind(Kind::BFloat16);
+            let loss = f_linear_cross_entropy(&rows, &weight, &inputs, None, &Default::default());
+            drop((rows, weight));
+            let found = grad(&[&loss.expect("a loss")], &[&table.ws], &GradOptions::default());
+            drop(found.expect("gradients"));
+        };
+        run();
+        reset_peak_memory_stats(device).expect("statistics");
+        let before = memory_stats(device).expect("statistics").allocated;
+        run();
+        memory_stats(device).expect("statistics").peak_allocated - before
+    };
+    let (tied, untied) = (peak(true), peak(false));
+    assert!(tied <= untied + (1 << 20), "{tied} bytes, and {untied} untied");
 }
 
 /// In half kinds the products on CUDA have a few classes more, which must not show: not even where an

@@ -148,7 +148,7 @@ fn wrapped(comment: &str) -> String {
     lines.join("\n")
 }
 
-/// `csrc/<op>/params.h` for each folder of `src/ops` and for `src/optim`, from its plan and its
+/// `csrc/<op>/params.h` for each folder of `src/ops`, for `src/nn` and `src/optim`, from its plan and its
 /// kernels, the public struct of column sums, and `csrc/ffi.h` with the functions of `src/ffi`.
 fn headers(root: &Path) -> Result<Vec<Header>> {
     let mut all = vec![Header {
@@ -166,7 +166,7 @@ fn headers(root: &Path) -> Result<Vec<Header>> {
         .collect();
     folders.sort();
     let rooms = folders.iter().map(|folder| (Path::new("src/ops").join(folder), folder.as_str()));
-    for (room, name) in rooms.chain([("src/optim".into(), "optim")]) {
+    for (room, name) in rooms.chain([("src/nn".into(), "nn"), ("src/optim".into(), "optim")]) {
         let mut sources = Vec::new();
         for part in ["plan", "kernels"] {
             collect(root, &room.join(part), &mut sources);

@@ -391,11 +391,14 @@ impl Model {
         reduction: Reduction,
     ) -> tch_extension::Result<Tensor> {
         let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
-        let hidden =
-            self.hidden(inputs, At::Start(0), train, None)?.f_reshape([-1, self.config.dim])?;
+        // The gradient of an embedding that is also the output layer is then made once.
+        let (rows, tied) = self.tokens.f_forward_tied(inputs)?;
+        let at = At::Start(0);
+        let hidden = self.hidden_of(rows, at, train, None)?.f_reshape([-1, self.config.dim])?;
         let targets = targets.f_reshape([-1])?;
         let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
-        f_linear_cross_entropy(&hidden, self.head(), &targets, None, &options)
+        let head = self.head.as_ref().unwrap_or(&tied);
+        f_linear_cross_entropy(&hidden, head, &targets, None, &options)
     }
 
     /// The logits `[B, V]` of the token after the last one of `inputs`, `[B, T]`. The caches have the
@@ -448,10 +451,20 @@ impl Model {
         tokens: &Tensor,
         at: At<'_>,
         train: bool,
+        caches: Option<&mut [KvCache]>,
+    ) -> tch_extension::Result<Tensor> {
+        self.hidden_of(self.tokens.f_forward(tokens)?, at, train, caches)
+    }
+
+    /// The same for the tokens' rows of the embedding, `[B, T, C]`.
+    fn hidden_of(
+        &self,
+        mut sum: Tensor,
+        at: At<'_>,
+        train: bool,
         mut caches: Option<&mut [KvCache]>,
     ) -> tch_extension::Result<Tensor> {
-        let count = tokens.size2()?.1;
-        let mut sum = self.tokens.f_forward(tokens)?;
+        let count = sum.size3()?.1;
         sum = match (&self.positions, at) {
             // The whole table needs no view, whose backward pass would copy its gradient.
             (Positions::Learned(table), At::Start(_)) if count == self.config.context => {

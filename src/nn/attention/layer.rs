@@ -322,18 +322,13 @@ impl Attention {
         };
         match &self.qkv {
             Qkv::Packed(layer) => {
-                let all = layer.f_forward(input)?;
                 let (of_q, of_kv) =
                     (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
-                // The backward pass of a split is one concatenation. Each of three slices would
-                // fill a gradient of the size of `all`, and these would be added.
-                let [q, k, v] = &all.f_split_with_sizes([of_q, of_kv, of_kv], -1)?[..] else {
-                    return Err(Error::msg(format!("{OP}: internal error: expected three parts")));
-                };
+                let [q, k, v] = layer.f_forward_parts(input, [of_q, of_kv, of_kv])?;
                 Ok((
-                    split(q, self.num_heads)?,
-                    split(k, self.num_kv_heads)?,
-                    split(v, self.num_kv_heads)?,
+                    split(&q, self.num_heads)?,
+                    split(&k, self.num_kv_heads)?,
+                    split(&v, self.num_kv_heads)?,
                 ))
             }
             Qkv::Separate { q, k, v } => Ok((

@@ -162,6 +162,7 @@ fn gradients<O: Operator>(
         is_recorded: false,
         is_traced: true,
         is_last: false,
+        owned: 0,
         is_spent: None,
     };
     let grads = O::Out::each(|place| own(before.grads[place].as_deref()));

@@ -195,7 +195,7 @@ impl Operator for CrossEntropy {
         let Some(grad) = &grads.loss else { return Ok(CrossEntropyIn::none()) };
         let input = match &again.kept.input {
             Some(gradient) => {
-                let gradients = [Some(gradient.shallow_clone()), None, None];
+                let gradients = [Some((gradient.shallow_clone(), gradient.f_kind()?)), None, None];
                 let [product, ..] = times(&gradients, grad, again.may_overwrite()?)?;
                 product
             }

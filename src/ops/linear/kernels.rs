@@ -1,8 +1,8 @@
 //! The kernels of `csrc/linear`.
 
 use crate::ffi::facts::empty_of;
-use crate::ffi::kind_code;
-use crate::ffi::tensor::{describe, is_in_memory, plain};
+use crate::ffi::tensor::{describe, is_in_memory, is_plain, plain};
+use crate::ffi::{checked, kind_code};
 use crate::kernels::raw_kernels;
 use crate::ops::column_sums::{ColumnSums, is_aligned};
 use crate::{Error, Result};
@@ -26,6 +26,30 @@ struct BiasGrad {
 
 unsafe extern "C" {
     fn tch_extension_linear_bias_grad_finish_cpu(params: *const BiasGrad);
+}
+
+/// Matrices side by side, and the sums of their columns.
+#[repr(C)]
+struct Concatenate {
+    /// The sums of M rows and N columns, those of all parts.
+    sums: ColumnSums,
+    /// The columns of each part; all rows begin at a multiple of 16 bytes.
+    columns: [i64; 3],
+    /// The `TchExtensionKind` of all.
+    kind: i32,
+    reserved: i32,
+    /// `[M, columns]` each.
+    parts: [*const c_void; 3],
+    /// `[M, N]`.
+    output: *mut c_void,
+}
+
+#[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_linear_concatenate_cuda(
+        params: *const Concatenate,
+        stream: crate::cuda::cudaStream_t,
+    ) -> crate::cuda::LaunchStatus;
 }
 
 raw_kernels! {
@@ -59,6 +83,45 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
         unsafe { tch_extension_linear_bias_grad_finish_cpu(&params) };
     }
     Ok(grad_bias)
+}
+
+/// The parts of a gradient (`[M, columns]` each, on one device and of one kind) side by side, and the sums
+/// of the columns, both made in one pass. `None` where there is no kernel for it: on the CPU, and for parts
+/// with gaps or whose rows do not all begin at multiples of 16 bytes.
+pub(super) fn concatenated(parts: &[Tensor; 3]) -> Result<Option<(Tensor, Tensor)>> {
+    let (like, rows) = ((parts[0].f_kind()?, parts[0].device()), parts[0].size2()?.0);
+    let lanes = 16 / like.0.elt_size_in_bytes() as i64;
+    let mut columns = [0; 3];
+    for (part, columns) in parts.iter().zip(&mut columns) {
+        *columns = part.size2()?.1;
+        let is_whole = *columns % lanes == 0 && is_aligned(&[part.data_ptr()]);
+        if !(crate::cuda::is_compiled() && like.1.is_cuda() && is_whole && is_plain(part)) {
+            return Ok(None);
+        }
+    }
+    let size = [rows, columns.iter().sum()];
+    let (output, mut grad_bias) = (empty_of(&size, like)?, empty_of(&size[1..], like)?);
+    let (sums, _partial) = ColumnSums::new((rows, size[1]), true, &mut grad_bias, like)?;
+    let part = |place: usize| -> Result<*const c_void> {
+        Ok(checked("part", &parts[place], &[rows, columns[place]], like)?.cast_const())
+    };
+    let params = Concatenate {
+        sums,
+        columns,
+        kind: kind_code(like.0)?,
+        reserved: 0,
+        parts: [part(0)?, part(1)?, part(2)?],
+        output: checked("output", &output, &size, like)?,
+    };
+    // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds, whose rows are
+    // read and written 16 bytes at a time; what is written is new, so it overlaps nothing that is read.
+    #[cfg(tch_extension_cuda)]
+    crate::cuda::launch(like.1, |stream| unsafe {
+        tch_extension_linear_concatenate_cuda(&params, stream)
+    })?;
+    #[cfg(not(tch_extension_cuda))]
+    let _ = params;
+    Ok(Some((output, grad_bias)))
 }
 
 /// The matrix itself if the elements of each row are adjacent in memory, otherwise a copy.

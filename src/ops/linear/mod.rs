@@ -12,8 +12,10 @@ use crate::operator::{
 use tch::{Kind, Tensor};
 
 mod kernels;
+mod parts;
 
 pub(super) use kernels::bias_grad;
+pub use parts::f_linear_parts;
 
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
@@ -132,13 +134,13 @@ impl Operator for Linear {
     }
 
     fn backward(&self, grads: Incoming<Self>, again: Again<'_, Self>) -> Result<Gradients<Self>> {
-        let (needs_bias, way) = (again.needs.bias, again.plan);
         let size = again.metas()?.input.sizes().to_vec();
         let Some(grad) = grads.output else { return Ok(LinearIn::none()) };
-        match again.is_recorded {
-            true => differentiable_gradients(&grad, &again.of, &size, needs_bias),
-            false => kernels_gradients(&grad, &again.of, &size, needs_bias, way),
-        }
+        let grad = rows(&grad)?;
+        let (needs_bias, is_recorded) = (again.needs.bias, again.is_recorded);
+        let mut found = gradients(&grad, &again.of, &size, (!is_recorded).then_some(again.plan))?;
+        found.bias = needs_bias.then(|| bias_gradient(&grad, is_recorded)).transpose()?;
+        Ok(found)
     }
 
     fn reference(&self, of: &Args<'_, Self>) -> Result<Outputs<Self>> {
@@ -181,49 +183,32 @@ pub(super) fn reshaped(tensor: &Tensor, size: &[i64]) -> Result<Tensor> {
     Ok(tensor.f_internal_unsafe_view(size)?)
 }
 
-/// The gradients, by the kernels of this crate or by libtorch's.
-fn kernels_gradients(
-    grad: &Tensor,
-    factors: &Gradients<Linear>,
-    input_size: &[i64],
-    needs_bias: bool,
-    way: Way,
-) -> Result<Gradients<Linear>> {
-    let product = |lhs: &Tensor, rhs: &Tensor| gemm::mm(lhs, rhs, way);
-    gradients(grad, factors, input_size, needs_bias, product, kernels::bias_grad)
+/// `Σ dy` over the rows, by operations that libtorch can differentiate if they are recorded.
+fn bias_gradient(grad: &Tensor, is_recorded: bool) -> Result<Tensor> {
+    match is_recorded {
+        true => Ok(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?),
+        false => kernels::bias_grad(grad),
+    }
 }
 
-/// The same by operations that libtorch can differentiate.
-fn differentiable_gradients(
-    grad: &Tensor,
-    factors: &Gradients<Linear>,
-    input_size: &[i64],
-    needs_bias: bool,
-) -> Result<Gradients<Linear>> {
-    let product = |lhs: &Tensor, rhs: &Tensor| Ok(lhs.f_mm(rhs)?);
-    let sum = |grad: &Tensor| -> Result<Tensor> {
-        Ok(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?)
-    };
-    gradients(grad, factors, input_size, needs_bias, product, sum)
-}
-
-/// `dy W`, `dyᵀ x` and `Σ dy` over the rows. Each factor is there if the gradient of the other is
-/// needed.
+/// `dy W` and `dyᵀ x`, in this way, or by operations that libtorch can differentiate. dy is a matrix. Each factor
+/// is there if the gradient of the other is needed.
 fn gradients(
     grad: &Tensor,
     factors: &Gradients<Linear>,
     input_size: &[i64],
-    needs_bias: bool,
-    product: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
-    sum: impl Fn(&Tensor) -> Result<Tensor>,
+    way: Option<Way>,
 ) -> Result<Gradients<Linear>> {
-    let grad = &rows(grad)?;
+    let product = |lhs: &Tensor, rhs: &Tensor| match way {
+        Some(way) => gemm::mm(lhs, rhs, way),
+        None => Ok(lhs.f_mm(rhs)?),
+    };
     let of_input =
         |weight: &Tensor| -> Result<Tensor> { Ok(product(grad, weight)?.f_view(input_size)?) };
     let of_weight = |input: &Tensor| product(&grad.f_transpose(0, 1)?, &rows(input)?);
     Ok(LinearIn {
         input: factors.weight.as_ref().map(of_input).transpose()?,
         weight: factors.input.as_ref().map(of_weight).transpose()?,
-        bias: needs_bias.then(|| sum(grad)).transpose()?,
+        bias: None,
     })
 }

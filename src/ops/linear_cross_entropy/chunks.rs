@@ -9,8 +9,8 @@ pub(super) struct Sizes {
     pub features: i64,
     pub kind: Kind,
     pub is_cuda: bool,
-    /// Whether the weight's gradient is computed.
-    pub of_weight: bool,
+    /// The kind of the weight's gradient, if it is computed: `kind` or `Float`.
+    pub of_weight: Option<Kind>,
 }
 
 #[derive(Debug, PartialEq)]
@@ -46,8 +46,7 @@ impl Chunks {
         }
         let of_sum = sizes.bytes_of_sum();
         let rows_beside_sum = to_tiles_below((memory - of_sum) / of_row);
-        // In the end the sum and the gradient that is made of it are there, but no logits.
-        let at_end = sizes.classes * sizes.features * 4;
+        let at_end = sizes.bytes_at_end();
         if rows_beside_sum >= TILE.min(sizes.rows) && at_end <= memory {
             return Chunks { rows: rows_beside_sum, in_float: true };
         }
@@ -62,18 +61,27 @@ impl Sizes {
     /// A chunk reads and writes the weight's gradient, V·D values, in addition to its logits, V
     /// values a row. From two thirds of D rows on, the logits are at least two thirds of these.
     fn rows_worth_a_sum(&self) -> i64 {
-        if self.of_weight { to_tiles_above(div_ceil(2 * self.features, 3)) } else { 0 }
+        if self.of_weight.is_some() { to_tiles_above(div_ceil(2 * self.features, 3)) } else { 0 }
     }
 
     fn can_add_in_float(&self) -> bool {
-        self.of_weight && matches!(self.kind, Kind::Half | Kind::BFloat16)
+        self.of_weight.is_some() && matches!(self.kind, Kind::Half | Kind::BFloat16)
     }
 
     /// The bytes of a sum in `Float`, less those of the gradient that it becomes. On the CPU each
     /// chunk's product is computed in memory of its own.
     fn bytes_of_sum(&self) -> i64 {
-        let size = self.kind.elt_size_in_bytes() as i64;
-        self.classes * self.features * (4 - size + if self.is_cuda { 0 } else { size })
+        let size = |kind: Kind| kind.elt_size_in_bytes() as i64;
+        let of_gradient = self.of_weight.map_or(0, size);
+        let of_product = if self.is_cuda { 0 } else { size(self.kind) };
+        self.classes * self.features * (4 - of_gradient + of_product)
+    }
+
+    /// The bytes of a sum in `Float` in the end, besides the gradient that is made of it: there are no
+    /// logits any more, and a gradient in `Float` is the sum itself.
+    fn bytes_at_end(&self) -> i64 {
+        let is_gradient = self.of_weight == Some(Kind::Float);
+        if is_gradient { 0 } else { self.classes * self.features * 4 }
     }
 }
 
@@ -95,7 +103,8 @@ mod tests {
     use super::*;
 
     fn sizes(rows: i64, features: i64, classes: i64) -> Sizes {
-        Sizes { rows, classes, features, kind: Kind::BFloat16, is_cuda: true, of_weight: true }
+        let kind = Kind::BFloat16;
+        Sizes { rows, classes, features, kind, is_cuda: true, of_weight: Some(kind) }
     }
 
     #[test]
@@ -103,7 +112,7 @@ mod tests {
         let of = |sizes: &Sizes| Chunks::new(sizes, None, false);
         assert_eq!(of(&sizes(16_384, 768, 50_304)), Chunks { rows: 2816, in_float: false });
         assert_eq!(of(&sizes(8192, 4096, 128_256)), Chunks { rows: 2816, in_float: false });
-        let alone = Sizes { of_weight: false, ..sizes(8192, 4096, 128_256) };
+        let alone = Sizes { of_weight: None, ..sizes(8192, 4096, 128_256) };
         assert_eq!(of(&alone), Chunks { rows: 1536, in_float: false });
         // 64 MiB are enough for all rows.
         assert!(of(&sizes(1000, 64, 100)).rows >= 1000);
@@ -113,11 +122,12 @@ mod tests {
     #[test]
     fn the_memory_is_a_bound_unless_the_gradient_were_rounded_too_often() {
         for memory in [1_i64, 1 << 20, 100 << 20, 300 << 20, 1 << 40] {
-            for sizes in [sizes(16_384, 768, 50_304), sizes(16_384, 2048, 248_320), sizes(7, 3, 5)]
-            {
+            let all = [sizes(16_384, 768, 50_304), sizes(16_384, 2048, 248_320), sizes(7, 3, 5)];
+            let wide = all.iter().map(|sizes| Sizes { of_weight: Some(Kind::Float), ..*sizes });
+            for sizes in wide.collect::<Vec<_>>().into_iter().chain(all) {
                 let chunks = Chunks::new(&sizes, Some(memory), false);
                 let sum = if chunks.in_float { sizes.bytes_of_sum() } else { 0 };
-                let of_end = sizes.classes * sizes.features * 4;
+                let of_end = sizes.bytes_at_end();
                 let at_end = if chunks.in_float { of_end } else { 0 };
                 let bytes = at_end.max(chunks.rows * sizes.classes * 2 + sum);
                 let count = div_ceil(sizes.rows, chunks.rows);
@@ -126,7 +136,7 @@ mod tests {
                     .max(of_end)
                     .min(to_tiles_above(div_ceil(sizes.rows, 6)) * sizes.classes * 2);
                 assert!(bytes <= memory.max(least), "{memory} {chunks:?}");
-                let alone = Sizes { of_weight: false, ..sizes };
+                let alone = Sizes { of_weight: None, ..sizes };
                 let chunks = Chunks::new(&alone, Some(memory), true);
                 let bytes = chunks.rows * alone.classes * 2;
                 assert!(!chunks.in_float && (chunks.rows == 1 || bytes <= memory));
@@ -144,7 +154,12 @@ mod tests {
         assert_eq!(of(80), Chunks { rows: 256, in_float: true });
         let asked = Chunks::new(&sizes, None, true);
         assert_eq!(asked, Chunks { rows: 2816, in_float: true });
-        let single = Sizes { kind: Kind::Float, ..sizes };
+        // A gradient in `Float` is the sum itself.
+        let wide = Sizes { of_weight: Some(Kind::Float), ..sizes };
+        assert_eq!((wide.bytes_of_sum(), wide.bytes_at_end()), (0, 0));
+        let of = |mebibytes: i64| Chunks::new(&wide, Some(mebibytes << 20), false);
+        assert_eq!(of(200), Chunks { rows: 2048, in_float: true });
+        let single = Sizes { kind: Kind::Float, of_weight: Some(Kind::Float), ..sizes };
         assert!(!Chunks::new(&single, Some(1), true).in_float);
     }
 }

@@ -5,7 +5,7 @@ use super::loss::kernels::{
     self, Factor, Mean, Operands, Wanted, add_up, compute_kind, is_ahead, mean_factor, rows,
     size_of, times,
 };
-use crate::amp::CastPolicy;
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::operator::{
@@ -32,12 +32,12 @@ pub struct LinearCrossEntropyOptions {
     pub softcap: Option<f64>,
     /// k: so much of the square of each row's lse is added to its loss.
     pub z_loss: f64,
-    /// How many bytes of memory the call may take besides its operands and their gradients. `None`
-    /// for a sixth of what all logits would take, rounded up to 256 rows, but at least 64 MiB and, if
+    /// How many bytes of memory the call may take besides its operands, also as autocast rounds them, and
+    /// their gradients. `None` for a sixth of what all logits would take, rounded up to 256 rows, but at least 64 MiB and, if
     /// the weight's gradient is computed, two thirds of that gradient.
     pub memory: Option<u64>,
     /// Whether the weight's gradient is added up in `Float` for half kinds, which takes 4 bytes for each
-    /// of its elements until it is complete.
+    /// of its elements until it is complete; of a weight in `Float` until the backward pass.
     pub accumulate_in_float: bool,
 }
 
@@ -72,8 +72,11 @@ impl Default for LinearCrossEntropyOptions {
 /// Returns a loss without dimensions, or with `Reduction::None` those of the rows, `[N]`; of kind
 /// `Double` for `Double`, and otherwise `Float`. The mean of no rows is NaN, as in libtorch. Strides
 /// and sizes are arbitrary. In the half kinds the outputs y are rounded, as the layer's are, and
-/// everything after them is computed in `Float`. Under autocast, input, weight and bias are first cast
-/// to autocast's kind, as libtorch's linear does. There are first and second derivatives of input,
+/// everything after them is computed in `Float`. Under autocast, input and bias are first cast to
+/// autocast's kind, as libtorch's linear does. A weight in `Float` next to an input of a half kind, under
+/// autocast or not, is rounded by the operator itself, for the time of a pass, and its gradient is
+/// `Float`, too: that of the rounded weight, written in `Float` when it is multiplied by the incoming one.
+/// There are first and second derivatives of input,
 /// weight and bias. On CUDA the operator works on libtorch's current stream and never waits for the
 /// GPU. It is as deterministic as libtorch's products are.
 ///
@@ -162,8 +165,9 @@ pub fn linear_cross_entropy_reference(
     bias: Option<&Tensor>,
     options: &LinearCrossEntropyOptions,
 ) -> Result<Tensor> {
-    let compute = compute_kind(input.f_kind()?);
-    let mut logits = input.f_linear(weight, bias)?.f_to_kind(compute)?;
+    let kind = input.f_kind()?;
+    let compute = compute_kind(kind);
+    let mut logits = input.f_linear(&weight.f_to_kind(kind)?, bias)?.f_to_kind(compute)?;
     if let Some(softcap) = options.softcap {
         logits = logits.f_div_scalar(softcap)?.f_tanh()?.f_mul_scalar(softcap)?;
     }
@@ -197,7 +201,8 @@ crate::signature! {
     /// otherwise float32: unlike torch's cross_entropy, also of half precision. The logits are computed for a
     /// chunk of rows at a time; memory is how many bytes the call may take besides its operands and their
     /// gradients. softcap s makes `s tanh(logits / s)` of the logits; z_loss k adds `k lse²` to each row's
-    /// loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision.
+    /// loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision. A weight
+    /// in float32 next to an input in half precision is rounded, and its gradient is float32.
     pub LinearCrossEntropy: LinearCrossEntropyIn -> LinearCrossEntropyOut = "linear_cross_entropy"(
         input,
         weight,
@@ -218,8 +223,8 @@ crate::slots! {
     pub struct LayerGradients { input?, weight?, bias? }
 }
 
-/// Which gradients are computed.
-type Wish = LayerGradients<Each<bool>>;
+/// Which gradients are computed, and in which kinds.
+type Wish = LayerGradients<Each<Option<Kind>>>;
 /// The gradients that were.
 type Found = LayerGradients<Each<Option<Tensor>>>;
 
@@ -227,7 +232,18 @@ impl Operator for LinearCrossEntropy {
     type Kept = LayerGradients;
     type Plan = ();
 
-    const AUTOCAST: [Option<CastPolicy>; 2] = [Some(CastPolicy::LowerPrecision); 2];
+    /// A weight in `Float` stays as it is: autocast's cast would make a gradient of the half kind, and
+    /// cast it back.
+    fn cast(&self, of: &Args<'_, Self>) -> Result<Option<Vec<Option<Tensor>>>> {
+        let LinearCrossEntropyIn { input, weight, target, bias } = *of;
+        let stays = weight.f_kind()? == Kind::Float;
+        let tensors = [Some(input), Some(weight).filter(|_| !stays), Some(target), bias];
+        let mut cast = autocast_inputs(CastPolicy::LowerPrecision, &tensors)?;
+        if let Some([_, place @ None, ..]) = cast.as_deref_mut() {
+            *place = Some(weight.shallow_clone());
+        }
+        Ok(cast)
+    }
 
     fn rule<D: Dim>(
         &self,
@@ -235,7 +251,11 @@ impl Operator for LinearCrossEntropy {
         needs: &Needs<Self>,
     ) -> Result<Made<Self, Meta<D>>> {
         let input = of.input.kind_in(&KINDS)?.supported_device()?.dim(2, "[N, D]")?;
-        let weight = of.weight.like(input)?.dim(2, "[V, D]")?;
+        let weight = of.weight.same_device_as(input)?;
+        if !is_rounded(weight.kind(), input.kind()) {
+            weight.kind_as(input.kind(), "input")?;
+        }
+        weight.dim(2, "[V, D]")?;
         let classes = &weight.sizes()[0];
         weight.shape("[V, D]", &[classes.clone(), input.sizes()[1].clone()])?;
         let bias = of.bias.as_ref().map(|bias| bias.like(input)).transpose()?;
@@ -243,12 +263,15 @@ impl Operator for LinearCrossEntropy {
         let loss = loss(input, &of.target, "[N]", self.reduction)?;
         self.check_options(input.kind())?;
         let is_ahead = is_ahead(self.reduction, input.kind());
+        // The backward pass writes a gradient in `Float`. Only if it is added up in that kind, it takes as
+        // much memory from now on.
+        let of_weight = if self.accumulate_in_float { weight.kind() } else { input.kind() };
         let like = |of: &Meta<D>, is_needed: bool| (is_ahead && is_needed).then(|| of.clone());
         Ok(Made {
             outputs: LinearCrossEntropyOut { loss: loss.of_kind(compute_kind(input.kind())) },
             kept: LayerGradients {
                 input: like(input, needs.input),
-                weight: like(weight, needs.weight),
+                weight: like(&weight.of_kind(of_weight), needs.weight),
                 bias: bias.and_then(|bias| like(bias, needs.bias)),
             },
         })
@@ -258,11 +281,9 @@ impl Operator for LinearCrossEntropy {
         let LayerGradients { input, weight, bias } = call.check()?.kept;
         let classes = call.of.weight.size2()?.0;
         check_target(Self::NAME, call.of.target, classes, self.ignore_index)?;
-        let wanted: Wish = LayerGradients {
-            input: input.is_some(),
-            weight: weight.is_some(),
-            bias: bias.is_some(),
-        };
+        let kind = |of: Option<Meta<i64>>| of.map(|of| of.kind());
+        let wanted: Wish =
+            LayerGradients { input: kind(input), weight: kind(weight), bias: kind(bias) };
         let (loss, kept) = self.losses(&Layer::new(&call.of)?, &wanted)?;
         Ok(Made { outputs: LinearCrossEntropyOut { loss }, kept })
     }
@@ -273,19 +294,19 @@ impl Operator for LinearCrossEntropy {
         let of = [input, weight, target, bias].map(Option::as_ref);
         let of = LinearCrossEntropyIn::borrowed(Self::NAME, &of)?;
         let LinearCrossEntropyIn { input, weight, bias, .. } = again.needs;
-        let wanted: Wish = LayerGradients { input, weight, bias: bias && of.bias.is_some() };
+        let wanted: Wish = LayerGradients {
+            input: input.then(|| of.input.f_kind()).transpose()?,
+            weight: weight.then(|| of.weight.f_kind()).transpose()?,
+            bias: of.bias.filter(|_| bias).map(Tensor::f_kind).transpose()?,
+        };
         let kept = &again.kept;
-        let is_kept = (kept.input.is_some() || !wanted.input)
-            && (kept.weight.is_some() || !wanted.weight)
-            && (kept.bias.is_some() || !wanted.bias);
+        let is_kept = (kept.input.is_some() || wanted.input.is_none())
+            && (kept.weight.is_some() || wanted.weight.is_none())
+            && (kept.bias.is_some() || wanted.bias.is_none());
         let LayerGradients { input, weight, bias } = if is_kept {
             let in_place = again.may_overwrite()?;
             let LayerGradients { input, weight, bias } = again.kept;
-            let of = [
-                input.filter(|_| wanted.input),
-                weight.filter(|_| wanted.weight),
-                bias.filter(|_| wanted.bias),
-            ];
+            let of = [input.zip(wanted.input), weight.zip(wanted.weight), bias.zip(wanted.bias)];
             let [input, weight, bias] = times(&of, grad, in_place)?;
             LayerGradients { input, weight, bias }
         } else {
@@ -315,6 +336,11 @@ impl Operator for LinearCrossEntropy {
     }
 }
 
+/// Whether a weight of this kind is rounded to that of the input.
+fn is_rounded(weight: Kind, input: Kind) -> bool {
+    weight == Kind::Float && matches!(input, Kind::Half | Kind::BFloat16)
+}
+
 /// The tensors of a call, as the kernels and products need them.
 struct Layer {
     input: Tensor,
@@ -327,7 +353,7 @@ impl Layer {
     fn new(of: &Args<'_, LinearCrossEntropy>) -> Result<Self> {
         Ok(Layer {
             input: of.input.f_detach()?,
-            weight: of.weight.f_detach()?,
+            weight: of.weight.f_detach()?.f_to_kind(of.input.f_kind()?)?,
             bias: of.bias.map(Tensor::f_detach).transpose()?,
             targets: plain(of.target)?,
         })
@@ -416,8 +442,8 @@ impl LinearCrossEntropy {
         let layer = padded.as_ref().unwrap_or(layer);
         let classes = layer.weight.size2()?.0;
         let is_cuda = device.is_cuda();
-        let of_weight = wanted.weight;
         let kind_of = crate::ops::kinds::Kind::of(kind)?;
+        let of_weight = wanted.weight.map(crate::ops::kinds::Kind::of).transpose()?;
         let sizes = Sizes { rows: all, classes, features, kind: kind_of, is_cuda, of_weight };
         let chunks = Chunks::new(&sizes, self.memory, self.accumulate_in_float);
         // Then one call computes the factor, the rows and the total.
@@ -452,7 +478,8 @@ impl LinearCrossEntropy {
             let own = grads.filter(is_each).map(part).transpose()?;
             let own_logits = logits.f_narrow(1, 0, own_classes)?;
             let operands = self.operands(&own_logits, &targets);
-            let has_gradients = wanted.input || wanted.weight || wanted.bias;
+            let has_gradients =
+                [wanted.input, wanted.weight, wanted.bias].iter().any(Option::is_some);
             let of_logits = Wanted {
                 losses: of_chunk.as_mut(),
                 total: total.as_deref_mut().filter(|_| is_whole),
@@ -471,7 +498,7 @@ impl LinearCrossEntropy {
         if let (Some(losses), Some(total), false) = (losses, total, is_whole) {
             add_up(losses, factor.tensor(), total)?;
         }
-        gradients.finish(kind, own_classes)
+        gradients.finish(wanted, own_classes)
     }
 
     fn operands<'a>(&self, logits: &'a Tensor, targets: &'a Tensor) -> Operands<'a> {
@@ -507,12 +534,12 @@ impl Accumulated {
             }
             empty_of(&tensor.size(), (kind, device))
         };
-        let bias = layer.bias.as_ref().filter(|_| wanted.bias);
+        let bias = layer.bias.as_ref().filter(|_| wanted.bias.is_some());
         Ok(Accumulated {
-            input: wanted.input.then(|| empty(&layer.input, kind, false)).transpose()?,
+            input: wanted.input.map(|_| empty(&layer.input, kind, false)).transpose()?,
             weight: wanted
                 .weight
-                .then(|| empty(&layer.weight, of_products, is_added))
+                .map(|_| empty(&layer.weight, of_products, is_added))
                 .transpose()?,
             bias: bias.map(|bias| empty(bias, compute_kind(kind), false)).transpose()?,
             in_float: chunks.in_float,
@@ -550,13 +577,18 @@ impl Accumulated {
         Ok(())
     }
 
-    /// The gradients in this kind, of so many classes.
-    fn finish(self, kind: Kind, classes: i64) -> Result<Found> {
-        let of_kind = |tensor: Tensor| tensor.f_narrow(0, 0, classes)?.f_to_kind(kind);
+    /// The gradients in these kinds, of so many classes.
+    fn finish(self, wanted: &Wish, classes: i64) -> Result<Found> {
+        let of = |gradient: Option<Tensor>, kind: Option<Kind>| {
+            let as_wanted = |(gradient, kind): (Tensor, Kind)| {
+                gradient.f_narrow(0, 0, classes)?.f_to_kind(kind)
+            };
+            gradient.zip(kind).map(as_wanted).transpose()
+        };
         Ok(LayerGradients {
             input: self.input,
-            weight: self.weight.map(of_kind).transpose()?,
-            bias: self.bias.map(of_kind).transpose()?,
+            weight: of(self.weight, wanted.weight)?,
+            bias: of(self.bias, wanted.bias)?,
         })
     }
 }

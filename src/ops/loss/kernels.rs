@@ -87,6 +87,10 @@ pub(crate) struct Total {
 struct Scaled {
     /// The number of gradients; 0 if there is no such array.
     count: i64,
+    /// Whether they have the compute kind instead of the gradients'; their products then have it, too.
+    wide_from: i32,
+    /// Whether the products have the compute kind.
+    wide_to: i32,
     /// `[count]`.
     from: *const c_void,
     /// `[count]`, the same memory or other memory.
@@ -96,7 +100,7 @@ struct Scaled {
 /// Gradients, and the number by which they are multiplied.
 #[repr(C)]
 pub(crate) struct Scale {
-    /// Of the gradients.
+    /// Of the gradients, but for those that are wide.
     kind: i32,
     /// Whether the factor has the compute kind instead of the gradients'.
     wide_factor: i32,
@@ -347,30 +351,47 @@ pub(crate) fn add_up(losses: &Tensor, factor: Option<&Tensor>, total: &mut Tenso
     run_totals(None, factor, Some((losses, total)), (losses.f_kind()?, losses.device()))
 }
 
-/// Gradients that were computed ahead, of one kind and device, times the incoming one, a number of any kind,
-/// `[]` or `[1]`. In place, they are not read if it is 1.
+/// Gradients that were computed ahead, on one device, times the incoming one, a number of any kind, `[]` or
+/// `[1]`. The products have the kinds that stand next to the gradients. All kinds are one and its
+/// [`compute_kind`], which no gradient has whose product has the other. In place, where the kinds are the
+/// same, nothing is read if the number is 1.
 ///
 /// # Errors
 /// When CUDA fails.
 pub(crate) fn times(
-    gradients: &[Option<Tensor>; 3],
+    gradients: &[Option<(Tensor, Kind)>; 3],
     factor: &Tensor,
     in_place: bool,
 ) -> Result<[Option<Tensor>; 3]> {
     let mut products = [None, None, None];
-    let Some(first) = gradients.iter().flatten().next() else { return Ok(products) };
-    let (kind, device) = (first.f_kind()?, first.device());
+    let Some((first, _)) = gradients.iter().flatten().next() else { return Ok(products) };
+    let (mut kind, device) = (first.f_kind()?, first.device());
+    for (from, _) in gradients.iter().flatten() {
+        let narrow = from.f_kind()?;
+        if narrow != compute_kind(narrow) {
+            kind = narrow;
+        }
+    }
     let compute = compute_kind(kind);
     let factor_kind = if factor.f_kind()? == kind { kind } else { compute };
     let factor = plain(&factor.f_to_kind(factor_kind)?.f_reshape([1])?)?;
-    let mut arrays = [Scaled { count: 0, from: std::ptr::null(), to: std::ptr::null_mut() }; 3];
-    for ((from, product), array) in gradients.iter().zip(&mut products).zip(&mut arrays) {
-        let Some(from) = from else { continue };
+    let none = (std::ptr::null(), std::ptr::null_mut());
+    let mut arrays = [Scaled { count: 0, wide_from: 0, wide_to: 0, from: none.0, to: none.1 }; 3];
+    for ((pair, product), array) in gradients.iter().zip(&mut products).zip(&mut arrays) {
+        let Some((from, to_kind)) = pair else { continue };
         let size = from.size();
-        array.count = size.iter().product();
-        array.from = checked("gradients", from, &size, (kind, device))?;
-        let to = if in_place { from.shallow_clone() } else { empty_of(&size, (kind, device))? };
-        array.to = checked("product", &to, &size, (kind, device))?;
+        let is_wide = |of: Kind| of == compute && of != kind;
+        let from_kind = if is_wide(from.f_kind()?) { compute } else { kind };
+        let to_kind = if is_wide(*to_kind) || from_kind != kind { compute } else { kind };
+        let stays = in_place && from_kind == to_kind;
+        let to = if stays { from.shallow_clone() } else { empty_of(&size, (to_kind, device))? };
+        *array = Scaled {
+            count: size.iter().product(),
+            wide_from: (from_kind != kind).into(),
+            wide_to: (to_kind != kind).into(),
+            from: checked("gradients", from, &size, (from_kind, device))?,
+            to: checked("product", &to, &size, (to_kind, device))?,
+        };
         *product = Some(to);
     }
     let params = Scale {

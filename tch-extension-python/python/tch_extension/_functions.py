@@ -161,7 +161,8 @@ def linear_cross_entropy(
     otherwise float32: unlike torch's cross_entropy, also of half precision. The logits are computed for a
     chunk of rows at a time; memory is how many bytes the call may take besides its operands and their
     gradients. softcap s makes `s tanh(logits / s)` of the logits; z_loss k adds `k lse²` to each row's
-    loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision.
+    loss. accumulate_in_float adds up the weight's gradient in float32, also in half precision. A weight
+    in float32 next to an input in half precision is rounded, and its gradient is float32.
     """
     return _ops.linear_cross_entropy(input, weight, target, bias, ignore_index, reduction, label_smoothing, softcap, z_loss, memory, accumulate_in_float)
 
