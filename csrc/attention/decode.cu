@@ -223,22 +223,11 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename T, int kGroup>
 void start(const AttentionDecode& params, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(params.splits),
-                        static_cast<unsigned int>(params.kv_heads * params.chunks),
-                        static_cast<unsigned int>(params.batch));
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kWarps * kGroup * (params.head_dim + 2) * sizeof(float);
-  config.stream = stream;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  static hopper::DependentLaunches launches;
-  const auto kernel = decode_kernel<T, kGroup>;
-  config.numAttrs = launches.are_possible(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
-  // An error stays for the check of the launch.
-  (void)cudaLaunchKernelEx(&config, kernel, params);
+  const dim3 grid(static_cast<unsigned int>(params.splits),
+                  static_cast<unsigned int>(params.kv_heads * params.chunks),
+                  static_cast<unsigned int>(params.batch));
+  const size_t shared = kWarps * kGroup * (params.head_dim + 2) * sizeof(float);
+  hopper::launch_early(decode_kernel<T, kGroup>, grid, dim3(kThreads), shared, stream, params);
 }
 
 template <typename T>

@@ -107,20 +107,10 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
 template <typename T, int kWarps>
 void start(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(ceil_div(skinny.rows, int64_t{kTileRows})), 1,
-                        static_cast<unsigned int>(batch));
-  config.blockDim = dim3(kWarps * kWarp);
-  config.stream = stream;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &early;
-  static hopper::DependentLaunches launches;
-  const auto kernel = skinny_tensor_kernel<T, kWarps>;
-  config.numAttrs = launches.are_possible(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
-  // An error stays for the check of the launch.
-  (void)cudaLaunchKernelEx(&config, kernel, skinny);
+  const dim3 grid(static_cast<unsigned int>(ceil_div(skinny.rows, int64_t{kTileRows})), 1,
+                  static_cast<unsigned int>(batch));
+  hopper::launch_early(skinny_tensor_kernel<T, kWarps>, grid, dim3(kWarps * kWarp), 0, stream,
+                       skinny);
 }
 
 // Several small blocks for each multiprocessor hide each other's ends. Few blocks have many warps,

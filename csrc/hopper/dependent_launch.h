@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <utility>
 
 namespace tch_extension::hopper {
 
@@ -54,5 +55,30 @@ class DependentLaunches {
   // 0 as long as it is unknown.
   std::atomic<int> known[kDevices] = {};
 };
+
+// Starts a kernel that waits for the previous one before it reads or writes what others may write.
+// It may begin before the previous one has ended. An error stays for the check of the launch.
+template <typename... Params, typename... Arguments>
+void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared,
+                  cudaStream_t stream, Arguments&&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &early;
+  static DependentLaunches launches;
+  config.numAttrs = launches.are_possible(reinterpret_cast<const void*>(kernel)) ? 1 : 0;
+  (void)cudaLaunchKernelEx(&config, kernel, std::forward<Arguments>(arguments)...);
+}
+
+// Whether a grid is so small that the launch is a large part of its time.
+inline bool is_short(dim3 grid) {
+  constexpr unsigned int kBlocks = 132;
+  return grid.x <= kBlocks && grid.y == 1 && grid.z == 1;
+}
 
 }  // namespace tch_extension::hopper

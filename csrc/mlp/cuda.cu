@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../hopper/dependent_launch.h"
 #include "activations.h"
 #include "tch_extension/cuda_column_sums.h"
 #include "tch_extension/scalar_math.h"
@@ -155,6 +156,8 @@ struct GateDifferentiated {
 template <typename T, int kLanes, int kUnroll, typename Body>
 __global__ void __launch_bounds__(kThreads) for_each_kernel(Body body, int64_t count) {
   constexpr int64_t kBlock = static_cast<int64_t>(kThreads) * kUnroll;
+  hopper::allow_next_kernel();
+  hopper::wait_for_previous_kernel();
   const int64_t vectors = count / kLanes;
   for (int64_t first = blockIdx.x * kBlock + threadIdx.x; first < vectors;
        first += gridDim.x * kBlock) {
@@ -189,7 +192,8 @@ void start(const Body& body, int64_t count, bool is_aligned, cudaStream_t stream
     const unsigned int blocks = blocks_for(ceil_div(count, int64_t{kLanes} * Body::kUnroll));
     if (blocks < kFew) {
       const unsigned int more = blocks_for(ceil_div(count, int64_t{kLanes}));
-      for_each_kernel<T, kLanes, 1><<<more, kThreads, 0, stream>>>(body, count);
+      hopper::launch_early(for_each_kernel<T, kLanes, 1, Body>, more, kThreads, 0, stream, body,
+                           count);
     } else {
       for_each_kernel<T, kLanes, Body::kUnroll><<<blocks, kThreads, 0, stream>>>(body, count);
     }

@@ -4,6 +4,7 @@
 // because it loads two arrays.
 #pragma once
 
+#include "../hopper/dependent_launch.h"
 #include "add.h"
 #include "add_kernels.h"
 #include "forward.h"
@@ -25,6 +26,8 @@ __global__ void __launch_bounds__(kMostThreads, (sizeof(T) == 8 || kKept > kByte
   constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kKept / 16;
   __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
   int phase = 0;
+  hopper::allow_next_kernel();
+  hopper::wait_for_previous_kernel();
   const int team = params.plan.team, thread = thread_of_team(team);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
   // Threads without a row do not return, because all threads of a block meet in the sums.
@@ -125,7 +128,11 @@ template <typename Norm, typename T, typename S, bool kDrops>
 void start_sum(const NormAddForward& params, cudaStream_t stream) {
   const NormPlan& plan = params.plan;
   const unsigned int blocks = blocks_of_teams(params.rows, plan);
-  auto start = [&](auto* kernel) { kernel<<<blocks, plan.threads, 0, stream>>>(params); };
+  auto start = [&](auto* kernel) {
+    if (hopper::is_short(blocks))
+      return hopper::launch_early(kernel, blocks, plan.threads, 0, stream, params);
+    kernel<<<blocks, plan.threads, 0, stream>>>(params);
+  };
   if (params.columns * int64_t{sizeof(T)} > plan.team * int64_t{kBytesOfSum}) {
     start(add_forward<Norm, T, S, 2 * kBytesOfSum, Team::kBlock, kDrops>);
   } else if (plan.team <= kWarp) {

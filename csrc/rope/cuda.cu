@@ -3,6 +3,7 @@
 // cosines and sines of its unit in registers, and loads both vectors of several heads before it
 // uses the first, so that enough bytes are in flight. Nothing is divided. A vector has 16 bytes
 // where addresses, strides and sizes allow it; otherwise 4 bytes of a half kind, or one value.
+#include "../hopper/dependent_launch.h"
 #include "rope.h"
 #include "tch_extension/cuda_vector.h"
 #include "tch_extension/scalar_math.h"
@@ -180,6 +181,8 @@ __host__ __device__ __forceinline__ int64_t units_of(const RopeRotation& params)
 template <typename T, typename W, int kLanes, bool kInterleaved>
 __global__ void __launch_bounds__(kThreads)
     rotate_kernel(const __grid_constant__ RopeRotation params) {
+  hopper::allow_next_kernel();
+  hopper::wait_for_previous_kernel();
   const int64_t units = units_of<kLanes>(params);
   const int64_t by = static_cast<int64_t>(gridDim.x) * blockDim.z;
   int64_t token = static_cast<int64_t>(blockIdx.x) * blockDim.z + threadIdx.z;
@@ -216,7 +219,9 @@ void start_kernel(const RopeRotation& params, cudaStream_t stream) {
   block.z = at_most(params.tokens, fit < kMostInZ ? fit : kMostInZ);
   const dim3 grid(at_most(ceil_div(params.tokens, int64_t{block.z}), kMostInX),
                   at_most(params.batch, kMostInY));
-  rotate_kernel<T, W, kLanes, kInterleaved><<<grid, block, 0, stream>>>(params);
+  const auto kernel = rotate_kernel<T, W, kLanes, kInterleaved>;
+  if (hopper::is_short(grid)) return hopper::launch_early(kernel, grid, block, 0, stream, params);
+  kernel<<<grid, block, 0, stream>>>(params);
 }
 
 template <typename T, typename W, int kLanes>

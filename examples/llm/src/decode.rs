@@ -18,8 +18,6 @@ const CHUNK: i64 = 1024;
 pub struct Decoder<'a> {
     step: Step<'a>,
     graph: Option<Graph>,
-    /// Whether a step was computed, so that the next one can be captured.
-    is_warm: bool,
     reads: Reads,
 }
 
@@ -62,29 +60,25 @@ impl<'a> Decoder<'a> {
             true => Reads::OfDevice(Pinned::new(&step.tokens)?),
             false => Reads::OfHost(step.tokens.copy()),
         };
-        Ok(Decoder { step, graph: None, is_warm: false, reads })
+        Ok(Decoder { step, graph: None, reads })
     }
 
     /// Computes the prompts of all rows anew, and draws the first token of each.
     pub fn start(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
-        self.step.start(prompts)
+        self.step.start(prompts)?;
+        // Autocast keeps casts of weights, which a graph must not, and the CPU has no graphs.
+        if self.graph.is_none() && self.step.model.device().is_cuda() && self.step.half.is_none() {
+            self.graph = Some(self.step.captured()?);
+        }
+        Ok(())
     }
 
     /// Draws the next tokens.
     pub fn next(&mut self) -> Result<()> {
-        // Autocast keeps casts of weights, which a graph must not, and the CPU has no graphs.
-        let device = self.step.model.device();
-        if !device.is_cuda() || self.step.half.is_some() || !self.is_warm {
-            self.is_warm = true;
-            return Ok(self.step.next()?);
+        match &self.graph {
+            Some(graph) => Ok(graph.replay()?),
+            None => Ok(self.step.next()?),
         }
-        let graph = match self.graph.take() {
-            Some(graph) => graph,
-            None => Graph::capture(device, || self.step.next())?.0,
-        };
-        graph.replay()?;
-        self.graph = Some(graph);
-        Ok(())
     }
 
     /// Begins to copy the last tokens to the host.
@@ -143,6 +137,15 @@ impl Step<'_> {
         let last = Tensor::f_stack(&last.context("internal error: a prompt without an end")?, 0)?;
         self.places.f_copy_(&Tensor::f_from_slice(&lengths)?)?;
         Ok(self.draw(&last)?)
+    }
+
+    /// A graph of the next step. What a step before it has changed is set back.
+    fn captured(&mut self) -> Result<Graph> {
+        let (tokens, places) = (self.tokens.copy(), self.places.copy());
+        self.next()?;
+        self.tokens.f_copy_(&tokens)?;
+        self.places.f_copy_(&places)?;
+        Ok(Graph::capture(self.model.device(), || self.next())?.0)
     }
 
     fn next(&mut self) -> tch_extension::Result<()> {
