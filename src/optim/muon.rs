@@ -259,7 +259,8 @@ fn check_rows(op: &str, name: &str, rows: &[i64], tensor: &Tensor) -> Result<()>
         return Ok(());
     }
     let height = tensor.size().first().copied().unwrap_or(0);
-    if rows.iter().any(|rows| *rows <= 0) || rows.iter().sum::<i64>() != height {
+    let sum: i128 = rows.iter().map(|rows| i128::from(*rows)).sum();
+    if rows.iter().any(|rows| *rows <= 0) || sum != i128::from(height) {
         let expected = format!("positive numbers of rows that add up to {height}");
         return Err(Error::argument(op, name, expected, format!("{rows:?}"), ""));
     }
