@@ -75,12 +75,14 @@ impl AdjustLr {
 /// # use tch::{Device, Kind, Tensor};
 /// # use tch_extension::optim::{Muon, NamedTensor, OptimizerConfig};
 /// # let like = (Kind::Float, Device::Cpu);
+/// # tch::manual_seed(1);
 /// # let (mut w, g) = (Tensor::randn([4, 6], like), Tensor::randn([4, 6], like));
 /// # let ours = NamedTensor { name: "w".into(), tensor: w.copy(), group: 0 };
 /// # let ours_w = ours.tensor.shallow_clone();
 /// # Muon::default().build_of(vec![ours], 0.02)?.step_with(&[Some(&g)])?;
 /// # let mut buffer = Tensor::zeros([4, 6], like);
-/// # let (lr, wd, momentum, eps, (a, b, c)) = (0.02, 0.1, 0.95, 1e-7, (3.4445, -4.7750, 2.0315));
+/// # let (lr, wd, momentum, eps) = (0.02_f64, 0.1_f64, 0.95_f64, 1e-7_f64);
+/// # let (a, b, c) = (3.4445_f64, -4.7750_f64, 2.0315_f64);
 /// buffer = momentum * &buffer + (1.0 - momentum) * &g;
 /// let direction = (1.0 - momentum) * &g + momentum * &buffer;
 /// let mut x = direction.to_kind(Kind::BFloat16);
@@ -257,7 +259,8 @@ fn check_rows(op: &str, name: &str, rows: &[i64], tensor: &Tensor) -> Result<()>
         return Ok(());
     }
     let height = tensor.size().first().copied().unwrap_or(0);
-    if rows.iter().any(|rows| *rows <= 0) || rows.iter().sum::<i64>() != height {
+    let sum: i128 = rows.iter().map(|rows| i128::from(*rows)).sum();
+    if rows.iter().any(|rows| *rows <= 0) || sum != i128::from(height) {
         let expected = format!("positive numbers of rows that add up to {height}");
         return Err(Error::argument(op, name, expected, format!("{rows:?}"), ""));
     }

@@ -248,9 +248,14 @@ impl FusedOptimizer {
         if let Some(index) = self.groups.iter().position(|group| group.key == key) {
             return index;
         }
-        let is_like = |group: &&Group| (group.key.id, group.key.rule) == (key.id, key.rule);
-        let like = self.groups.iter().find(is_like);
-        let mut hyper = like.map_or(self.defaults_of(key.rule), |group| group.hyper);
+        let mut of_id = self.groups.iter().filter(|group| group.key.id == key.id);
+        let mut hyper = self.defaults_of(key.rule);
+        if let Some(other) = of_id.clone().next() {
+            hyper.lr = other.hyper.lr;
+        }
+        if let Some(like) = of_id.find(|group| group.key == Key { is_exempt: false, ..key }) {
+            hyper = like.hyper;
+        }
         if key.is_exempt {
             hyper.weight_decay = 0.0;
         }

@@ -270,6 +270,26 @@ fn all_but_matrices_are_adamws() {
 }
 
 #[test]
+fn matrices_that_are_left_have_the_numbers_of_their_group() {
+    let _alone = serially();
+    let weights = randoms(&[&[2, 3], &[4, 5]], Kind::Float, CPU);
+    let mut optimizer = muon(Muon::default(), &weights, 0.02);
+    optimizer.no_weight_decay(|name, _| name == "w0");
+    optimizer.set_lr_group(0, 0.5).expect("set_lr_group");
+    optimizer.leave_to_adamw(|_, _| true).expect("left");
+    let state = optimizer.state_dict().expect("state_dict");
+    let number = |name: &str| state[&format!("group.0.adamw.{name}")].double_value(&[]);
+    assert_eq!((number("lr"), number("weight_decay")), (0.5, 0.01));
+    let ones: Vec<Tensor> = weights.iter().map(Tensor::ones_like).collect();
+    let before = copies(&weights);
+    step_with(&mut optimizer, &ones);
+    let decay = [1.0, 1.0 - 0.5 * 0.01];
+    for ((ours, before), decay) in weights.iter().zip(before).zip(decay) {
+        assert_close(ours, &(before * decay - 0.5), 0.0, 1e-5);
+    }
+}
+
+#[test]
 fn packed_rows_are_matrices_of_their_own() {
     let _alone = serially();
     for device in devices() {
@@ -463,6 +483,8 @@ fn what_muon_cannot_do_is_refused_by_name() {
     let adds_up = "positive numbers of rows that add up to 4, got";
     assert_eq!(split(&[1, 2]), format!("{prefix} {adds_up} [1, 2]"));
     assert_eq!(split(&[5, -1]), format!("{prefix} {adds_up} [5, -1]"));
+    let most = i64::MAX; // Their sum would be 4 in 64 bits.
+    assert_eq!(split(&[most, most, 6]), format!("{prefix} {adds_up} [{most}, {most}, 6]"));
     let turned = [normal(&[6, 4], Kind::Float, CPU).tr()];
     let mut other = muon(base, &turned, 0.1);
     assert_eq!(
