@@ -3,7 +3,7 @@
 use crate::checkpoint;
 use crate::device::{self, Precision};
 use crate::family;
-use crate::files::{lock, make_folder, prepare_folder, write_bytes};
+use crate::files::{take_folder, write_bytes};
 use crate::lora;
 use crate::model::{Model, ModelConfig};
 use crate::origin::{Origin, model_tensors};
@@ -62,16 +62,13 @@ pub fn is_transposed(name: &str) -> bool {
 pub fn export(options: &ExportOptions) -> Result<()> {
     let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
     let is_whole = options.merge || options.adapter.is_some();
-    let adapter = origin.adapter.as_ref().filter(|_| !is_whole);
-    let model = adapter.is_none().then(|| origin.model(Device::Cpu)).transpose()?;
-    make_folder("--to", &options.to)?;
-    let _lock = lock("--to", &options.to)?;
-    prepare_folder("--to", &options.to)?;
-    if let Some(adapter) = adapter {
+    if let Some(adapter) = origin.adapter.as_ref().filter(|_| !is_whole) {
+        let _lock = take_folder("--to", &options.to)?;
         adapter.write(&options.to, &origin.config, &origin.base()?.folder)?;
         return say(&format!("{}, in PEFT's format in {}", origin.name, options.to.display()));
     }
-    let (model, tokenizer) = (model.context("no model")?, &origin.tokenizer);
+    let (model, tokenizer) = (origin.model(Device::Cpu)?, &origin.tokenizer);
+    let _lock = take_folder("--to", &options.to)?;
     let (begin, end) = (tokenizer.begin_of_text()?, tokenizer.end_of_text());
     let begin = begin.first().copied().or(end);
     let config = family::to_json(&model.config, begin, end)?;
@@ -123,15 +120,13 @@ pub fn import(options: &ImportOptions) -> Result<()> {
     device::check_memory(Device::Cpu, 8 * config.parameters() as u64)?;
     let model = Model::zeros(&config, Device::Cpu)?;
     load(&options.from, &model)?;
-    make_folder("--to", &options.to)?;
-    let _lock = lock("--to", &options.to)?;
+    let _lock = take_folder("--to", &options.to)?;
     let run = options.to.join(checkpoint::FOLDER);
     ensure!(
         !checkpoint::any(&run)?,
         "--to {} has a run already: give another folder",
         options.to.display()
     );
-    prepare_folder("--to", &options.to)?;
     tokenizer.save(&options.to)?;
     let settings = settings_of(config, &tokenizer);
     let path = checkpoint::save(&run, 0, &settings, &model_tensors(&model))?;

@@ -81,7 +81,7 @@ fn temporary(folder: &Path, name: &str) -> std::io::Result<tempfile::NamedTempFi
 }
 
 /// Makes the folder that an option names, if need be.
-pub fn make_folder(option: &str, folder: &Path) -> Result<()> {
+fn make_folder(option: &str, folder: &Path) -> Result<()> {
     let name = folder.display();
     ensure!(
         !folder.exists() || folder.is_dir(),
@@ -109,6 +109,14 @@ pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
     }
     temporary(folder, "probe").with_context(cannot)?;
     Ok(())
+}
+
+/// [`lock`] and [`prepare_folder`].
+pub fn take_folder(option: &str, folder: &Path) -> Result<File> {
+    make_folder(option, folder)?;
+    let lock = lock(option, folder)?;
+    prepare_folder(option, folder)?;
+    Ok(lock)
 }
 
 /// Keeps other processes out of a folder until it is dropped or the process ends, in whatever way.

@@ -65,7 +65,6 @@ impl Lora {
             }
         };
         let is_known = |name: &&String| layers.contains(&name.rsplit('.').next().unwrap_or(name));
-        ensure!(!self.targets.is_empty(), "no layer has an adapter: give --lora-targets");
         if let Some(name) = self.targets.iter().find(|name| !is_known(name)) {
             bail!("--lora-targets {name} is unknown: give some of {}", layers.join(","));
         }

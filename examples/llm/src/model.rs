@@ -5,6 +5,8 @@ use crate::family::{Llama, Member};
 use crate::lora::Lora;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
+#[cfg(feature = "distributed")]
+use std::collections::BTreeMap;
 use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::Autocast;
@@ -266,6 +268,7 @@ impl Model {
                 }
             }
         }
+        ensure!(!adapters.is_empty(), "no layer has an adapter: give other --lora-targets");
         self.variables.freeze();
         self.adapters = Some(adapters);
         Ok(())
@@ -288,10 +291,8 @@ impl Model {
     /// The variables that are not trained.
     #[cfg(feature = "distributed")]
     pub fn frozen(&self) -> Vec<Tensor> {
-        let mut all: Vec<_> = self.variables.variables().into_iter().collect();
-        all.retain(|_| self.adapters.is_some());
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all.into_iter().map(|(_, variable)| variable).collect()
+        let all = self.adapters.is_some().then(|| self.variables.variables());
+        all.unwrap_or_default().into_iter().collect::<BTreeMap<_, _>>().into_values().collect()
     }
 
     /// Gives the linear layers of the blocks weights of a half kind, rounded from those in `Float`.

@@ -259,7 +259,7 @@ pub struct Changes {
     seed: Option<i64>,
     /// Freeze the weights of --init, and train low-rank adapters of this rank (LoRA)
     #[arg(long, value_name = "RANK")]
-    lora: Option<i64>,
+    pub lora: Option<i64>,
     /// What the adapters' output is multiplied with, divided by the rank [default: twice the rank]
     #[arg(long, value_name = "ALPHA", requires = "lora")]
     lora_alpha: Option<f64>,

@@ -1,7 +1,7 @@
 //! From text files to a token file and its vocabulary.
 
 use crate::documents;
-use crate::files::{Whole, lock, make_folder, prepare_folder, repository};
+use crate::files::{Whole, repository, take_folder};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
@@ -136,9 +136,7 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
         "--held-out {held_out:?} is out of range: give a number between 0 and 1, such as 0.1"
     );
     let sources = Sources::find(&options.text)?;
-    make_folder(option, folder)?;
-    let _lock = lock(option, folder)?;
-    prepare_folder(option, folder)?;
+    let _lock = take_folder(option, folder)?;
     let tokenizer = match (&options.vocabulary_from, options.vocabulary()) {
         (Some(folder), _) => Tokenizer::load(folder)?,
         (None, Vocabulary::Bytes) => Tokenizer::bytes(),

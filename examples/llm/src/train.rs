@@ -3,7 +3,7 @@
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
-use crate::files::{lock, make_folder, prepare_folder, write_bytes};
+use crate::files::{prepare_folder, take_folder, write_bytes};
 use crate::log::{self, Curves, Log};
 use crate::model::Model;
 use crate::options::TrainOptions;
@@ -65,33 +65,35 @@ struct Main {
 
 impl Main {
     fn prepare(options: &TrainOptions, device: Device, ranks: usize) -> Result<Main> {
-        make_folder("--out", &options.out)?;
-        let lock = lock("--out", &options.out)?;
-        prepare_folder("--out", &options.out)?;
+        let lock = take_folder("--out", &options.out)?;
         let checkpoint = earlier(options)?;
         let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
         let base = earlier.and_then(|earlier| earlier.source.base.clone());
         let base = base.map(|base| base.moved_to(options.init.as_deref()));
-        let init = match (&base, &options.init) {
-            (Some(base), _) => {
-                Some(base.open("--init").context(
+        let init =
+            match (&base, &options.init) {
+                (Some(base), _) => Some(base.open("--init").context(
                     "the base cannot be opened: give --init, the folder where it is now",
-                )?)
-            }
-            (None, Some(from)) => Some(Origin::open("--init", from, options.adapter.as_deref())?),
-            (None, None) => None,
-        };
+                )?),
+                (None, Some(from)) => {
+                    let init = Origin::open("--init", from, options.adapter.as_deref())?;
+                    ensure!(
+                        !options.resume || init.adapter.is_some() || options.changes.lora.is_some(),
+                        "--init with --resume is for adapters: leave one of them out"
+                    );
+                    Some(init)
+                }
+                (None, None) => {
+                    let lora = options.changes.lora;
+                    ensure!(lora.is_none(), "--lora needs --init: give the model to adapt");
+                    None
+                }
+            };
         let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
         let id = data_id(&tokens, &tokenizer);
         let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;
-        let is_adapted = settings.lora.is_some();
-        ensure!(!is_adapted || init.is_some(), "--lora needs --init: give the model to adapt");
-        ensure!(
-            is_adapted || options.init.is_none() || !options.resume,
-            "--init with --resume is for adapters: leave one of them out"
-        );
         settings.source.base = match (base, &init) {
-            (None, Some(init)) if is_adapted => Some(init.base()?),
+            (None, Some(init)) if settings.lora.is_some() => Some(init.base()?),
             (base, _) => base,
         };
         let tokens = Rc::new(tokens);

@@ -32,7 +32,7 @@ fn line<'a>(out: &'a str, texts: &'a str, options: &[&'a str]) -> Vec<&'a str> {
 fn held_out(place: &Place, out: &str) -> f64 {
     let lines = fs::read_to_string(place.path(out).join("losses.jsonl")).unwrap();
     let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    values.filter_map(|value| value["held_out"].as_f64()).last().unwrap()
+    values.filter_map(|value| value["held_out"].as_f64()).next_back().unwrap()
 }
 
 fn tensors(file: &Path) -> Vec<(String, tch::Tensor)> {
@@ -131,6 +131,10 @@ fn another_base_or_adapter_is_refused_by_name() {
         (
             &["--overwrite", "--init", &base, "--lora", "2", "--lora-targets", "lm_head"],
             "--lora-targets lm_head is unknown: give some of q_proj",
+        ),
+        (
+            &["--overwrite", "--init", &base, "--lora", "2", "--lora-targets", "mlp.q_proj"],
+            "no layer has an adapter",
         ),
         (&["--overwrite", "--init", &out, "--lora", "2"], "leave out --lora"),
         (&["--overwrite", "--init", &peft], "is an adapter: give the model"),
