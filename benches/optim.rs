@@ -235,6 +235,7 @@ impl Torchs {
         let optim::Muon { momentum, weight_decay, ns_coefficients, eps, ns_steps, .. } =
             optim::Muon::default();
         let addmm = Operator::find("aten::addmm")?;
+        let add = Operator::find("aten::add_.Tensor")?;
         for ((weight, gradient), buffer) in
             self.weights.iter_mut().zip(&self.gradients).zip(&mut self.buffers)
         {
@@ -258,7 +259,7 @@ impl Torchs {
             }
             let ratio = (rows as f64 / columns as f64).max(1.0).sqrt();
             let _ = weight.f_mul_scalar_(1.0 - LR * weight_decay)?;
-            call("aten::add_.Tensor", args![&*weight, &x, alpha = -LR * ratio])?;
+            let _: Tensor = add.call(args![&*weight, &x, alpha = -LR * ratio])?;
         }
         Ok(())
     }

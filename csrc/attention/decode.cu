@@ -30,7 +30,7 @@ struct Sums {
 
   __device__ __forceinline__ void add(float score, const float (&value)[kLanes]) {
     const float larger = fmaxf(most, score);
-    const float before = share(most, larger), now = exp2f(score - larger);
+    const float before = share(most, larger), now = share(score, larger);
     most = larger;
     total = total * before + now;
 #pragma unroll

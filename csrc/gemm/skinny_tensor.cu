@@ -1,13 +1,13 @@
 // Products with up to 8 rows or columns in half kinds, by tensor cores: many rows of K adjacent
 // values, of which each is read once, in 16 bytes. Floor: the bytes of the long factor.
 //
-// A block computes 16 rows of the long factor; its warps share K. The tensor cores' 16×8 by 8
-// output has the rows of the long factor as rows, so that the short factor's 8 cost no more than
-// one. The order of K within 32 values does not matter to a sum: each lane reads 16 bytes of a row
-// and of a row of the short factor, and both count as the same four parts of two products.
+// A block computes 16 rows of the long factor; its warps share K. Tensor cores multiply 16×16 by
+// 16×8: the short factor has the 8 columns, so that 8 rows of it cost no more than one. The order
+// of K within 32 values does not matter to a sum: each lane reads 16 bytes of a row of each factor,
+// and both count as the same four parts of two products.
 //
 // The kernel may start before the previous one has ended. Until then it only asks L2 for the long
-// factor, which is right whoever writes it.
+// factor, which is right even if that kernel writes it: all writes of a GPU meet in L2.
 #include "../hopper/dependent_launch.h"
 #include "../hopper/mma.h"
 #include "skinny_operands.h"
@@ -125,11 +125,10 @@ void start_for(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   start<T, 8>(skinny, batch, stream);
 }
 
+// Code that the driver compiles from an older architecture's PTX is empty.
 bool has_tensor_cores() {
-  int device = 0, major = 0;
-  return cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-         major >= 8;
+  static hopper::CodeFor<8> code;
+  return code.is_there(reinterpret_cast<const void*>(skinny_tensor_kernel<__half, 4>));
 }
 
 }  // namespace

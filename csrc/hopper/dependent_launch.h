@@ -23,11 +23,13 @@ __device__ __forceinline__ void allow_next_kernel() {
 #endif
 }
 
-// For each device, whether a kernel that waits may be launched with this attribute.
-class DependentLaunches {
+// For each device, whether a kernel's code is for this compute capability or a newer one. All
+// kernels of the library are compiled for the same ones.
+template <int kMajor>
+class CodeFor {
  public:
   // On the current device, which is queried once.
-  bool are_possible(const void* kernel) {
+  bool is_there(const void* kernel) {
     int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return false;
     int found = known[device].load(std::memory_order_relaxed);
@@ -45,7 +47,7 @@ class DependentLaunches {
     cudaFuncAttributes code = {};
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
         cudaFuncGetAttributes(&code, kernel) == cudaSuccess)
-      return major >= 9 && code.ptxVersion >= 90;
+      return major >= kMajor && code.ptxVersion >= 10 * kMajor;
     // Clear this query's error before the next launch check.
     (void)cudaGetLastError();
     return false;
@@ -54,6 +56,15 @@ class DependentLaunches {
   static constexpr int kDevices = 64;
   // 0 as long as it is unknown.
   std::atomic<int> known[kDevices] = {};
+};
+
+// Whether a kernel that waits may be launched with this attribute.
+class DependentLaunches {
+ public:
+  bool are_possible(const void* kernel) { return code.is_there(kernel); }
+
+ private:
+  CodeFor<9> code;
 };
 
 // Starts a kernel that waits for the previous one before it reads or writes what others may write.
@@ -77,6 +88,7 @@ void launch_early(void (*kernel)(Params...), dim3 grid, dim3 block, size_t share
 
 // Whether a grid is so small that the launch is a large part of its time.
 inline bool is_short(dim3 grid) {
+  // One for each multiprocessor of a large GPU.
   constexpr unsigned int kBlocks = 132;
   return grid.x <= kBlocks && grid.y == 1 && grid.z == 1;
 }

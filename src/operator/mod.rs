@@ -378,7 +378,8 @@ impl<O: Operator> Again<'_, O> {
     /// its memory: neither the caller of the backward pass nor a hook nor another node. It never may
     /// while gradients become a part of the graph or a program is traced.
     pub fn may_overwrite_gradient(&self, output: usize) -> bool {
-        !self.is_recorded && self.owned >> output & 1 == 1
+        let bit = u32::try_from(output).ok().and_then(|output| self.owned.checked_shr(output));
+        !self.is_recorded && bit.is_some_and(|owned| owned & 1 == 1)
     }
 
     /// Kinds and sizes of all arguments, also of those that were not saved.

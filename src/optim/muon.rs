@@ -49,6 +49,10 @@ impl AdjustLr {
 /// that kind; `adjust` is [`AdjustLr`]'s. Weights that hold several matrices one below the other, such
 /// as those of q, k and v, are split by [`FusedOptimizer::split_matrices`].
 ///
+/// A saved state has the numbers of a step, such as μ and the weight decay, but not how the iteration is
+/// done: a run that continues is built with the same `ns_coefficients`, `ns_steps`, `eps`, adjustment and
+/// ratio, and the same matrices are split.
+///
 /// The embeddings and the output layer should be left to AdamW:
 ///
 /// ```

@@ -240,7 +240,9 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
     let mask = Tensor::ones([1, 1], (Kind::Bool, Device::Cpu));
     for text in [refused(1, Some(&mask), true), refused(1, None, false)] {
         assert!(
-            text.contains("places: expected places only in a causal layer with a cache"),
+            text.contains(
+                "places: expected places only in a causal layer with a cache, and without"
+            ),
             "{text}"
         );
     }

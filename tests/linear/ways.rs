@@ -91,6 +91,9 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
         (1001, 419, 233),
         (64, 53, 48),
         (8, 104, 48),
+        (8, 2056, 4300),
+        (5, 264, 17),
+        (7, 4104, 33),
     ] {
         for kind in KINDS {
             let normal =

@@ -77,7 +77,7 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_skinny_products_are_right") else {
         return;
     };
-    let sizes: [[&[i64]; 3]; 16] = [
+    let sizes: [[&[i64]; 3]; 19] = [
         [&[1, 1], &[1, 1], &[1]],
         [&[5, 40], &[40, 1], &[1]],
         [&[6, 3973], &[3973, 1], &[1]],
@@ -94,6 +94,9 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
         [&[2, 1101, 4104], &[2, 4104, 3], &[2, 1, 3]],
         [&[1, 3019], &[3019, 2], &[2]],
         [&[600, 1, 96], &[600, 96, 1], &[1]],
+        [&[4, 2056], &[2056, 4300], &[4300]],
+        [&[3, 264], &[264, 17], &[3, 17]],
+        [&[2, 4104], &[4104, 33], &[33]],
     ];
     for size in sizes {
         is_right_in_all_places(ProductWay::Skinny, size, device);

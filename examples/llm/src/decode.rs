@@ -65,16 +65,15 @@ impl<'a> Decoder<'a> {
 
     /// Computes the prompts of all rows anew, and draws the first token of each.
     pub fn start(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
-        self.step.start(prompts)?;
+        self.step.start(prompts)
+    }
+
+    /// Draws the next tokens, for which the context must have a place.
+    pub fn next(&mut self) -> Result<()> {
         // Autocast keeps casts of weights, which a graph must not, and the CPU has no graphs.
         if self.graph.is_none() && self.step.model.device().is_cuda() && self.step.half.is_none() {
             self.graph = Some(self.step.captured()?);
         }
-        Ok(())
-    }
-
-    /// Draws the next tokens.
-    pub fn next(&mut self) -> Result<()> {
         match &self.graph {
             Some(graph) => Ok(graph.replay()?),
             None => Ok(self.step.next()?),

@@ -107,6 +107,11 @@ impl Base {
     pub fn open(&self, option: &str) -> Result<Origin> {
         let origin = Origin::open(option, &self.folder, None)?;
         ensure!(
+            origin.adapter.is_none(),
+            "{option} {} is the run of an adapter: give the model that it was trained on",
+            self.folder.display()
+        );
+        ensure!(
             origin.base()?.checksum == self.checksum,
             "{option} {} has other weights than the model that the adapter was trained on: give that one",
             self.folder.display()

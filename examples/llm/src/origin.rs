@@ -10,7 +10,7 @@ use crate::progress::warn;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Context, Result, ensure};
 use std::path::{Path, PathBuf};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 /// What stands before the names of the model's tensors in a checkpoint.
 pub const MODEL: &str = "model.";
@@ -86,22 +86,19 @@ impl Origin {
         })
     }
 
-    /// The model on a device. An adapter becomes a part of its weights.
-    pub fn model(&self, device: Device) -> Result<Model> {
-        self.model_in(device, None)
-    }
-
     /// The same, to generate text: on a GPU in the kind of the run's products, weights and all.
     pub fn model_for_text(&self, device: Device) -> Result<Model> {
-        self.model_in(device, self.precision(device).half().filter(|_| device.is_cuda()))
-    }
-
-    fn model_in(&self, device: Device, half: Option<Kind>) -> Result<Model> {
-        device::check_memory(device, 4 * self.config.parameters() as u64)?;
-        let mut model = Model::zeros(&self.config, device)?;
-        if let Some(half) = half {
+        let mut model = self.model(device)?;
+        if let Some(half) = self.precision(device).half().filter(|_| device.is_cuda()) {
             model.variables.set_kind(half);
         }
+        Ok(model)
+    }
+
+    /// The model on a device. An adapter becomes a part of its weights.
+    pub fn model(&self, device: Device) -> Result<Model> {
+        device::check_memory(device, 4 * self.config.parameters() as u64)?;
+        let mut model = Model::zeros(&self.config, device)?;
         self.copy_into(&model)?;
         if let Some(adapter) = &self.adapter {
             model.adapt(&adapter.lora, 0)?;

@@ -79,6 +79,10 @@ impl Settings {
     pub fn check(&self) -> Result<()> {
         self.model.check()?;
         self.lora.as_ref().map_or(Ok(()), |lora| lora.check(&self.model))?;
+        ensure!(
+            self.lora.is_some() || self.source.base.is_none(),
+            "the settings name a base, but no adapter: they are of another version"
+        );
         let numbers = [
             ("--batch", self.batch, 1, 1 << 20),
             ("--accumulate", self.accumulate, 1, 1 << 20),

@@ -89,6 +89,18 @@ impl Main {
                     None
                 }
             };
+        let is_adapted = options.changes.lora.is_some() || options.adapter.is_some();
+        if let (Some(from), true) = (&options.init, base.is_some() || is_adapted) {
+            // The run would replace the weights that its adapter needs.
+            ensure!(
+                from.canonicalize().ok() != options.out.canonicalize().ok(),
+                "--out is the folder of --init, whose weights an adapter needs: give another --out"
+            );
+        }
+        ensure!(
+            options.adapter.is_none() || earlier.is_none(),
+            "--adapter begins a run, and this one goes on with its own: leave it out"
+        );
         let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
         let id = data_id(&tokens, &tokenizer);
         let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;

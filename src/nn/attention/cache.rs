@@ -126,7 +126,9 @@ impl KvCache {
     ///   cache. So rows may have prompts of different lengths: append them padded at their ends.
     /// * `scale`: by default `1 / sqrt(D)`
     ///
-    /// Returns y, `[B, H, 1, Dv]`. [`len`](KvCache::len) stays, because the host does not know the places.
+    /// Returns y, `[B, H, 1, Dv]`. [`len`](KvCache::len) stays, because the host does not know the places, and a
+    /// later [`f_append`](KvCache::f_append) writes over what was decoded. The first call makes memory that a
+    /// graph must not make, so it comes before a capture.
     /// On CUDA, for `Half`, `BFloat16` and `Float` with D = Dv, a multiple of 16 bytes up to 512, it is one
     /// kernel that reads the part of the cache that is in use, and never waits for the host; otherwise
     /// libtorch's operations on the whole memory. A place outside of the cache is an error on the CPU;
@@ -150,8 +152,8 @@ impl KvCache {
     /// ```
     ///
     /// # Errors
-    /// If the tensors do not fit each other or what is in the cache, if they require grad, or if libtorch
-    /// or CUDA fails. The cache is then unchanged.
+    /// If the tensors do not fit each other or what is in the cache, or if they require grad: the cache is
+    /// then unchanged. If the first call is captured, or if libtorch or CUDA fails.
     pub fn f_decode(
         &mut self,
         query: &Tensor,
@@ -165,6 +167,11 @@ impl KvCache {
         let (keys, values) = self.memory_for(key, value)?;
         let (b, h, _, d) = query.size4()?;
         let like = (Kind::Int, query.device());
+        let is_new = self.memory.is_none() || self.counters.is_none();
+        if is_new && crate::cuda::is_capturing(OP, query.device())? {
+            let hint = "decode a token before the capture";
+            return Err(check!(OP, query).refuse("a step before the first capture", "none", hint));
+        }
         let counters =
             match self.counters.take().filter(|counters| counters.numel() as i64 >= b * h) {
                 Some(counters) => counters,

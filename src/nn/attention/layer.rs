@@ -261,7 +261,8 @@ impl Attention {
         check!(OP, input).shape("[B, T, C]", &[b, t, self.embed_dim])?;
         let AttentionCall { train, attn_mask, mut cache, transform, places } = call;
         if let Some(places) = places {
-            self.check_places(places, t, attn_mask, cache.is_some())?;
+            let drops = train && self.config.dropout > 0.0;
+            self.check_places(places, t, attn_mask.is_some() || drops, cache.is_some())?;
         }
         let first = cache.as_ref().map_or(0, |cache| cache.len());
         let before = cache.as_ref().map(|cache| cache.mark());
@@ -300,12 +301,13 @@ impl Attention {
         &self,
         places: &Tensor,
         tokens: i64,
-        attn_mask: Option<&Tensor>,
+        is_masked: bool,
         has_cache: bool,
     ) -> Result<()> {
         let places = check!(OP, places);
-        if !has_cache || attn_mask.is_some() || !self.config.causal {
-            let expected = "places only in a causal layer with a cache and without a mask";
+        if !has_cache || is_masked || !self.config.causal {
+            let expected =
+                "places only in a causal layer with a cache, and without a mask and dropout";
             return Err(places.refuse(expected, "places", "leave them out"));
         }
         if tokens != 1 {

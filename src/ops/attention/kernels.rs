@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::ffi::facts::empty_of;
 use crate::ffi::kind_code;
-use crate::ffi::tensor::{address, is_in_memory};
+use crate::ffi::tensor::{address, bump_version, is_in_memory};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
@@ -108,11 +108,14 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
         && length > 0
         && batch.max(in_y) <= MOST_IN_GRID;
     let is_readable = |tensor: &&Tensor| {
-        let strides = tensor.stride();
+        // The stride of a single row or head is never used.
+        let are_whole =
+            |dim: usize| tensor.size()[dim] <= 1 || tensor.stride()[dim] % in_16_bytes == 0;
         is_in_memory(tensor)
             && tensor.data_ptr().addr().is_multiple_of(16)
-            && strides[3] == 1
-            && strides[..2].iter().all(|stride| stride % in_16_bytes == 0)
+            && (tensor.stride()[3] == 1 || head_dim == 1)
+            && are_whole(0)
+            && are_whole(1)
     };
     let all = [&of.query, &of.new[0], &of.new[1]];
     if !device.is_cuda() || !is_known || !fits || !all.into_iter().all(is_readable) {
@@ -149,6 +152,9 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
         counters: address(of.counters).cast(),
     };
     launch(device, &params)?;
+    for cache in of.cache {
+        bump_version(&mut cache.shallow_clone())?;
+    }
     Ok(Some(output))
 }
 

@@ -94,8 +94,8 @@ pub(super) fn concatenated(parts: &[Tensor; 3]) -> Result<Option<(Tensor, Tensor
     let mut columns = [0; 3];
     for (part, columns) in parts.iter().zip(&mut columns) {
         *columns = part.size2()?.1;
-        let is_whole = *columns % lanes == 0 && is_aligned(&[part.data_ptr()]);
-        if !(crate::cuda::is_compiled() && like.1.is_cuda() && is_whole && is_plain(part)) {
+        let has_kernel = crate::cuda::is_compiled() && like.1.is_cuda() && is_plain(part);
+        if !(has_kernel && *columns % lanes == 0 && is_aligned(&[part.data_ptr()])) {
             return Ok(None);
         }
     }

@@ -71,8 +71,11 @@ fn an_adapter_is_learned_resumed_and_moved() {
         .spawn()
         .unwrap();
     let begun = Instant::now();
-    while !place.path("killed/checkpoints/step-0000000008.safetensors").exists() {
-        assert!(begun.elapsed() < Duration::from_secs(60) && child.try_wait().unwrap().is_none());
+    // It may also have ended by then, on a machine with other work.
+    while !place.path("killed/checkpoints/step-0000000008.safetensors").exists()
+        && child.try_wait().unwrap().is_none()
+    {
+        assert!(begun.elapsed() < Duration::from_secs(60), "no checkpoint");
         std::thread::sleep(Duration::from_millis(1));
     }
     child.kill().unwrap();
