@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-// Attention of one token of each row to those in a cache, whose number is on the device. Strides count
-// elements; the values of a head are adjacent and begin at multiples of 16 bytes.
+// Attention of one token of each row to those in a cache, whose number is on the device. Strides
+// count elements; the values of a head are adjacent and begin at multiples of 16 bytes.
 struct AttentionDecode {
   // B, the number of rows.
   int64_t batch;

@@ -57,8 +57,8 @@ struct GemmProduct {
   int32_t relu;
 };
 
-// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4, or 8 by
-// tensor cores.
+// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4, or
+// 8 by tensor cores.
 struct GemmSkinny {
   // The rows of the long factor.
   int64_t rows;
@@ -66,7 +66,8 @@ struct GemmSkinny {
   int64_t shorts;
   // Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
   int32_t by_rows;
-  // Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.
+  // Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16
+  // bytes.
   int32_t by_tensor;
 };
 

@@ -9,9 +9,9 @@ use tch::{Device, Kind, Tensor};
 
 /// Rows, which are added to those of a table at sorted indices.
 ///
-/// The indices are cut into chunks. The first kernel adds the rows of each chunk whose indices are equal,
-/// a run, and adds the sum to the table's row. Where a run crosses a border, it writes what it has of it,
-/// and the second kernel adds up these parts in order.
+/// The indices are cut into chunks. The first kernel adds the rows of each chunk whose indices are
+/// equal, a run, and adds the sum to the table's row. Where a run crosses a border, it writes what
+/// it has of it, and the second kernel adds up these parts in order.
 #[repr(C)]
 struct AddRows {
     /// N, the number of indices.

@@ -7,8 +7,8 @@ use crate::ffi::tensor::{address, bump_version, is_in_memory};
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// Attention of one token of each row to those in a cache, whose number is on the device. Strides count
-/// elements; the values of a head are adjacent and begin at multiples of 16 bytes.
+/// Attention of one token of each row to those in a cache, whose number is on the device. Strides
+/// count elements; the values of a head are adjacent and begin at multiples of 16 bytes.
 #[repr(C)]
 struct Decode {
     /// B, the number of rows.

@@ -83,8 +83,8 @@ pub(in crate::ops) struct Product {
     pub relu: i32,
 }
 
-/// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4, or 8 by
-/// tensor cores.
+/// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4, or
+/// 8 by tensor cores.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(in crate::ops) struct Skinny {
@@ -94,7 +94,8 @@ pub(in crate::ops) struct Skinny {
     pub shorts: i64,
     /// Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
     pub by_rows: i32,
-    /// Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.
+    /// Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16
+    /// bytes.
     pub by_tensor: i32,
 }
 
