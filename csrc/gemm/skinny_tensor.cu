@@ -16,10 +16,8 @@ namespace tch_extension::gemm {
 namespace {
 
 constexpr int kTileRows = 16;
-// What the lanes of a row read at a time.
-constexpr int kStep = 32;
 
-__device__ __forceinline__ void prefetch(const void* address) {
+[[maybe_unused]] __device__ __forceinline__ void prefetch(const void* address) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 #endif
@@ -27,7 +25,7 @@ __device__ __forceinline__ void prefetch(const void* address) {
 
 // Weights are read once, so they need no place in L1; L2 fetches whole lines, of which two warps
 // read half each.
-__device__ __forceinline__ uint4 load_once(const void* address) {
+[[maybe_unused]] __device__ __forceinline__ uint4 load_once(const void* address) {
 #if __CUDA_ARCH__ >= 800
   uint4 words;
   asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -43,8 +41,9 @@ template <typename T, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarp)
     skinny_tensor_kernel(const __grid_constant__ Skinny skinny) {
 #if __CUDA_ARCH__ >= 800
-  // Vectors of each of its two rows that a lane has in flight.
-  constexpr int kAhead = 8;
+  // What the lanes of a row read at a time, and how many vectors of each of its two rows a lane has
+  // in flight.
+  constexpr int kStep = 32, kAhead = 8;
   __shared__ float parts[kWarps][kMostShortByTensor][kTileRows];
   hopper::allow_next_kernel();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;

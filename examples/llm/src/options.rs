@@ -291,19 +291,21 @@ impl Changes {
         set(&mut settings.weight_decay, self.weight_decay);
         set(&mut settings.clip, self.clip);
         set(&mut settings.seed, self.seed);
-        if let Some(rank) = self.lora {
-            let lora = settings.lora.take().unwrap_or_else(|| Lora::new(rank, &settings.model));
-            settings.lora = Some(Lora {
-                rank,
-                alpha: self.lora_alpha.unwrap_or(lora.alpha),
-                targets: match &self.lora_targets[..] {
-                    [] => lora.targets,
-                    names => names.iter().cloned().collect(),
-                },
-                ..lora
-            });
-        }
+        let lora = settings.lora.take();
+        settings.lora = self.lora_of(&settings.model, lora);
         settings
+    }
+
+    /// The adapters of this model with what was given.
+    pub fn lora_of(&self, model: &ModelConfig, lora: Option<Lora>) -> Option<Lora> {
+        let Some(rank) = self.lora else { return lora };
+        let lora = lora.unwrap_or_else(|| Lora::new(rank, model));
+        let alpha = self.lora_alpha.unwrap_or(lora.alpha);
+        let targets = match &self.lora_targets[..] {
+            [] => lora.targets,
+            names => names.iter().cloned().collect(),
+        };
+        Some(Lora { rank, alpha, targets, ..lora })
     }
 
     /// The settings of a new run with the model's sizes that were given, and no steps of warm-up after

@@ -101,6 +101,11 @@ impl Main {
             options.adapter.is_none() || earlier.is_none(),
             "--adapter begins a run, and this one goes on with its own: leave it out"
         );
+        if let Some(init) = init.as_ref().filter(|_| earlier.is_none()) {
+            // Before a text is prepared.
+            let lora = options.changes.lora_of(&init.config, None);
+            lora.map_or(Ok(()), |lora| lora.check(&init.config))?;
+        }
         let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
         let id = data_id(&tokens, &tokenizer);
         let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;

@@ -139,7 +139,10 @@ fn another_base_or_adapter_is_refused_by_name() {
             &["--overwrite", "--init", &base, "--lora", "2", "--lora-targets", "mlp.q_proj"],
             "no layer has an adapter",
         ),
-        (&["--overwrite", "--init", &out, "--lora", "2"], "leave out --lora"),
+        (&["--overwrite", "--init", &out, "--lora", "2"], "give another --out"),
+        (&["--overwrite", "--init", &out, "--lora", "2", "--out", &fresh], "leave out --lora"),
+        (&["--resume", "--init", &out], "is the run of an adapter: give the model"),
+        (&["--resume", "--init", &base, "--adapter", &peft], "--adapter begins a run"),
         (&["--overwrite", "--init", &peft], "is an adapter: give the model"),
         (&["--resume", "--out", &fresh, "--init", &base], "leave one of them out"),
     ] {
@@ -147,6 +150,11 @@ fn another_base_or_adapter_is_refused_by_name() {
         assert!(error.contains(expected), "{options:?}: {error}");
         assert_eq!(place.checkpoints("lora"), before, "{options:?} changed the run");
     }
+    // The base keeps its weights.
+    let of_base = place.checkpoints("out");
+    let onto = ["--overwrite", "--out", &run_of_base, "--init", &run_of_base, "--lora", "2"];
+    assert!(failed(&train(&onto)).contains("give another --out"));
+    assert!(!of_base.is_empty() && place.checkpoints("out") == of_base);
     for (line, expected) in [
         (&["export", "--from", &out, "--to", &base][..], "has another model: give a new folder"),
         (&["export", "--from", &out, "--merge", "--to", &peft], "has another model"),
