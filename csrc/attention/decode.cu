@@ -248,13 +248,12 @@ void start_for(const AttentionDecode& params, cudaStream_t stream) {
 }  // namespace tch_extension::attention
 
 extern "C" tch_extension::LaunchStatus tch_extension_attention_decode_cuda(
-    const AttentionDecode* params, void* stream) {
+    const AttentionDecode* params, cudaStream_t stream) {
   using namespace tch_extension;
   for_kind(params->kind, [&](auto type) {
     using T = typename decltype(type)::type;
     // Rust takes other ways for double.
-    if constexpr (!std::is_same_v<T, double>)
-      attention::start_for<T>(*params, static_cast<cudaStream_t>(stream));
+    if constexpr (!std::is_same_v<T, double>) attention::start_for<T>(*params, stream);
   });
   return launch_status("attention_decode");
 }

@@ -53,10 +53,11 @@ struct AttentionDecode {
 
 // clang-format off
 namespace tch_extension { struct LaunchStatus; }
+using cudaStream_t = struct CUstream_st*;
 #pragma GCC visibility push(default)
 extern "C" {
 tch_extension::LaunchStatus tch_extension_attention_decode_cuda(const AttentionDecode* params,
-                                                                void* stream);
+                                                                cudaStream_t stream);
 }  // extern "C"
 #pragma GCC visibility pop
 // clang-format on

@@ -28,6 +28,7 @@
 //! [`schedule`] has learning rates as functions of the step. [`FusedOptimizer::save`] and
 //! [`FusedOptimizer::load`] keep the state in files, and [`FusedOptimizer::load_torch`] reads PyTorch's.
 
+mod clip;
 mod config;
 mod gradients;
 mod kernels;

@@ -403,7 +403,7 @@ impl FusedOptimizer {
                 of(&matrix.update, &matrix.values, &direction)
             };
             let spans = alike.iter().enumerate().map(of_matrix).collect::<Result<_>>()?;
-            Ok::<_, Error>(Spans::of_parts(spans, device))
+            Ok::<_, Error>(Spans::cut(spans, device))
         };
 
         let read = if kind == Kind::Double { kind } else { Kind::BFloat16 };

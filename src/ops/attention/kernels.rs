@@ -55,11 +55,11 @@ struct Decode {
     counters: *mut i32,
 }
 
+#[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    #[cfg(tch_extension_cuda)]
     fn tch_extension_attention_decode_cuda(
         params: *const Decode,
-        stream: *mut c_void,
+        stream: crate::cuda::cudaStream_t,
     ) -> crate::cuda::LaunchStatus;
 }
 

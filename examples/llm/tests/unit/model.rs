@@ -1,0 +1,105 @@
+//! What a model computes, and how many numbers it has.
+
+use super::*;
+
+fn config() -> ModelConfig {
+    ModelConfig {
+        vocabulary: 11,
+        context: 8,
+        layers: 2,
+        heads: 2,
+        dim: 8,
+        dropout: 0.0,
+        recompute: false,
+        llama: None,
+        ends: vec![],
+    }
+}
+
+#[test]
+fn parameters_are_counted_as_they_are() {
+    let model = Model::zeros(&config(), Device::Cpu).unwrap();
+    let numbers: usize = model.named_variables().iter().map(|(_, weight)| weight.numel()).sum();
+    assert_eq!(numbers as i64, config().parameters());
+}
+
+#[test]
+fn the_seed_decides_the_weights() {
+    let weights = |seed| Model::new(&config(), Device::Cpu, seed).unwrap().named_variables();
+    let (first, again, other) = (weights(1), weights(1), weights(2));
+    assert!(first.iter().zip(&again).all(|(a, b)| a == b));
+    assert!(first.iter().zip(&other).any(|(a, b)| a != b));
+    let deviation = |name: &str| {
+        let (_, weight) = first.iter().find(|(found, _)| found == name).unwrap();
+        weight.std(true).double_value(&[])
+    };
+    assert!((deviation("h.0.mlp.c_fc.weight") - 0.02).abs() < 0.004);
+    assert!((deviation("h.0.mlp.c_proj.weight") - 0.01).abs() < 0.002);
+}
+
+#[test]
+fn tokens_one_by_one_give_the_logits_of_the_whole() {
+    let _no_grad = tch::no_grad_guard();
+    let model = Model::new(&config(), Device::Cpu, 3).unwrap();
+    let tokens = Tensor::randint(11, [2, 8], (Kind::Int64, Device::Cpu));
+    let mut caches = model.caches(8);
+    for place in 0..8 {
+        let one = model.next_logits(&tokens.narrow(1, place, 1), &mut caches).unwrap();
+        let whole = tokens.narrow(1, 0, place + 1);
+        let whole = model.next_logits(&whole, &mut model.caches(8)).unwrap();
+        assert!(one.allclose(&whole, 1e-4, 1e-5, false), "at {place}");
+    }
+}
+
+/// Autocast rounds in the same places, so the numbers are the same.
+#[test]
+fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
+    let of = |rounds: bool| {
+        let mut model = Model::new(&config(), Device::Cpu, 3).unwrap();
+        if rounds {
+            model.round(Kind::BFloat16).unwrap();
+            assert!(model.round(Kind::BFloat16).is_err(), "twice");
+        }
+        tch::manual_seed(5);
+        let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
+        let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
+        let loss =
+            model.loss(&inputs, &targets, Some(Kind::BFloat16), true, Reduction::Mean).unwrap();
+        loss.backward();
+        let variables = model.variables.variables().into_iter();
+        let mut gradients: Vec<_> =
+            variables.map(|(name, variable)| (name, variable.grad())).collect();
+        gradients.sort_by(|a, b| a.0.cmp(&b.0));
+        let logits = tch::no_grad(|| model.next_logits(&inputs, &mut model.caches(8)).unwrap());
+        (loss, gradients, logits, model.masters().len())
+    };
+    let (rounded, cast) = (of(true), of(false));
+    assert_eq!((rounded.3, cast.3), (16, 0));
+    assert_eq!(rounded.0.double_value(&[]), cast.0.double_value(&[]));
+    for ((name, found), (_, expected)) in rounded.1.iter().zip(&cast.1) {
+        assert_eq!(found.to_kind(Kind::Float), expected.to_kind(Kind::Float), "{name}");
+    }
+    assert_eq!(rounded.1[0].1.kind(), Kind::BFloat16, "{}", rounded.1[0].0);
+    assert!(rounded.2.to_kind(Kind::Float).allclose(&cast.2, 2e-2, 2e-2, false));
+}
+
+#[test]
+fn the_loss_is_that_of_the_logits() {
+    let model = Model::new(&config(), Device::Cpu, 3).unwrap();
+    let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
+    let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
+    let loss = model.loss(&inputs, &targets, None, true, Reduction::Mean).unwrap();
+    let hidden = model.hidden(&inputs, At::Start(0), true, None).unwrap();
+    let logits = hidden.linear::<&Tensor>(&model.tokens.ws, None);
+    let expected = logits.flatten(0, 1).cross_entropy_for_logits(&targets.flatten(0, 1));
+    assert!(loss.allclose(&expected, 1e-5, 1e-6, false));
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_errors_that_name_the_option() {
+    let refused =
+        |config: ModelConfig| Model::zeros(&config, Device::Cpu).err().unwrap().to_string();
+    assert!(refused(ModelConfig { heads: 3, ..config() }).contains("--heads 3"));
+    assert!(refused(ModelConfig { dim: 0, ..config() }).contains("--dim 0"));
+    assert!(refused(ModelConfig { dropout: 1.0, ..config() }).contains("--dropout 1.0"));
+}
