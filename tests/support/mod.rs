@@ -5,6 +5,7 @@
 
 pub mod alike;
 mod backtrace;
+pub mod compile;
 pub mod gpu;
 pub mod kinds;
 pub mod packed;
