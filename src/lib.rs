@@ -15,6 +15,8 @@ mod dispatch;
 pub mod distributed;
 mod error;
 mod ffi;
+#[cfg(feature = "tvm_ffi")]
+pub mod hub;
 #[cfg(feature = "jit")]
 pub mod jit;
 pub mod kernels;

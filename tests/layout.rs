@@ -201,7 +201,7 @@ fn unsafe_stays_where_it_belongs() {
 }
 
 /// The modules of the library, the lowest layer first. Each imports only those before it.
-const LAYERS: [&str; 22] = [
+const LAYERS: [&str; 23] = [
     "error",
     "overlap",
     "python",
@@ -215,6 +215,7 @@ const LAYERS: [&str; 22] = [
     "amp",
     "autograd",
     "library",
+    "hub",
     "operator",
     "state_dict",
     "ops",
