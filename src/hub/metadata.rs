@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn code_runs_on_gpus_as_cuda_says() {
+    fn code_runs_on_gpus_as_the_python_package_says() {
         for (arch, capability, expected) in [
             ("8.0", (8, 6), Some(true)),
             ("8.0", (9, 0), Some(false)),
@@ -213,6 +213,8 @@ mod tests {
             ("10.0a", (10, 3), Some(false)),
             ("10.0f", (10, 3), Some(true)),
             ("12.0f", (10, 3), Some(false)),
+            ("9.0a+PTX", (10, 0), Some(false)),
+            ("10.0f+PTX", (11, 0), Some(false)),
             ("sm_90", (9, 0), None),
             ("9.0x", (9, 0), None),
             ("9", (9, 0), None),
