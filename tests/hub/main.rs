@@ -39,11 +39,7 @@ fn digest(algorithm: &str, file: &Path) -> String {
 }
 
 fn metadata(id: &str, backend: &str, algorithm: &str) -> String {
-    static SHA256: OnceLock<String> = OnceLock::new();
-    let digest = match algorithm {
-        "sha256" => SHA256.get_or_init(|| digest("sha256", library())).clone(),
-        algorithm => digest(algorithm, library()),
-    };
+    let digest = digest(algorithm, library());
     let backend = if backend.starts_with("cu") { "cuda" } else { backend };
     format!(
         r#"{{"name": "kernel", "id": "{id}", "version": 3, "license": "MIT", "python-depends": [],
@@ -130,6 +126,22 @@ fn the_first_choice_is_loaded_and_if_it_fails_the_next() {
     let kernel = load_kernel_for(&repository, Device::Cpu).unwrap();
     computes(&kernel);
     assert_eq!(kernel.variant(), stable);
+}
+
+#[test]
+fn a_library_of_the_stable_abi_is_loaded() {
+    let (repository, id) = (repository("stable"), "_stable_cpu_1");
+    let stable = format!("torch-stable-abi{}-cpu-x86_64-linux", torch());
+    let variant = add(&repository, &stable, id);
+    let library = compile(&root().join("tests/hub/stable.cpp"), "stable.so");
+    std::fs::copy(&library, variant.join(format!("{id}.abi3.so"))).unwrap();
+    let metadata = metadata(id, "cpu", "sha256");
+    let metadata =
+        metadata.replace(&digest("sha256", self::library()), &digest("sha256", &library));
+    std::fs::write(variant.join("metadata.json"), metadata).unwrap();
+    let kernel = load_kernel_for(&repository, Device::Cpu).unwrap();
+    computes(&kernel);
+    assert_eq!(kernel.operators().unwrap(), ["twice"]);
 }
 
 #[test]
