@@ -35,7 +35,7 @@ const OPERATORS: &[Operator] = operators!(entries);
 const SHARED_BY_PLANS: [&str; 3] = ["costs", "tune", "attention"];
 
 /// Folders of csrc that belong neither to an operator nor to a family of operators.
-const SHARED: [&str; 12] = [
+const SHARED: [&str; 13] = [
     "include",
     "amp",
     "attention",
@@ -48,6 +48,7 @@ const SHARED: [&str; 12] = [
     "optim",
     "tensor",
     "testing",
+    "tvm_ffi",
 ];
 
 fn names(folder: &str) -> Vec<String> {

@@ -44,6 +44,10 @@ mod package;
 mod requirements;
 mod schema;
 mod sym_int;
+// It is documented where it is exported, at the crate's root.
+#[cfg(feature = "tvm_ffi")]
+#[doc(hidden)]
+pub mod tvm_ffi;
 mod value;
 mod with_backward;
 

@@ -193,9 +193,18 @@ impl Ci {
             cargo::run(command.args(args).args(["--", "-D", "warnings"]))
         };
         library(&["--features", "doc-only"])?;
-        for family in
-            ["", "norm", "loss", "gemm", "mlp", "recurrent", "rope", "train", "distributed"]
-        {
+        for family in [
+            "",
+            "norm",
+            "loss",
+            "gemm",
+            "mlp",
+            "recurrent",
+            "rope",
+            "train",
+            "distributed",
+            "tvm_ffi",
+        ] {
             let features = format!("doc-only,{family}");
             library(&["--no-default-features", "--features", features.trim_end_matches(',')])?;
         }
@@ -396,7 +405,7 @@ impl Ci {
         cargo::run(cargo::only_checks(&mut build(&cargo::EVERYTHING)))?;
         // As docs.rs builds it, where there is no libtorch. The features are those of
         // `[package.metadata.docs.rs]` in the packages' manifests.
-        let library = ["-p", LIBRARY, "--features", "doc-only,distributed"];
+        let library = ["-p", LIBRARY, "--features", "doc-only,distributed,tvm_ffi"];
         for args in [&library[..], &["-p", BUILD_CRATE, "--all-features"]] {
             cargo::run(build(args).env("DOCS_RS", "1"))?;
         }
