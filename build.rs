@@ -77,6 +77,9 @@ fn main() {
     } else {
         extension = extension.without("csrc/distributed");
     }
+    if std::env::var_os("CARGO_FEATURE_TVM_FFI").is_none() {
+        extension = extension.without("csrc/tvm_ffi");
+    }
     extension = extension.kernel_library("csrc/kernels.map");
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
         extension = extension.cuda_library("cublasLt");

@@ -3,7 +3,7 @@
 // src/ffi/gradients.rs, src/ffi/graph.rs, src/ffi/kernel.rs, src/ffi/library.rs, src/ffi/loader.rs,
 // src/ffi/mod.rs, src/ffi/package.rs, src/ffi/pointers.rs, src/ffi/precision.rs,
 // src/ffi/sdp_backends.rs, src/ffi/sharded.rs, src/ffi/sym_int.rs, src/ffi/tensor.rs,
-// src/ffi/testing.rs, src/ffi/value.rs; edit that instead.
+// src/ffi/testing.rs, src/ffi/tvm_ffi.rs, src/ffi/value.rs; edit that instead.
 
 #pragma once
 
@@ -43,6 +43,7 @@ namespace tch_extension { struct Surroundings; }
 namespace tch_extension { struct TensorFacts; }
 namespace tch_extension { struct TensorSize; }
 namespace tch_extension { struct TouchedOnCpu; }
+namespace tch_extension { struct TvmFfiCallError; }
 namespace tch_extension { struct Value; }
 struct CUkern_st;
 struct CUlib_st;
@@ -448,6 +449,27 @@ bool tch_extension_touched_has(const tch_extension::TouchedOnCpu* touched,
                                const at::Tensor* tensor);
 bool tch_extension_touched_is_intact(const tch_extension::TouchedOnCpu* touched);
 bool tch_extension_touched_is_left(tch_extension::TouchedOnCpu* touched);
+char* tch_extension_tvm_ffi_attach(uint32_t* version, char** path);
+void* tch_extension_tvm_ffi_keep_handler();
+void tch_extension_tvm_ffi_restore_handler(void* handler);
+char* tch_extension_tvm_ffi_load(const char* path, void** module, char** names);
+char* tch_extension_tvm_ffi_function(void* module,
+                                     const char* name,
+                                     size_t len,
+                                     void** function);
+void tch_extension_tvm_ffi_free(void* object);
+char* tch_extension_tvm_ffi_metadata(void* module,
+                                     const char* name,
+                                     size_t len,
+                                     char** text);
+char* tch_extension_tvm_ffi_call(void* function,
+                                 const tch_extension::Value* values,
+                                 size_t len,
+                                 int32_t grad,
+                                 bool is_apart,
+                                 at::Tensor** tensor,
+                                 tch_extension::Results** results,
+                                 tch_extension::TvmFfiCallError* error);
 const size_t* tch_extension_value_layout();
 }  // extern "C"
 // clang-format on

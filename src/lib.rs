@@ -15,8 +15,6 @@ mod dispatch;
 pub mod distributed;
 mod error;
 mod ffi;
-#[cfg(feature = "tvm_ffi")]
-pub mod hub;
 #[cfg(feature = "jit")]
 pub mod jit;
 pub mod kernels;
@@ -37,6 +35,9 @@ pub mod view;
 
 pub use dispatch::kind_of;
 pub use error::{Error, Result};
+#[cfg(feature = "tvm_ffi")]
+#[doc(inline)]
+pub use library::tvm_ffi;
 /// The tch crate whose tensors this crate's functions take.
 pub use tch;
 

@@ -35,7 +35,7 @@ const OPERATORS: &[Operator] = operators!(entries);
 const SHARED_BY_PLANS: [&str; 3] = ["costs", "tune", "attention"];
 
 /// Folders of csrc that belong neither to an operator nor to a family of operators.
-const SHARED: [&str; 12] = [
+const SHARED: [&str; 13] = [
     "include",
     "amp",
     "attention",
@@ -48,6 +48,7 @@ const SHARED: [&str; 12] = [
     "optim",
     "tensor",
     "testing",
+    "tvm_ffi",
 ];
 
 fn names(folder: &str) -> Vec<String> {
@@ -201,7 +202,7 @@ fn unsafe_stays_where_it_belongs() {
 }
 
 /// The modules of the library, the lowest layer first. Each imports only those before it.
-const LAYERS: [&str; 23] = [
+const LAYERS: [&str; 22] = [
     "error",
     "overlap",
     "python",
@@ -215,7 +216,6 @@ const LAYERS: [&str; 23] = [
     "amp",
     "autograd",
     "library",
-    "hub",
     "operator",
     "state_dict",
     "ops",

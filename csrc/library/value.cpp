@@ -25,72 +25,7 @@ std::string describe_text(std::string_view whole) {
   return "the str '" + text + (len < whole.size() ? "…'" : "'");
 }
 
-// Describes a value for an error message.
-std::string describe(const Value& value) {
-  std::ostringstream text;
-  switch (value.tag) {
-    case Tag::kDefault:
-    case Tag::kNone:
-      return "None";
-    case Tag::kTensor:
-      return "a Tensor";
-    case Tag::kInt:
-      text << "the int " << value.integer;
-      break;
-    case Tag::kFloat:
-      text << "the float " << value.real;
-      break;
-    case Tag::kBool:
-      return value.integer != 0 ? "the bool true" : "the bool false";
-    case Tag::kString:
-      return describe_text({static_cast<const char*>(value.data), value.len});
-    case Tag::kDevice:
-      return "a Device";
-    case Tag::kScalarType:
-      return "a Kind";
-    case Tag::kLayout:
-      return "a Layout";
-    case Tag::kMemoryFormat:
-      return "a MemoryFormat";
-    case Tag::kList:
-      text << "a list of " << value.len;
-      if (value.len != 0)
-        text << ", the first of which is " << describe(*static_cast<const Value*>(value.data));
-      break;
-    case Tag::kInts:
-      text << "a list of " << value.len << " ints";
-      break;
-    case Tag::kFloats:
-      text << "a list of " << value.len << " floats";
-      break;
-    case Tag::kSymInt:
-      return "a SymInt";
-    case Tag::kIValues:
-      return "a list";
-  }
-  return text.str();
-}
-
 [[noreturn]] void refuse(const Value& value) { throw WrongValue(describe(value)); }
-
-// Element `index` of a value that is a list.
-Value element(const Value& value, size_t index) {
-  Value result{};
-  switch (value.tag) {
-    case Tag::kList:
-      return static_cast<const Value*>(value.data)[index];
-    case Tag::kInts:
-      result.tag = Tag::kInt;
-      result.integer = static_cast<const int64_t*>(value.data)[index];
-      return result;
-    case Tag::kFloats:
-      result.tag = Tag::kFloat;
-      result.real = static_cast<const double*>(value.data)[index];
-      return result;
-    default:
-      refuse(value);
-  }
-}
 
 bool is_list(const Value& value) {
   return value.tag == Tag::kList || value.tag == Tag::kInts || value.tag == Tag::kFloats;
@@ -153,6 +88,71 @@ IValue to_number(const Value& value) {
 }
 
 }  // namespace
+
+std::string describe(const Value& value) {
+  std::ostringstream text;
+  switch (value.tag) {
+    case Tag::kDefault:
+    case Tag::kNone:
+      return "None";
+    case Tag::kTensor:
+      return "a Tensor";
+    case Tag::kWritten:
+      return "a Tensor to write to";
+    case Tag::kInt:
+      text << "the int " << value.integer;
+      break;
+    case Tag::kFloat:
+      text << "the float " << value.real;
+      break;
+    case Tag::kBool:
+      return value.integer != 0 ? "the bool true" : "the bool false";
+    case Tag::kString:
+      return describe_text({static_cast<const char*>(value.data), value.len});
+    case Tag::kDevice:
+      return "a Device";
+    case Tag::kScalarType:
+      return "a Kind";
+    case Tag::kLayout:
+      return "a Layout";
+    case Tag::kMemoryFormat:
+      return "a MemoryFormat";
+    case Tag::kList:
+      text << "a list of " << value.len;
+      if (value.len != 0)
+        text << ", the first of which is " << describe(*static_cast<const Value*>(value.data));
+      break;
+    case Tag::kInts:
+      text << "a list of " << value.len << " ints";
+      break;
+    case Tag::kFloats:
+      text << "a list of " << value.len << " floats";
+      break;
+    case Tag::kSymInt:
+      return "a SymInt";
+    case Tag::kIValues:
+      return "a list";
+  }
+  return text.str();
+}
+
+Value element(const Value& value, size_t index) {
+  Value result{};
+  switch (value.tag) {
+    case Tag::kList:
+      return static_cast<const Value*>(value.data)[index];
+    case Tag::kInts:
+      result.tag = Tag::kInt;
+      result.integer = static_cast<const int64_t*>(value.data)[index];
+      return result;
+    case Tag::kFloats:
+      result.tag = Tag::kFloat;
+      result.real = static_cast<const double*>(value.data)[index];
+      return result;
+    default:
+      refuse(value);
+  }
+}
 
 IValue to_ivalue(const Value& value, const TypePtr& type, const TypePtr& real, int32_t broadcast) {
   switch (real->kind()) {
@@ -269,8 +269,10 @@ Value from_ivalue(const IValue& ivalue, const c10::Type& real,
   } else if (ivalue.isSymInt() || ivalue.isDouble() || ivalue.isBool() || ivalue.isString() ||
              ivalue.isDevice()) {
     return view(ivalue);
-  } else if (ivalue.isList() && real.kind() == TypeKind::ListType) {
-    const auto& element_type = *real.castRaw<c10::ListType>()->getElementType();
+  } else if (ivalue.isList() &&
+             (real.kind() == TypeKind::ListType || real.kind() == TypeKind::AnyType)) {
+    const auto* list = real.castRaw<c10::ListType>();
+    const c10::Type& element_type = list == nullptr ? real : *list->getElementType();
     std::vector<Value> items;
     for (const IValue& item : ivalue.toListRef())
       items.push_back(from_ivalue(item, element_type, lists));

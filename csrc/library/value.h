@@ -33,6 +33,7 @@ enum class Tag : int32_t {
   kFloats,        // `data`: `len` double; for arguments only
   kSymInt,        // `data`: c10::SymNodeImpl, of an int that is not known
   kIValues,       // `data`: `len` IValues; for the arguments of a kernel in Rust only
+  kWritten,       // `data`: at::Tensor that is written; for functions of TVM FFI only
 };
 
 // A `Value` owns nothing: `data` belongs to the side that made it.
@@ -50,6 +51,12 @@ struct Value {
 struct WrongValue : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
+
+// Describes a value for an error message.
+std::string describe(const Value& value);
+
+// Element `index` of a value that is a list.
+Value element(const Value& value, size_t index);
 
 // Converts the value to an argument of this type. `type` is the type that the dispatcher's kernels
 // see, in which a dtype is an int; `real` is the type that the schema states. If `broadcast` is not
@@ -77,7 +84,8 @@ Value view(const c10::IValue& ivalue) noexcept;
 std::unique_ptr<Results> keep_arguments(const c10::FunctionSchema& schema,
                                         std::vector<c10::IValue> stack);
 
-// The result borrows from `ivalue` and, if it is a list, from `lists`.
+// The result borrows from `ivalue` and, if it is a list, from `lists`. A value of any type is read
+// as it is.
 Value from_ivalue(const c10::IValue& ivalue, const c10::Type& real,
                   std::forward_list<std::vector<Value>>& lists);
 

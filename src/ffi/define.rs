@@ -458,7 +458,7 @@ impl<'c> Argument<'c> {
         let name = self.call.name(self.index);
         let got = match self.raw.tag {
             Tag::None | Tag::Default => "None",
-            Tag::Tensor => "a Tensor",
+            Tag::Tensor | Tag::Written => "a Tensor",
             Tag::Int => "an int",
             Tag::Float => "a float",
             Tag::Bool => "a bool",

@@ -75,7 +75,7 @@ unsafe extern "C" {
 }
 
 /// The results of a call, which C++ keeps until they are read.
-struct Results(NonNull<CResults>);
+pub(super) struct Results(NonNull<CResults>);
 
 impl Results {
     fn values(&self) -> &[RawValue] {
@@ -87,7 +87,14 @@ impl Results {
         }
     }
 
-    fn read(&self) -> Result<Vec<Output>> {
+    /// # Safety
+    /// C++ made the results for us, or there are none.
+    #[cfg(feature = "tvm_ffi")]
+    pub unsafe fn of(results: *mut CResults) -> Option<Results> {
+        NonNull::new(results).map(Results)
+    }
+
+    pub fn read(&self) -> Result<Vec<Output>> {
         // SAFETY: the data that the values point to lives as long as the results.
         self.values().iter().map(|value| unsafe { read(value) }).collect()
     }

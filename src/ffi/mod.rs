@@ -27,6 +27,8 @@ pub(crate) mod sharded;
 pub(crate) mod sym_int;
 pub(crate) mod tensor;
 pub(crate) mod testing;
+#[cfg(feature = "tvm_ffi")]
+pub(crate) mod tvm_ffi;
 mod value;
 
 use crate::{Error, Result};

@@ -25,6 +25,8 @@ pub(super) enum Tag {
     Floats,
     SymInt,
     IValues,
+    #[cfg_attr(not(feature = "tvm_ffi"), expect(dead_code))]
+    Written,
 }
 
 #[repr(C)]
@@ -175,6 +177,12 @@ impl<'a> Value<'a> {
         Value::new(Tag::Tensor, Payload { data: tensor.as_ptr().cast() }, 0)
     }
 
+    /// A tensor that the function writes to.
+    #[cfg(feature = "tvm_ffi")]
+    pub fn written(tensor: &'a mut Tensor) -> Self {
+        Value::new(Tag::Written, Payload { data: tensor.as_ptr().cast() }, 0)
+    }
+
     pub fn int(integer: i64) -> Self {
         Value::number(Tag::Int, integer)
     }
@@ -240,12 +248,21 @@ impl<'a> Value<'a> {
 
     /// Appends new handles of the tensors in this value, in order.
     pub fn tensors(&self, into: &mut Vec<Tensor>) {
-        if self.raw.tag == Tag::Tensor {
+        if matches!(self.raw.tag, Tag::Tensor | Tag::Written) {
             // SAFETY: the tag says which member was written. The pointer is borrowed from a tensor
             // that lives for `'a`, and this makes a new handle of it.
             into.push(unsafe { Tensor::clone_from_ptr(self.raw.payload.data.cast_mut().cast()) });
         }
         self.items().iter().for_each(|item| item.tensors(into));
+    }
+
+    /// Appends whether each of these tensors is written to.
+    #[cfg(feature = "tvm_ffi")]
+    pub fn are_written(&self, into: &mut Vec<bool>) {
+        if matches!(self.raw.tag, Tag::Tensor | Tag::Written) {
+            into.push(self.raw.tag == Tag::Written);
+        }
+        self.items().iter().for_each(|item| item.are_written(into));
     }
 }
 
@@ -316,7 +333,9 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
     unsafe {
         let (payload, len) = (value.payload, value.len);
         Ok(match value.tag {
-            Tag::Default | Tag::None | Tag::Ints | Tag::Floats | Tag::IValues => Output::None,
+            Tag::Default | Tag::None | Tag::Ints | Tag::Floats | Tag::IValues | Tag::Written => {
+                Output::None
+            }
             Tag::SymInt => Output::SymInt(SymInt::borrowed(payload.data.cast_mut().cast())),
             Tag::Tensor => Output::Tensor(Tensor::clone_from_ptr(payload.data.cast_mut().cast())),
             Tag::Int => Output::Int(payload.integer),

@@ -35,6 +35,8 @@ mod define;
 mod distribution;
 mod kernels;
 mod load;
+#[cfg(feature = "tvm_ffi")]
+mod load_kernel;
 mod mismatch;
 mod near;
 mod operator;
@@ -44,6 +46,10 @@ mod package;
 mod requirements;
 mod schema;
 mod sym_int;
+// It is documented where it is exported, at the crate's root.
+#[cfg(feature = "tvm_ffi")]
+#[doc(hidden)]
+pub mod tvm_ffi;
 mod value;
 mod with_backward;
 
@@ -51,6 +57,8 @@ pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
 pub use define::{Kernel, below_autograd, define, implement, is_traced, without_key};
 pub use load::{Library, LoadOptions};
+#[cfg(feature = "tvm_ffi")]
+pub use load_kernel::{LoadedKernel, load_kernel, load_kernel_for};
 pub use operator::Operator;
 #[doc(hidden)]
 pub use operators::expansion;

@@ -26,7 +26,8 @@ pub trait FromOutput: Sized {
 /// A type that [`Operator::call`](super::Operator::call) can return:
 /// - `()`, for an operator without a result;
 /// - any [`FromOutput`] type, for an operator with a single result;
-/// - a tuple of up to twelve such types, for an operator with that many results;
+/// - a tuple of up to twelve such types, for an operator with that many results, or with a single
+///   result that is a list of that length;
 /// - a vector such as `Vec<Tensor>`, for any number of results of one type; if the single result is
 ///   a list, the vector has its items;
 /// - [`Outputs`], for any results.
@@ -161,10 +162,24 @@ impl FromOutputs for () {
     }
 }
 
-macro_rules! from_outputs_tuple {
+/// A tuple is all results, or the items of a list, which may be the single result.
+macro_rules! from_output_tuple {
     ($count:literal: $($part:ident $index:literal),*) => {
-        impl<$($part: FromOutput),*> FromOutputs for ($($part,)*) {
-            fn from_outputs(outputs: Vec<Output>) -> Result<Self, String> {
+        impl<$($part: FromOutput),*> FromOutput for ($($part,)*) {
+            fn from_output(output: Output) -> Result<Self, Output> {
+                match output {
+                    Output::List(items) if items.len() == $count => {
+                        let mut items = items.into_iter();
+                        Ok(($($part::from_output(items.next().unwrap_or(Output::None))?,)*))
+                    }
+                    other => Err(other),
+                }
+            }
+
+            fn from_results(mut outputs: Vec<Output>) -> Result<Self, String> {
+                if matches!(outputs[..], [Output::List(_)]) && $count > 1 {
+                    return one(outputs.pop(), 0);
+                }
                 check_count(&outputs, $count)?;
                 let mut outputs = outputs.into_iter();
                 Ok(($(one::<$part>(outputs.next(), $index)?,)*))
@@ -173,15 +188,15 @@ macro_rules! from_outputs_tuple {
     };
 }
 
-from_outputs_tuple!(1: A 0);
-from_outputs_tuple!(2: A 0, B 1);
-from_outputs_tuple!(3: A 0, B 1, C 2);
-from_outputs_tuple!(4: A 0, B 1, C 2, D 3);
-from_outputs_tuple!(5: A 0, B 1, C 2, D 3, E 4);
-from_outputs_tuple!(6: A 0, B 1, C 2, D 3, E 4, F 5);
-from_outputs_tuple!(7: A 0, B 1, C 2, D 3, E 4, F 5, G 6);
-from_outputs_tuple!(8: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7);
-from_outputs_tuple!(9: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8);
-from_outputs_tuple!(10: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9);
-from_outputs_tuple!(11: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10);
-from_outputs_tuple!(12: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10, L 11);
+from_output_tuple!(1: A 0);
+from_output_tuple!(2: A 0, B 1);
+from_output_tuple!(3: A 0, B 1, C 2);
+from_output_tuple!(4: A 0, B 1, C 2, D 3);
+from_output_tuple!(5: A 0, B 1, C 2, D 3, E 4);
+from_output_tuple!(6: A 0, B 1, C 2, D 3, E 4, F 5);
+from_output_tuple!(7: A 0, B 1, C 2, D 3, E 4, F 5, G 6);
+from_output_tuple!(8: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7);
+from_output_tuple!(9: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8);
+from_output_tuple!(10: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9);
+from_output_tuple!(11: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10);
+from_output_tuple!(12: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10, L 11);

@@ -38,7 +38,7 @@ impl Schema {
             return Err(self.error(format!("it takes {places} arguments by position, got {given}")));
         }
         let mut values: Vec<Option<ffi::Value<'a>>> = Vec::with_capacity(self.arguments.len());
-        values.extend(args.positional.into_iter().map(|value| Some(value.0)));
+        values.extend(args.positional.into_iter().map(Some));
         values.resize_with(self.arguments.len(), || None);
         for (name, value) in args.named {
             let Some(index) = self.arguments.iter().position(|argument| argument.name == name)

@@ -118,7 +118,7 @@ fn list<'a>(values: impl Iterator<Item = impl Into<Value<'a>>>) -> ffi::Value<'a
 /// The arguments of a call, by position and by name; [`args!`](crate::args) makes them.
 #[derive(Default)]
 pub struct Args<'a> {
-    pub(super) positional: Vec<Value<'a>>,
+    pub(super) positional: Vec<ffi::Value<'a>>,
     pub(super) named: Vec<(&'a str, Value<'a>)>,
 }
 
@@ -129,14 +129,14 @@ impl<'a> Args<'a> {
     }
 
     /// A list of arguments by position.
-    pub(crate) fn positional(positional: Vec<Value<'a>>) -> Self {
-        Args { positional, named: Vec::new() }
+    pub(crate) fn positional(values: Vec<Value<'a>>) -> Self {
+        Args { positional: values.into_iter().map(|value| value.0).collect(), named: Vec::new() }
     }
 
     /// Adds the next argument by position.
     #[must_use]
     pub fn arg(mut self, value: impl Into<Value<'a>>) -> Self {
-        self.positional.push(value.into());
+        self.positional.push(value.into().0);
         self
     }
 

@@ -13,6 +13,7 @@ pub mod property;
 pub mod python;
 pub mod refusal;
 mod root;
+pub mod tvm_ffi;
 
 pub use root::root;
 

@@ -183,6 +183,7 @@ impl Rnn {
             !is_lstm
                 || options != (Kind::Float, Device::Cpu)
                 || is_x86_feature_detected!("avx512bw")
+                    && std::env::var_os("ONEDNN_MAX_CPU_ISA").is_none()
         };
         let small = |kind, device| self.small(kind, device);
         let large = |kind, device| {

@@ -15,7 +15,7 @@ pub const ALL_BUT_LLM: [&str; 5] = [
     "--exclude",
     LLM,
     "--features",
-    "tch-extension/distributed,char_lltm/distributed",
+    "tch-extension/distributed,tch-extension/tvm_ffi,char_lltm/distributed",
 ];
 /// Selects all packages, and switches on what is off by default. Cargo unites the features of the
 /// packages that a command selects, so only commands that select the same share what is built. The
@@ -23,10 +23,11 @@ pub const ALL_BUT_LLM: [&str; 5] = [
 pub const EVERYTHING: [&str; 3] = [
     "--workspace",
     "--features",
-    "tch-extension/distributed,llm/distributed,char_lltm/distributed",
+    "tch-extension/distributed,tch-extension/tvm_ffi,llm/distributed,char_lltm/distributed",
 ];
 /// What [`EVERYTHING`] switches on in tch-extension, for a command that selects one package of it.
-pub const ALL_FEATURES: &str = "tch-extension/default,tch-extension/distributed";
+pub const ALL_FEATURES: &str =
+    "tch-extension/default,tch-extension/distributed,tch-extension/tvm_ffi";
 /// The launcher, which the tests of several processes need.
 pub const LAUNCHER: &str = "tch-run";
 /// The package of the demo, in `examples/char_lltm`.

@@ -193,9 +193,18 @@ impl Ci {
             cargo::run(command.args(args).args(["--", "-D", "warnings"]))
         };
         library(&["--features", "doc-only"])?;
-        for family in
-            ["", "norm", "loss", "gemm", "mlp", "recurrent", "rope", "train", "distributed"]
-        {
+        for family in [
+            "",
+            "norm",
+            "loss",
+            "gemm",
+            "mlp",
+            "recurrent",
+            "rope",
+            "train",
+            "distributed",
+            "tvm_ffi",
+        ] {
             let features = format!("doc-only,{family}");
             library(&["--no-default-features", "--features", features.trim_end_matches(',')])?;
         }
@@ -264,15 +273,16 @@ impl Ci {
 
     /// Tests the CPU kernels for the other instruction sets. The kernels are compiled once for each
     /// of three instruction sets, and at run time one of the three is chosen: by the processor, or
-    /// by libtorch's variable `ATEN_CPU_CAPABILITY`. The previous step ran the one that the
-    /// processor chose. Nobody can run those that it lacks.
+    /// by libtorch's variable `ATEN_CPU_CAPABILITY`. oneDNN, which libtorch calls, has a variable of its
+    /// own: where only one is set, libtorch's attention of bf16 fails. The previous step ran the
+    /// instruction set that the processor chose. Nobody can run those that it lacks.
     fn operators_per_isa(&self) -> Result<()> {
         let tests = operator_tests(&self.repo.root);
         let mut programs = runner::programs(&self.build()?);
         programs.retain(|program| tests.contains(&program.name));
         let mut runs = Vec::new();
         for program in &programs {
-            for capability in others() {
+            for (capability, onednn) in others() {
                 let mut run = program.run(&self.changes, &cargo::EVERYTHING);
                 if !self.is_full {
                     const RANDOM: &str = "random_cases";
@@ -286,9 +296,12 @@ impl Ci {
                             .arg(program.first_with_tests(&[RANDOM, "agree"], &self.changes)?);
                     }
                 }
-                run.command.env("ATEN_CPU_CAPABILITY", capability);
+                let variables =
+                    [("ATEN_CPU_CAPABILITY", capability), ("ONEDNN_MAX_CPU_ISA", onednn)];
+                run.command.envs(variables);
                 run.title += &format!(", {capability}");
-                run.again.insert_str(0, &format!("ATEN_CPU_CAPABILITY={capability} "));
+                let variables = variables.map(|(name, value)| format!("{name}={value} "));
+                run.again.insert_str(0, &variables.concat());
                 runs.push(run);
             }
         }
@@ -392,7 +405,7 @@ impl Ci {
         cargo::run(cargo::only_checks(&mut build(&cargo::EVERYTHING)))?;
         // As docs.rs builds it, where there is no libtorch. The features are those of
         // `[package.metadata.docs.rs]` in the packages' manifests.
-        let library = ["-p", LIBRARY, "--features", "doc-only,distributed"];
+        let library = ["-p", LIBRARY, "--features", "doc-only,distributed,tvm_ffi"];
         for args in [&library[..], &["-p", BUILD_CRATE, "--all-features"]] {
             cargo::run(build(args).env("DOCS_RS", "1"))?;
         }
@@ -442,12 +455,13 @@ fn operator_tests(root: &Path) -> Vec<String> {
 /// The instruction set that every x86-64 processor has.
 const DEFAULT: &str = "default";
 
-/// The instruction sets that this processor has and libtorch does not choose on it.
-fn others() -> &'static [&'static str] {
+/// The instruction sets that this processor has and libtorch does not choose on it, by libtorch's
+/// name and oneDNN's.
+fn others() -> &'static [(&'static str, &'static str)] {
     let has_avx512 = std::arch::is_x86_feature_detected!("avx512vl")
         && std::arch::is_x86_feature_detected!("avx512bw")
         && std::arch::is_x86_feature_detected!("avx512dq");
-    if has_avx512 { &[DEFAULT, "avx2"] } else { &[DEFAULT] }
+    if has_avx512 { &[(DEFAULT, "SSE41"), ("avx2", "AVX2")] } else { &[(DEFAULT, "SSE41")] }
 }
 
 fn table(times: &[(&str, Duration)], passed: bool) -> String {

@@ -78,14 +78,14 @@ pub const TOOLS: Set = Set {
     needs_gib: 0.1,
 };
 
-/// Operators from another project, which the tests of `library` load and call.
+/// Operators from other projects, which the tests of `library` and `tvm_ffi` load and call.
 pub const VISION: Set = Set {
-    name: "torchvision",
+    name: "torchvision and TVM FFI",
     pins: "xtask/vision.txt",
     folder: "vision",
     links: &[],
-    key_files: &["vision/torchvision/_C.so"],
-    size: "8 MB",
+    key_files: &["vision/torchvision/_C.so", "vision/tvm_ffi/lib/libtvm_ffi.so"],
+    size: "11 MB",
     needs_gib: 0.1,
 };
 

@@ -1,9 +1,10 @@
-//! Loads kernels from folders as Hugging Face's Kernel Hub has them: [`load_kernel`].
+//! Kernels in folders as Hugging Face's Kernel Hub has them.
 
 mod metadata;
 mod variants;
 
-use crate::library::{Library, Operator, libtorch_version, operators};
+use super::tvm_ffi::{Function, Module};
+use super::{Library, Operator, libtorch_version, operators};
 use crate::{Error, cuda};
 use metadata::Metadata;
 use std::path::{Path, PathBuf};
@@ -16,25 +17,61 @@ pub struct LoadedKernel {
     id: String,
     version: u64,
     variant: String,
-    library: Library,
+    opened: Opened,
+}
+
+#[derive(Clone, Debug)]
+enum Opened {
+    Torch(Library),
+    TvmFfi(Module),
 }
 
 impl LoadedKernel {
-    /// Finds one of the kernel's operators: `rms_norm` means `torch.ops.<id>.rms_norm`.
+    /// Finds one of the operators of a variant for libtorch: `rms_norm` means
+    /// `torch.ops.<id>.rms_norm`.
     ///
     /// # Errors
-    /// As for [`Operator::find`].
+    /// As for [`Operator::find`]; and when the variant is for tvm-ffi.
     pub fn operator(&self, name: &str) -> crate::Result<Operator> {
-        Operator::find(&format!("{}::{name}", self.id))
+        match self.opened {
+            Opened::Torch(_) => Operator::find(&format!("{}::{name}", self.id)),
+            Opened::TvmFfi(_) => Err(self.lacks("operator", name, "functions of TVM FFI")),
+        }
     }
 
-    /// The names that [`operator`](LoadedKernel::operator) takes, sorted.
+    /// The names that [`operator`](LoadedKernel::operator) takes, sorted. A variant for tvm-ffi has
+    /// none.
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn operators(&self) -> crate::Result<Vec<String>> {
         let names = operators(&self.id)?;
         Ok(names.iter().filter_map(|name| Some(name.split_once("::")?.1.to_string())).collect())
+    }
+
+    /// Finds one of the functions of a variant for tvm-ffi.
+    ///
+    /// # Errors
+    /// As for [`Module::function`]; and when the variant is for libtorch.
+    pub fn function(&self, name: &str) -> crate::Result<Function> {
+        match &self.opened {
+            Opened::TvmFfi(module) => module.function(name),
+            Opened::Torch(_) => Err(self.lacks("function", name, "operators of libtorch")),
+        }
+    }
+
+    /// The names that [`function`](LoadedKernel::function) takes, sorted. A variant for libtorch has
+    /// none.
+    pub fn functions(&self) -> &[String] {
+        match &self.opened {
+            Opened::TvmFfi(module) => module.functions(),
+            Opened::Torch(_) => &[],
+        }
+    }
+
+    fn lacks(&self, kind: &str, name: &str, has: &str) -> Error {
+        let LoadedKernel { id, variant, .. } = self;
+        Error::msg(format!("the kernel {id} has no {kind} {name}; its variant {variant} has {has}"))
     }
 
     /// The identifier of this version of the kernel for its backend, which is the namespace of its
@@ -55,7 +92,10 @@ impl LoadedKernel {
 
     /// The path of the library, absolute and with links resolved.
     pub fn path(&self) -> &Path {
-        self.library.path()
+        match &self.opened {
+            Opened::Torch(library) => library.path(),
+            Opened::TvmFfi(module) => module.path(),
+        }
     }
 }
 
@@ -66,7 +106,7 @@ impl LoadedKernel {
 ///
 /// ```no_run
 /// use tch::{Device, Kind, Tensor};
-/// use tch_extension::{args, hub::load_kernel};
+/// use tch_extension::{args, library::load_kernel};
 ///
 /// let kernel = load_kernel("activation")?;
 /// let x = Tensor::randn([8, 256], (Kind::Half, Device::Cuda(0)));
@@ -84,19 +124,21 @@ impl LoadedKernel {
 /// |---|---|
 /// | `torch-stable-abi211-cu130-x86_64-linux` | libtorch 2.11 or newer |
 /// | `torch211-cxx11-cu130-x86_64-linux`, with or without `cxx11` | libtorch 2.11 |
+/// | `tvm-ffi01-cu130-x86_64-linux` | libtvm_ffi 0.1 |
 /// | with `cu130` | a build of this crate with CUDA 13.0 or a newer 13 |
 /// | with `cpu` | a build of this crate without CUDA; with CUDA, see [`load_kernel_for`] |
 ///
-/// The stable ABI is preferred, and newer versions of it and of CUDA. Variants for Python only
-/// (`torch-cuda`, `torch-universal`), for other systems, and for `rocm`, `xpu`, `metal` and others
-/// do not fit. If `path` is one variant, it must fit, too, but may be for the CPU in any case.
+/// Of the first three rows, an earlier one is preferred, and then a newer stable ABI and a newer CUDA.
+/// Variants for Python only (`torch-cuda`, `torch-universal`), for other systems, and for `rocm`,
+/// `xpu`, `metal` and others do not fit. If `path` is one variant, it must fit, too, but may be for the
+/// CPU in any case.
 ///
 /// From `metadata.json` come the id, the version, the GPUs that the kernel was compiled for, and
 /// digests of the files. If there is a GPU, it must be one of those. If there are digests, they are
 /// compared with the files. Then [`Library::load`] loads `<id>.abi3.so`, which usually is a Python
-/// module, too, and so needs a `libpython`. If any of this fails, the next variant is tried. What the
-/// kernel's Python files do in addition, such as allocating the output and checking arguments, is up
-/// to you.
+/// module, too, and so needs a `libpython`; or [`Module::load`] loads the `<id>.so` of a variant for
+/// tvm-ffi. If any of this fails, the next variant is tried. What the kernel's Python files do in
+/// addition, such as allocating the output and checking arguments, is up to you.
 ///
 /// # Security
 /// A kernel that is loaded can do whatever the program can. The digests prove integrity: the files are
@@ -108,7 +150,7 @@ impl LoadedKernel {
 /// # Errors
 /// When no variant can be loaded. The message says for each one why: it does not fit; `metadata.json`
 /// is missing, damaged or larger than 1 MiB; it was not compiled for the GPU; a file has another
-/// digest, or is outside of the folder; or [`Library::load`] fails.
+/// digest, or is outside of the folder; or [`Library::load`] or [`Module::load`] fails.
 ///
 /// [Kernel Hub]: https://huggingface.co/docs/kernels
 pub fn load_kernel(path: impl AsRef<Path>) -> crate::Result<LoadedKernel> {
@@ -119,7 +161,7 @@ pub fn load_kernel(path: impl AsRef<Path>) -> crate::Result<LoadedKernel> {
 /// first, whose architecture is then compared with those of the kernel.
 ///
 /// ```no_run
-/// let kernel = tch_extension::hub::load_kernel_for("activation", tch::Device::Cpu)?;
+/// let kernel = tch_extension::library::load_kernel_for("activation", tch::Device::Cpu)?;
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 ///
@@ -187,6 +229,9 @@ fn as_variant(path: &Path) -> Option<(PathBuf, String)> {
     is_variant.then(|| Some((path.parent()?.to_path_buf(), name.to_string())))?
 }
 
+/// The version of libtvm_ffi that [`super::tvm_ffi`] supports.
+const TVM_FFI: Version = (0, 1);
+
 /// What decides which variants fit, and the compute capability of the GPU, if there is one.
 fn process(device: Option<Device>) -> Result<(Process, Option<Version>), String> {
     let words = |error: Error| error.to_string();
@@ -204,7 +249,7 @@ fn process(device: Option<Device>) -> Result<(Process, Option<Version>), String>
     let mut numbers = numbers.split('.').map_while(|number| number.parse().ok());
     let torch = numbers.next().zip(numbers.next()).ok_or("the version of libtorch is unknown")?;
     let cuda = cuda.map(|version| (version / 1000, version % 1000 / 10));
-    Ok((Process { torch, tvm_ffi: None, cuda }, gpu))
+    Ok((Process { torch, tvm_ffi: Some(TVM_FFI), cuda }, gpu))
 }
 
 /// Checks the files of a variant that fits, and loads its library.
@@ -223,7 +268,12 @@ fn open(
     let suffix = if matches!(framework, Framework::TvmFfi(_)) { "so" } else { "abi3.so" };
     let file = format!("{}.{suffix}", metadata.id());
     metadata.check_files(&build, &file)?;
-    let library = Library::load(build.join(file)).map_err(|error| error.to_string())?;
+    let file = build.join(file);
+    let opened = match framework {
+        Framework::TvmFfi(_) => Module::load(file).map(Opened::TvmFfi),
+        _ => Library::load(file).map(Opened::Torch),
+    };
+    let opened = opened.map_err(|error| error.to_string())?;
     let (id, version) = (metadata.id().to_string(), metadata.version());
-    Ok(LoadedKernel { id, version, variant: variant.to_string(), library })
+    Ok(LoadedKernel { id, version, variant: variant.to_string(), opened })
 }

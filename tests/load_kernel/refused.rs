@@ -119,7 +119,7 @@ fn every_variant_is_listed_with_a_reason() {
             &format!("{broken}: metadata.json: No such file or directory"),
             "; torch29-cxx11-cpu-x86_64-linux: it is for libtorch 2.9, and this is ",
             "torch-stable-abi99-cpu-x86_64-linux: it is for at least libtorch 9.9, and this is ",
-            "tvm-ffi99-cpu-x86_64-linux: it is for tvm-ffi 9.9, and th",
+            "tvm-ffi99-cpu-x86_64-linux: it is for tvm-ffi 9.9, and this is 0.1",
             "-cxx11-cu130-x86_64-linux: it is for cu130, not for the CPU",
             "-cxx11-rocm71-x86_64-linux: it is for rocm71, not for the CPU",
             "-metal-aarch64-darwin: it is for aarch64-darwin, and this is x86_64-linux",

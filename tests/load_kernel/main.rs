@@ -3,12 +3,15 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
-use support::compile::{compile, folder};
+use support::compile::{compile, compile_with, folder};
 use support::root;
-use tch::{Device, Tensor};
-use tch_extension::hub::{LoadedKernel, load_kernel, load_kernel_for};
-use tch_extension::library::libtorch_version;
+use support::tvm_ffi::{installed_or_skip, libtvm_ffi, package};
+use tch::{Device, Kind, Tensor};
+use tch_extension::library::{
+    Library, LoadOptions, LoadedKernel, libtorch_version, load_kernel, load_kernel_for,
+};
 use tch_extension::testing::cuda_or_skip;
+use tch_extension::tvm_ffi::out;
 use tch_extension::{Result, args, cuda};
 
 mod refused;
@@ -25,7 +28,7 @@ fn named(backend: &str) -> String {
 
 fn library() -> &'static Path {
     static LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    LIBRARY.get_or_init(|| compile(&root().join("tests/hub/kernel.cpp"), "kernel.so"))
+    LIBRARY.get_or_init(|| compile(&root().join("tests/load_kernel/kernel.cpp"), "kernel.so"))
 }
 
 /// Digests are Python's, as those of the builder are not from this crate either.
@@ -133,7 +136,7 @@ fn a_library_of_the_stable_abi_is_loaded() {
     let (repository, id) = (repository("stable"), "_stable_cpu_1");
     let stable = format!("torch-stable-abi{}-cpu-x86_64-linux", torch());
     let variant = add(&repository, &stable, id);
-    let library = compile(&root().join("tests/hub/stable.cpp"), "stable.so");
+    let library = compile(&root().join("tests/load_kernel/stable.cpp"), "stable.so");
     std::fs::copy(&library, variant.join(format!("{id}.abi3.so"))).unwrap();
     let metadata = metadata(id, "cpu", "sha256");
     let metadata =
@@ -142,6 +145,47 @@ fn a_library_of_the_stable_abi_is_loaded() {
     let kernel = load_kernel_for(&repository, Device::Cpu).unwrap();
     computes(&kernel);
     assert_eq!(kernel.operators().unwrap(), ["twice"]);
+}
+
+#[test]
+fn a_module_of_tvm_ffi_is_loaded() {
+    if !installed_or_skip("a_module_of_tvm_ffi_is_loaded") {
+        return;
+    }
+    let options = LoadOptions { global: true, ..Default::default() };
+    Library::load_with(libtvm_ffi(), options).unwrap();
+    let (repository, id) = (repository("functions"), "_functions_cpu_1");
+    let variant = add(&repository, "tvm-ffi01-cpu-x86_64-linux", id);
+    let include = format!("-I{}", package().join("include").display());
+    let source = root().join("tests/load_kernel/functions.cpp");
+    let module = compile_with(&[&source], &["-shared", &include], "functions.so");
+    std::fs::rename(&module, variant.join(format!("{id}.so"))).unwrap();
+    let metadata = metadata(id, "cpu", "sha256").replace("digest", "no-digest");
+    std::fs::write(variant.join("metadata.json"), metadata).unwrap();
+    let kernel = load_kernel_for(&repository, Device::Cpu).unwrap();
+    assert_eq!(
+        (kernel.functions(), kernel.operators().unwrap().len()),
+        (&["twice_cpu".to_string()][..], 0)
+    );
+    let (x, mut y) =
+        (Tensor::from_slice(&[1.0, 2.0]), Tensor::zeros([2], (Kind::Double, Device::Cpu)));
+    kernel.function("twice_cpu").unwrap().call::<()>(args![out(&mut y), &x]).unwrap();
+    assert_eq!(y, &x * 2.0);
+    let text = message(kernel.operator("twice"));
+    assert!(
+        text.ends_with("its variant tvm-ffi01-cpu-x86_64-linux has functions of TVM FFI"),
+        "{text}"
+    );
+    // A variant for libtorch comes first.
+    add(&repository, &named("cpu"), "_functions_cpu_torch");
+    let kernel = load_kernel_for(&repository, Device::Cpu).unwrap();
+    computes(&kernel);
+    assert!(kernel.functions().is_empty());
+    let text = message(kernel.function("twice"));
+    assert!(
+        text.contains("has no function twice") && text.ends_with("has operators of libtorch"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -1,0 +1,518 @@
+// Calls functions of TVM FFI with libtorch's tensors.
+
+#include <ATen/DLConvertor.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+#include <c10/util/SmallVector.h>
+#ifdef TCH_EXTENSION_CUDA
+#include <c10/cuda/CUDAFunctions.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+
+#include "../autograd/levels.h"
+#include "../autograd/stand_ins.h"
+#include "../ffi.h"
+#include "../library/value.h"
+#include "../tensor/touched.h"
+#include "runtime.h"
+#include "tch_extension/c_abi.h"
+
+namespace tch_extension {
+
+// What is wrong with a call. Rust makes the message from it.
+struct TvmFfiCallError {
+  // 0: an error of the function itself; 1: a wrong argument; 2: an input requires grad; 3: an
+  // output is a leaf that requires grad; 4: whether memory overlaps takes a closer look.
+  int32_t kind;
+  int32_t argument;
+};
+
+namespace tvm_ffi {
+namespace {
+
+// An object of TVM FFI for a tensor. Functions may keep it after the call, as they may keep those
+// that Python passes. Only then it holds the tensor.
+struct TensorObject {
+  Object head{};
+  DLTensor view{};
+  at::Tensor kept;
+  std::unique_ptr<int64_t[]> strides;
+};
+
+// Objects that this thread uses again: a call needs one for each tensor, and to allocate them would
+// take half of its time.
+class Pool {
+ public:
+  ~Pool() {
+    while (len_ > 0) delete objects_[--len_];
+    is_open_ = false;
+  }
+  TensorObject* take() { return len_ > 0 ? objects_[--len_] : new TensorObject; }
+  void put(TensorObject* object) {
+    if (is_open_ && len_ < kMost) {
+      objects_[len_++] = object;
+    } else {
+      delete object;
+    }
+  }
+
+ private:
+  static constexpr size_t kMost = 16;
+  TensorObject* objects_[kMost];
+  size_t len_ = 0;
+  bool is_open_ = true;
+};
+
+thread_local Pool pool;
+
+void delete_tensor(void* self, int flags) {
+  auto* object = static_cast<TensorObject*>(self);
+  if ((flags & kContentGoes) != 0) {
+    object->kept.reset();
+    object->strides.reset();
+  }
+  if ((flags & kMemoryGoes) != 0) pool.put(object);
+}
+
+struct Delete {
+  void operator()(TensorObject* object) const { delete_tensor(object, kContentGoes | kMemoryGoes); }
+};
+
+DLDevice dl_device_of(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) return {kDLCPU, 0};
+  if (tensor.is_cuda()) return {kDLCUDA, static_cast<int32_t>(tensor.get_device())};
+  return at::torchDeviceToDLDevice(tensor.device());
+}
+
+// Keys of tensors whose memory does not hold their values in dense order.
+constexpr auto kUnusual =
+    kStandIns | c10::sparse_ks | c10::sparse_csr_ks |
+    c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
+                         c10::DispatchKey::ZeroTensor, c10::DispatchKey::NestedTensor,
+                         c10::DispatchKey::MkldnnCPU});
+
+void check_memory(const at::Tensor& tensor) {
+  if (!tensor.defined()) throw WrongValue("an undefined tensor");
+  if (!tensor.key_set().has_any(kUnusual) && tensor.has_storage()) return;
+  if (is_stand_in(tensor)) throw WrongValue("a tensor that stands for others, which has no memory");
+  if (tensor.is_conj()) throw WrongValue("a lazily conjugated tensor; call resolve_conj()");
+  if (tensor.is_neg()) throw WrongValue("a lazily negated tensor; call resolve_neg()");
+  if (tensor._is_zerotensor()) throw WrongValue("a tensor of zeros without memory; copy it");
+  throw WrongValue("a tensor that is not dense");
+}
+
+// Points the view to the tensor's sizes and strides. A dimension of one element or none gets the
+// stride 1, as in torch's own DLPack, because kernels compare strides with 1.
+void view_sizes(TensorObject& object, const at::Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  object.view.shape = const_cast<int64_t*>(sizes.data());
+  object.view.strides = const_cast<int64_t*>(strides.data());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] > 1 || strides[i] == 1) continue;
+    if (object.strides == nullptr) {
+      object.strides = std::make_unique<int64_t[]>(sizes.size());
+      std::copy(strides.begin(), strides.end(), object.strides.get());
+      object.view.strides = object.strides.get();
+    }
+    object.strides[i] = 1;
+  }
+}
+
+DLDataType dtype_of(at::ScalarType kind) {
+  switch (kind) {
+    case at::kFloat:
+      return {kDLFloat, 32, 1};
+    case at::kHalf:
+      return {kDLFloat, 16, 1};
+    case at::kBFloat16:
+      return {kDLBfloat, 16, 1};
+    default:
+      return at::getDLDataType(at::empty({0}, kind));
+  }
+}
+
+TensorObject* object_of(const at::Tensor& tensor, bool is_written) {
+  check_memory(tensor);
+  touch(tensor);
+  std::unique_ptr<TensorObject, Delete> object(pool.take());
+  object->head.counts.store(kOneReference, std::memory_order_relaxed);
+  object->head.type_index = kTensor;
+  object->head.deleter = delete_tensor;
+  try {
+    object->view.dtype = dtype_of(tensor.scalar_type());
+    object->view.device = dl_device_of(tensor);
+  } catch (const c10::Error& error) {
+    throw WrongValue(std::string("a tensor that DLPack lacks: ") + error.what_without_backtrace());
+  }
+  object->view.data =
+      is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+  object->view.ndim = static_cast<int32_t>(tensor.dim());
+  view_sizes(*object, tensor);
+  return object.release();
+}
+
+// The memory from a tensor's first byte to its last.
+struct Range {
+  explicit Range(const DLTensor& view) : begin(static_cast<const char*>(view.data)), end(begin) {
+    int64_t last = 0;
+    for (int32_t i = 0; i < view.ndim; ++i) {
+      if (view.shape[i] == 0) return;
+      last += (view.shape[i] - 1) * view.strides[i];
+    }
+    // No kind has more bits than fit, and a part of a byte is a byte.
+    const int64_t bits = int64_t{view.dtype.bits} * view.dtype.lanes;
+    end += ((last + 1) * bits + 7) / 8;
+  }
+  bool meets(const Range& other) const { return begin < other.end && other.begin < end; }
+
+  const char *begin, *end;
+};
+
+// The arguments of a call.
+class Arguments {
+ public:
+  explicit Arguments(const Runtime& ffi) : ffi_(ffi) {}
+  Arguments(const Arguments&) = delete;
+  Arguments& operator=(const Arguments&) = delete;
+  ~Arguments() {
+    for (const Given& given : tensors_) release(given);
+  }
+
+  void add(const Value& value) { anys_.push_back(convert(value)); }
+
+  const Any* data() const { return anys_.data(); }
+  size_t len() const { return anys_.size(); }
+
+  struct Given {
+    const at::Tensor& tensor;
+    TensorObject* object;
+    bool is_written;
+  };
+
+  const c10::SmallVectorImpl<Given>& tensors() const { return tensors_; }
+
+  // The device whose stream counts: of the first tensor on a GPU, or else of the first argument
+  // that is a GPU.
+  int32_t gpu() const {
+    for (const Given& given : tensors_) {
+      if (given.object->view.device.device_type == kDLCUDA)
+        return given.object->view.device.device_id;
+    }
+    for (const Any& any : anys_) {
+      if (any.type_index == kDevice && any.device.device_type == kDLCUDA)
+        return any.device.device_id;
+    }
+    return -1;
+  }
+
+  // The tensor whose object this is.
+  const at::Tensor* find(const Object* object) const {
+    for (const Given& given : tensors_) {
+      if (&given.object->head == object) return &given.tensor;
+    }
+    return nullptr;
+  }
+
+ private:
+  // Most objects have no other reference, and then need no call.
+  void release(const Given& given) {
+    TensorObject* object = given.object;
+    if (object->head.counts.load(std::memory_order_acquire) == kOneReference) {
+      Delete()(object);
+      return;
+    }
+    // The function keeps the tensor: its sizes must not change when somebody resizes ours, and its
+    // memory must stay.
+    given.tensor.storage().unsafeGetStorageImpl()->set_resizable(false);
+    object->kept = given.tensor.alias();
+    object->strides.reset();
+    view_sizes(*object, object->kept);
+    ffi_.dec_ref(object);
+  }
+
+  Any convert(const Value& value) {
+    Any any;
+    switch (value.tag) {
+      case Tag::kDefault:
+      case Tag::kNone:
+        return any;
+      case Tag::kTensor:
+      case Tag::kWritten:
+        return tensor(*static_cast<const at::Tensor*>(value.data), value.tag == Tag::kWritten);
+      case Tag::kInt:
+        return any_of(value.integer);
+      case Tag::kBool:
+        any.type_index = kBool;
+        any.integer = value.integer;
+        return any;
+      case Tag::kFloat:
+        any.type_index = kFloat;
+        any.real = value.real;
+        return any;
+      case Tag::kString:
+        return keep(any_of_text(ffi_, static_cast<const char*>(value.data), value.len));
+      case Tag::kDevice:
+        any.type_index = kDevice;
+        any.device = at::torchDeviceToDLDevice(
+            c10::Device(static_cast<c10::DeviceType>(value.len),
+                        static_cast<c10::DeviceIndex>(std::max<int64_t>(value.integer, 0))));
+        return any;
+      case Tag::kScalarType:
+        any.type_index = kDataType;
+        any.dtype = dtype_of(static_cast<at::ScalarType>(value.integer));
+        return any;
+      case Tag::kList:
+      case Tag::kInts:
+      case Tag::kFloats:
+        return list(value);
+      default:
+        throw WrongValue(describe(value) + ", which TVM FFI lacks");
+    }
+  }
+
+  Any tensor(const at::Tensor& tensor, bool is_written) {
+    tensors_.push_back({tensor, object_of(tensor, is_written), is_written});
+    return any_of(&tensors_.back().object->head);
+  }
+
+  Any list(const Value& value) {
+    c10::SmallVector<Any, 8> items;
+    for (size_t i = 0; i < value.len; ++i) items.push_back(convert(element(value, i)));
+    return keep(call(ffi_, ffi_.make_array, items.data(), items.size()));
+  }
+
+  // The value lives as long as the arguments do.
+  Any keep(Owned&& owned) {
+    owned_.push_back(std::move(owned));
+    return owned_.back().get();
+  }
+
+  const Runtime& ffi_;
+  c10::SmallVector<Any, 8> anys_;
+  c10::SmallVector<Given, 4> tensors_;
+  // They refer to the tensors, and so go first.
+  std::vector<Owned> owned_;
+};
+
+// Whether memory that is written may be memory of another argument, or has elements that share it.
+bool may_overlap(const c10::SmallVectorImpl<Arguments::Given>& tensors) {
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].is_written) continue;
+    const at::Tensor& written = tensors[i].tensor;
+    if (!written.is_contiguous() && at::has_internal_overlap(written) != at::MemOverlap::No)
+      return true;
+    const Range range(tensors[i].object->view);
+    for (size_t j = 0; j < tensors.size(); ++j) {
+      if (j != i && range.meets(Range(tensors[j].object->view))) return true;
+    }
+  }
+  return false;
+}
+
+enum class Grad : int32_t { kRefused, kIgnored, kOwnBackward };
+
+void check_grad(const Arguments& arguments, Grad grad, TvmFfiCallError& error) {
+  if (grad == Grad::kIgnored) return;
+  for (const auto& given : arguments.tensors()) {
+    if (!given.tensor.requires_grad() || !records_graph()) continue;
+    if (grad == Grad::kRefused) {
+      error.kind = 2;
+      throw std::runtime_error("an input requires grad");
+    }
+    if (given.is_written && given.tensor.is_leaf()) {
+      error.kind = 3;
+      throw std::runtime_error("an output is a leaf that requires grad");
+    }
+  }
+}
+
+// While it lives, functions see libtorch's current stream and device, and its allocator.
+class Surrounded {
+ public:
+  Surrounded(const Runtime& ffi, int32_t gpu) : ffi_(ffi), gpu_(gpu) {
+    if (ffi_.allocator() != allocate) {
+      is_allocator_set_ = ffi_.set_allocator(allocate, 0, &allocator_) == 0;
+    }
+    if (gpu_ < 0) return;
+#ifdef TCH_EXTENSION_CUDA
+    const auto index = static_cast<c10::DeviceIndex>(gpu_);
+    auto* stream = c10::cuda::getCurrentCUDAStream(index).stream();
+    device_ = c10::cuda::ExchangeDevice(index);
+    ffi_.set_stream(kDLCUDA, gpu_, stream, &stream_);
+#else
+    throw std::runtime_error("a tensor is on a GPU, and this build has no CUDA");
+#endif
+  }
+  Surrounded(const Surrounded&) = delete;
+  Surrounded& operator=(const Surrounded&) = delete;
+  ~Surrounded() {
+    if (is_allocator_set_) ffi_.set_allocator(allocator_, 0, nullptr);
+#ifdef TCH_EXTENSION_CUDA
+    if (gpu_ < 0) return;
+    ffi_.set_stream(kDLCUDA, gpu_, stream_, nullptr);
+    try {
+      c10::cuda::MaybeExchangeDevice(device_);
+    } catch (const std::exception&) {
+      // The next call to CUDA reports the error again.
+    }
+#endif
+  }
+
+ private:
+  const Runtime& ffi_;
+  int32_t gpu_;
+  bool is_allocator_set_ = false;
+  Allocator allocator_ = nullptr;
+#ifdef TCH_EXTENSION_CUDA
+  c10::DeviceIndex device_ = -1;
+  void* stream_ = nullptr;
+#endif
+};
+
+// Tells autograd that the values have changed, whether the function succeeds or not.
+class Written {
+ public:
+  explicit Written(const Arguments& arguments) : arguments_(arguments) {}
+  Written(const Written&) = delete;
+  Written& operator=(const Written&) = delete;
+  ~Written() {
+    for (const auto& given : arguments_.tensors()) {
+      const at::Tensor& tensor = given.tensor;
+      if (given.is_written && !tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+ private:
+  const Arguments& arguments_;
+};
+
+constexpr int kDeepest = 64;
+
+class Returned {
+ public:
+  Returned(const Runtime& ffi, const Arguments& arguments, const Allocations& allocations)
+      : ffi_(ffi), arguments_(arguments), allocations_(allocations) {}
+
+  at::Tensor tensor(const Any& any) const {
+    const at::Tensor* given = arguments_.find(any.object);
+    if (given != nullptr) return *given;
+    // Another reference would keep the memory, and a tensor of libtorch's may be resized.
+    const bool is_last = any.object->counts.load(std::memory_order_acquire) == kOneReference;
+    const at::Tensor* made = is_last ? allocations_.find(cell<DLTensor>(*any.object)) : nullptr;
+    if (made != nullptr) return *made;
+    DLManagedTensorVersioned* managed = nullptr;
+    if (ffi_.to_dlpack(any.object, &managed) != 0) throw std::runtime_error(take_error(ffi_));
+    return at::fromDLPackVersioned(managed);
+  }
+
+  c10::IValue convert(const Any& any, int depth = 0) const {
+    switch (any.type_index) {
+      case kNone:
+        return c10::IValue();
+      case kInt:
+        return any.integer;
+      case kBool:
+        return any.integer != 0;
+      case kFloat:
+        return any.real;
+      case kDataType:
+        // Read as a Kind; see `type_of`.
+        return static_cast<int64_t>(at::toScalarType(any.dtype));
+      case kDevice:
+        return at::dlDeviceToTorchDevice(any.device.device_type,
+                                         static_cast<c10::DeviceIndex>(any.device.device_id));
+      case kSmallStr:
+      case kStr:
+        return text_of(any);
+      case kTensor:
+        return tensor(any);
+      case kShape: {
+        const auto& shape = cell<ShapeCell>(*any.object);
+        c10::impl::GenericList list(c10::AnyType::get());
+        for (size_t i = 0; i < shape.size; ++i) list.push_back(shape.data[i]);
+        return list;
+      }
+      case kArray:
+        return list(any, ffi_.array_size, ffi_.array_item, depth);
+      case kList:
+        return list(any, ffi_.list_size, ffi_.list_item, depth);
+      default:
+        throw std::runtime_error("it returned a value of TVM FFI's type number " +
+                                 std::to_string(any.type_index) + ", which cannot be read in Rust");
+    }
+  }
+
+ private:
+  c10::IValue list(const Any& any, Object* size, Object* item, int depth) const {
+    if (depth == kDeepest) throw std::runtime_error("it returned lists that are nested too deeply");
+    const int64_t len = call(ffi_, size, &any, 1).get().integer;
+    c10::impl::GenericList list(c10::AnyType::get());
+    for (int64_t i = 0; i < len; ++i) {
+      const Any arguments[] = {any, any_of(i)};
+      list.push_back(convert(call(ffi_, item, arguments, 2).get(), depth + 1));
+    }
+    return list;
+  }
+
+  const Runtime& ffi_;
+  const Arguments& arguments_;
+  const Allocations& allocations_;
+};
+
+c10::TypePtr type_of(const Any& any) {
+  if (any.type_index == kDataType) return c10::ScalarTypeType::get();
+  return c10::AnyType::get();
+}
+
+}  // namespace
+}  // namespace tvm_ffi
+}  // namespace tch_extension
+
+using namespace tch_extension;
+using namespace tch_extension::tvm_ffi;
+
+// Calls a function. `grad` is a number of `Grad`; with `is_apart`, memory that is written is known
+// to be no memory of another argument. The caller owns what the function returned: nothing, a
+// tensor, or other results.
+TCH_EXTENSION_API Message tch_extension_tvm_ffi_call(void* function, const Value* values,
+                                                     size_t len, int32_t grad, bool is_apart,
+                                                     at::Tensor** tensor, Results** results,
+                                                     TvmFfiCallError* error) {
+  *error = {0, -1};
+  return guard([&] {
+    const Runtime& ffi = runtime();
+    Arguments arguments(ffi);
+    for (size_t i = 0; i < len; ++i) {
+      *error = {1, static_cast<int32_t>(i)};
+      arguments.add(values[i]);
+    }
+    *error = {0, -1};
+    check_grad(arguments, static_cast<Grad>(grad), *error);
+    if (!is_apart && tvm_ffi::may_overlap(arguments.tensors())) {
+      error->kind = 4;
+      throw std::runtime_error("memory may overlap");
+    }
+    const Allocations allocations;
+    Owned owned;
+    {
+      const Surrounded surrounded(ffi, arguments.gpu());
+      const Written written(arguments);
+      owned = call(ffi, static_cast<Object*>(function), arguments.data(), arguments.len());
+    }
+    const Any& any = owned.get();
+    const Returned returned(ffi, arguments, allocations);
+    if (any.type_index == kNone) return;
+    if (any.type_index == kTensor) {
+      *tensor = new at::Tensor(returned.tensor(any));
+      return;
+    }
+    auto made = std::make_unique<Results>();
+    made->stack.push_back(returned.convert(any));
+    made->values.push_back(from_ivalue(made->stack[0], *type_of(any), made->lists));
+    *results = made.release();
+  });
+}

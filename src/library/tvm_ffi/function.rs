@@ -1,0 +1,251 @@
+//! Functions, and their calls.
+
+use crate::autograd::Tensors;
+use crate::ffi::library::{Value, is_same};
+use crate::ffi::tvm_ffi::{self as ffi, CallFailure, Grad};
+use crate::library::with_backward::{Backward, Callee, Node, tensors_of};
+use crate::library::{Args, CallContext, FromOutputs, Output};
+use crate::overlap::{overlaps, share_memory};
+use crate::{Error, Result};
+use std::sync::{Arc, Mutex};
+use tch::Tensor;
+
+/// A function of a [`Module`](super::Module). It is cheap to clone, and any thread may call it.
+#[derive(Clone)]
+pub struct Function {
+    inner: Arc<Inner>,
+    grad: Grad,
+}
+
+struct Inner {
+    name: String,
+    handle: ffi::Function,
+}
+
+impl Inner {
+    fn error(&self, message: impl std::fmt::Display) -> Error {
+        // An error of a function may have several lines.
+        Error::msg(format!("{}: {message}", self.name).replace('\n', " "))
+    }
+}
+
+impl Function {
+    pub(super) fn new(name: String, handle: ffi::Function) -> Function {
+        Function { inner: Arc::new(Inner { name, handle }), grad: Grad::Refused }
+    }
+
+    /// The function's name.
+    pub fn name(&self) -> &str {
+        &self.inner.name
+    }
+
+    /// Calls the function. Arguments are tensors, numbers, strings, a [`Device`](tch::Device), a
+    /// [`Kind`](tch::Kind), lists of these, and `None`. [`out`](super::out) marks tensors that the
+    /// function writes to. The type of the result states what it is expected to return: `()`, a
+    /// `Tensor`, a number, a `String`, a tuple, a `Vec`, or an `Option` of one of them.
+    ///
+    /// ```no_run
+    /// use tch::Tensor;
+    /// use tch_extension::{args, tvm_ffi::Module};
+    ///
+    /// let add_one = Module::load("libadd_one.so")?.function("add_one_alloc")?;
+    /// let y: Tensor = add_one.call(args![&Tensor::from_slice(&[1.0_f32, 2.0])])?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Gradients
+    /// A function of TVM FFI has no gradient. If a tensor requires grad, the call is an error, before
+    /// anything has run, unless grad mode is off, as in the forward pass of an operator or an
+    /// [`autograd::Function`](crate::autograd::Function), or you choose what to do:
+    /// [`no_grad`](Function::no_grad) or [`with_backward`](Function::with_backward).
+    ///
+    /// # Errors
+    /// Wrong arguments, an error that the function reports, or a result of another type. The message
+    /// begins with the function's name. What the function wrote before it failed stays written.
+    pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
+        let outputs = self.run(&self.values(args)?, self.grad)?;
+        self.convert(outputs)
+    }
+
+    /// The same function, for which all tensors are constants.
+    #[must_use]
+    pub fn no_grad(&self) -> Function {
+        Function { inner: Arc::clone(&self.inner), grad: Grad::Ignored }
+    }
+
+    /// The same function with your own backward pass.
+    ///
+    /// `backward` is [`Function::backward`](crate::autograd::Function::backward). The inputs are all
+    /// tensors among the arguments in order, with those that are marked with [`out`](super::out).
+    /// Tensors in lists count one by one. The outputs are all tensors that the function returns, and
+    /// then the marked ones. The saved tensors are, from slot 0 on, the inputs and then the outputs. A
+    /// second derivative is an error. Arguments that are no tensors have no names, so the closure keeps
+    /// those that it needs.
+    ///
+    /// ```no_run
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::args;
+    /// use tch_extension::tvm_ffi::{Module, out};
+    ///
+    /// let add_one = Module::load("libadd_one.so")?.function("add_one")?;
+    /// let add_one = add_one.with_backward(|_, grads| Ok([Some(grads.get(0)?.shallow_clone()), None].into()));
+    /// let x = Tensor::from_slice(&[1.0_f32, 2.0]).set_requires_grad(true);
+    /// let mut y = Tensor::empty_like(&x.detach());
+    /// add_one.call::<()>(args![&x, out(&mut y)])?;
+    /// y.sum(Kind::Float).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[1.0_f32, 1.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    pub fn with_backward<F>(&self, backward: F) -> WithBackward
+    where
+        F: Fn(&CallContext<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
+    {
+        WithBackward { function: self.no_grad(), backward: Arc::new(backward) }
+    }
+
+    fn values<'a>(&self, args: Args<'a>) -> Result<Vec<Value<'a>>> {
+        match args.named.first() {
+            None => Ok(args.positional),
+            Some((name, _)) => Err(self.inner.error(format_args!(
+                "{name}: expected an argument by position, got one by name; arguments of TVM FFI have no names"
+            ))),
+        }
+    }
+
+    fn run(&self, values: &[Value<'_>], grad: Grad) -> Result<Vec<Output>> {
+        let inner = &self.inner;
+        let outcome = match inner.handle.call(values, grad, false) {
+            Err(CallFailure::MayOverlap) => {
+                self.check_overlap(values)?;
+                inner.handle.call(values, grad, true)
+            }
+            outcome => outcome,
+        };
+        outcome.map_err(|failure| match failure {
+            CallFailure::Function(message) => inner.error(message),
+            CallFailure::Argument(index, got) => {
+                inner.error(format_args!("argument {index}: expected a value that TVM FFI can pass, got {got}"))
+            }
+            CallFailure::RequiresGrad => inner.error(
+                "it has no gradient, and an input requires grad; choose .no_grad() for constants, or \
+                 .with_backward(f) for a gradient of your own",
+            ),
+            CallFailure::WrittenLeaf => {
+                inner.error("a leaf Variable that requires grad cannot be written into")
+            }
+            CallFailure::MayOverlap => inner.error("internal error: overlap is checked twice"),
+            CallFailure::Output(error) => inner.error(error),
+        })
+    }
+
+    /// Refuses memory that is written and is memory of another argument, or has elements that share
+    /// memory. C++ only finds out that this may be so.
+    fn check_overlap(&self, values: &[Value<'_>]) -> Result<()> {
+        let (tensors, are_written) = tensors(values);
+        for (index, written) in tensors.iter().enumerate().filter(|(index, _)| are_written[*index])
+        {
+            if overlaps(&written.size(), &written.stride()) {
+                return Err(self.inner.error(format_args!(
+                    "tensor {index}: expected elements that do not share memory to write to, got strides {:?} for sizes \
+                     {:?}; copy it",
+                    written.stride(),
+                    written.size()
+                )));
+            }
+            for (other, tensor) in tensors.iter().enumerate().filter(|(other, _)| *other != index) {
+                if share_memory(written, tensor)? {
+                    return Err(self.inner.error(format_args!(
+                        "tensor {index}: expected memory of its own to write to, got memory of tensor {other}; copy one of \
+                         them"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn convert<T: FromOutputs>(&self, outputs: Vec<Output>) -> Result<T> {
+        let is_none = outputs.is_empty();
+        let converted = match T::from_outputs(outputs) {
+            // No result is `None`, too.
+            Err(_) if is_none => T::from_outputs(vec![Output::None]),
+            converted => converted,
+        };
+        converted.map_err(|message| self.inner.error(message))
+    }
+}
+
+/// All tensors of the values, those in lists one by one, and whether each is written to.
+fn tensors(values: &[Value<'_>]) -> (Vec<Tensor>, Vec<bool>) {
+    let (mut tensors, mut are_written) = (Vec::new(), Vec::new());
+    for value in values {
+        value.tensors(&mut tensors);
+        value.are_written(&mut are_written);
+    }
+    (tensors, are_written)
+}
+
+impl std::fmt::Debug for Function {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Function").field("name", &self.name()).finish()
+    }
+}
+
+impl Callee for Inner {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn argument(&self, _: &str) -> Option<(usize, String)> {
+        None
+    }
+}
+
+/// A function with a backward pass that its user wrote; see [`Function::with_backward`].
+#[derive(Clone)]
+pub struct WithBackward {
+    function: Function,
+    backward: Arc<Backward>,
+}
+
+impl WithBackward {
+    /// Calls the function like [`Function::call`], and makes the call part of the graph. Tensors that
+    /// are marked with [`out`](super::out) become part of it, too.
+    ///
+    /// # Errors
+    /// As for [`Function::call`]. Also when a leaf that requires grad is marked with `out`.
+    pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
+        let values = self.function.values(args)?;
+        let mut outputs = self.function.run(&values, Grad::OwnBackward)?;
+        let returned = outputs.len();
+        let (inputs, are_written) = tensors(&values);
+        let mut results = Vec::new();
+        let mut note = |output: &mut Output| {
+            tensors_of(output, &mut |tensor| results.push(tensor.shallow_clone()))
+        };
+        outputs.iter_mut().for_each(&mut note);
+        let written: Vec<usize> = (0..inputs.len()).filter(|index| are_written[*index]).collect();
+        for &index in &written {
+            if !results.iter().any(|result| is_same(result, &inputs[index])) {
+                results.push(inputs[index].shallow_clone());
+                outputs.push(Output::Tensor(inputs[index].shallow_clone()));
+            }
+        }
+        let node = Node {
+            callee: Arc::clone(&self.function.inner) as _,
+            arguments: None,
+            results: Mutex::new(results),
+            written,
+            backward: Arc::clone(&self.backward),
+        };
+        node.join_graph(&inputs, &mut outputs)?;
+        outputs.truncate(returned);
+        self.function.convert(outputs)
+    }
+}
+
+impl std::fmt::Debug for WithBackward {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.function.fmt(f)
+    }
+}
