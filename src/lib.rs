@@ -56,6 +56,11 @@ mod porting_page {}
 #[doc = include_str!("../docs/training.md")]
 mod training_page {}
 
+/// Runs the examples of docs/kernels-from-elsewhere.md as tests.
+#[cfg(all(doctest, feature = "tvm_ffi", feature = "norm"))]
+#[doc = include_str!("../docs/kernels-from-elsewhere.md")]
+mod elsewhere_page {}
+
 /// Runs the examples of docs/distributed.md as tests.
 #[cfg(all(doctest, feature = "distributed"))]
 #[doc = include_str!("../docs/distributed.md")]
