@@ -14,6 +14,7 @@ use tch_extension::{Result, args};
 
 mod autograd;
 mod cuda;
+mod flashinfer;
 mod loading;
 mod memory;
 mod speed;

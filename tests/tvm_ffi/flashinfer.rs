@@ -1,0 +1,133 @@
+//! FlashInfer's kernels against this crate's. `TCH_EXTENSION_TEST_FLASHINFER` names the folder with its
+//! modules `libflashinfer_norm.so` and `libflashinfer_rope.so`, which FlashInfer compiles.
+
+use super::*;
+use std::io::Write;
+use tch_extension::cuda::{Graph, Stream, StreamGuard};
+use tch_extension::ops::{
+    AddRmsNormOptions, RopeOptions, f_add_rms_norm, f_layer_norm, f_rms_norm, f_rope,
+};
+use tch_extension::testing::{assert_close, cuda_or_skip};
+
+/// The module of this name and the GPU. Skips visibly without them.
+fn ready(test: &str, name: &str) -> Option<(Module, Device)> {
+    module(test)?;
+    let device = cuda_or_skip(test)?;
+    let Some(folder) = std::env::var_os("TCH_EXTENSION_TEST_FLASHINFER") else {
+        let line = format!("SKIPPED {test}: TCH_EXTENSION_TEST_FLASHINFER names no folder\n");
+        let _ = std::io::stderr().write_all(line.as_bytes());
+        return None;
+    };
+    let path = Path::new(&folder).join(format!("libflashinfer_{name}.so"));
+    Some((Module::load(path).expect("a module"), device))
+}
+
+fn randn(size: &[i64], kind: Kind, device: Device) -> Tensor {
+    Tensor::randn(size, (kind, device))
+}
+
+#[test]
+fn cuda_flashinfers_norms_agree_with_ours() {
+    let Some((module, device)) = ready("cuda_flashinfers_norms_agree_with_ours", "norm") else {
+        return;
+    };
+    let of = |name: &str| module.function(name).expect(name);
+    let (rmsnorm, fused, layernorm) = (of("rmsnorm"), of("fused_add_rmsnorm"), of("layernorm"));
+    let options = AddRmsNormOptions { eps: Some(1e-6), ..Default::default() };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        for (rows, columns) in [(1, 64), (7, 1000), (33, 4096), (128, 8192)] {
+            let (x, weight) =
+                (randn(&[rows, columns], kind, device), randn(&[columns], kind, device));
+            let expected = f_rms_norm(&x, &[columns], Some(&weight), Some(1e-6)).unwrap();
+            let mut y = x.empty_like();
+            call(&rmsnorm, args![out(&mut y), &x, &weight, 1e-6, false]).unwrap();
+            assert_close(&y, &expected, 2e-2, 2e-2);
+            // Rows of a wider tensor.
+            let wide = randn(&[rows, 2 * columns], kind, device).slice(1, 0, columns, 1);
+            let expected = f_rms_norm(&wide, &[columns], Some(&weight), Some(1e-6)).unwrap();
+            call(&rmsnorm, args![out(&mut y), &wide, &weight, 1e-6, false]).unwrap();
+            assert_close(&y, &expected, 2e-2, 2e-2);
+            // In place: the sum replaces the residual, and its norm replaces the input.
+            let (mut input, mut residual) = (x.copy(), randn(&[rows, columns], kind, device));
+            let (normed, sum) =
+                f_add_rms_norm(&input, &residual, &[columns], Some(&weight), &options).unwrap();
+            let all = args![out(&mut input), out(&mut residual), &weight, 1e-6, false];
+            call(&fused, all).unwrap();
+            assert_close(&residual, &sum, 2e-2, 2e-2);
+            assert_close(&input, &normed, 2e-2, 2e-2);
+        }
+    }
+    // Declared with tensors that the function may keep.
+    let x = randn(&[16, 1024], Kind::BFloat16, device);
+    let [gamma, beta] = [0, 1].map(|_| randn(&[1024], Kind::Float, device));
+    let mut y = x.empty_like();
+    call(&layernorm, args![out(&mut y), &x, &gamma, &beta, 1e-6]).unwrap();
+    let expected =
+        f_layer_norm(&x.to_kind(Kind::Float), &[1024], Some(&gamma), Some(&beta), 1e-6).unwrap();
+    assert_close(&y.to_kind(Kind::Float), &expected, 2e-2, 2e-2);
+    // What it refuses is an error here.
+    refused(
+        call(&rmsnorm, args![out(&mut y), &x, &gamma, 1e-6]),
+        &rmsnorm,
+        &["Expected 5 but got 4"],
+    );
+}
+
+#[test]
+fn cuda_flashinfers_norm_runs_on_a_side_stream_and_in_a_graph() {
+    const TEST: &str = "cuda_flashinfers_norm_runs_on_a_side_stream_and_in_a_graph";
+    let Some((module, device)) = ready(TEST, "norm") else { return };
+    let rmsnorm = module.function("rmsnorm").unwrap();
+    let (mut x, weight) =
+        (randn(&[64, 4096], Kind::BFloat16, device), randn(&[4096], Kind::BFloat16, device));
+    let expected = |x: &Tensor| f_rms_norm(x, &[4096], Some(&weight), Some(1e-6)).unwrap();
+    let side = Stream::new(device).unwrap();
+    for _ in 0..20 {
+        let mut y = x.empty_like();
+        side.wait_stream(&Stream::current(device).unwrap()).unwrap();
+        {
+            let _side = StreamGuard::new(&side).unwrap();
+            // The norm must wait for the long product on its stream.
+            let busy = randn(&[4096, 4096], Kind::BFloat16, device);
+            x.copy_(&(busy.matmul(&busy).slice(0, 0, 64, 1) * 0.01));
+            call(&rmsnorm, args![out(&mut y), &x, &weight, 1e-6, false]).unwrap();
+        }
+        Stream::current(device).unwrap().wait_stream(&side).unwrap();
+        assert_close(&y, &expected(&x), 2e-2, 2e-2);
+    }
+    let mut y = x.empty_like();
+    let (graph, ()) =
+        Graph::capture(device, || rmsnorm.call::<()>(args![out(&mut y), &x, &weight, 1e-6, false]))
+            .unwrap();
+    for _ in 0..3 {
+        x.copy_(&randn(&[64, 4096], Kind::BFloat16, device));
+        graph.replay().unwrap();
+        assert_close(&y, &expected(&x), 2e-2, 2e-2);
+    }
+}
+
+#[test]
+fn cuda_flashinfers_rope_agrees_with_ours() {
+    let Some((module, device)) = ready("cuda_flashinfers_rope_agrees_with_ours", "rope") else {
+        return;
+    };
+    let rope = module.function("apply_rope_pos_ids_cos_sin_cache").unwrap();
+    let (tokens, heads, size) = (77, 8, 128);
+    let angles = Tensor::arange(tokens, (Kind::Float, device)).unsqueeze(1)
+        * Tensor::arange(size / 2, (Kind::Float, device)).multiply_scalar(-0.1).exp();
+    let (cos, sin) = (angles.cos(), angles.sin());
+    let cache = Tensor::cat(&[&cos, &sin], -1);
+    let places = Tensor::arange(tokens, (Kind::Int64, device));
+    // Parts of one projection, rotated into other parts of one tensor.
+    let packed = randn(&[tokens, 3 * heads, size], Kind::BFloat16, device);
+    let rotated = packed.zeros_like();
+    let part = |x: &Tensor, index: i64| x.slice(1, index * heads, (index + 1) * heads, 1);
+    let (q, k) = (part(&packed, 0), part(&packed, 1));
+    let (mut to_q, mut to_k) = (part(&rotated, 0), part(&rotated, 1));
+    let all = args![&q, &k, out(&mut to_q), out(&mut to_k), &cache, &places, false];
+    call(&rope, all).unwrap();
+    let of = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
+    let (q, k) = f_rope(&of(&q), &of(&k), &cos, &sin, &RopeOptions::default()).unwrap();
+    assert_close(&of(&to_q), &q, 2e-2, 2e-2);
+    assert_close(&of(&to_k), &k, 2e-2, 2e-2);
+}
