@@ -10,8 +10,8 @@
 #endif
 
 #include <algorithm>
+#include <limits>
 #include <memory>
-#include <optional>
 
 #include "../autograd/levels.h"
 #include "../autograd/stand_ins.h"
@@ -25,8 +25,8 @@ namespace tch_extension {
 
 // What is wrong with a call. Rust makes the message from it.
 struct TvmFfiCallError {
-  // 0: an error of the function itself; 1: a wrong argument; 2: an input requires grad; 3: an
-  // output is a leaf that requires grad; 4: whether memory overlaps takes a closer look.
+  // 0: an error of the function itself; 1: a wrong argument; 2: an input has a gradient to pass on;
+  // 3: whether memory overlaps takes a closer look.
   int32_t kind;
   int32_t argument;
 };
@@ -34,48 +34,53 @@ struct TvmFfiCallError {
 namespace tvm_ffi {
 namespace {
 
-// An object of TVM FFI for a tensor. Functions may keep it after the call, as they may keep those
-// that Python passes. Only then it holds the tensor.
+// An object of TVM FFI for a tensor, which a function may keep, as it may keep those that Python
+// passes. Nothing that a function sees changes after the object is made.
 struct TensorObject {
   Object head{};
   DLTensor view{};
-  at::Tensor kept;
-  std::unique_ptr<int64_t[]> strides;
+  static constexpr size_t kDims = 8;
+  int64_t sizes_and_strides[2 * kDims];
+  std::unique_ptr<int64_t[]> many;  // in their place, for more dimensions
+  // Holds the memory if the function keeps the object.
+  c10::Storage storage;
 };
 
+thread_local bool pool_is_closed = false;
+
 // Objects that this thread uses again: a call needs one for each tensor, and to allocate them would
-// take half of its time.
+// take much of its time.
 class Pool {
  public:
   ~Pool() {
+    pool_is_closed = true;
     while (len_ > 0) delete objects_[--len_];
-    is_open_ = false;
   }
   TensorObject* take() { return len_ > 0 ? objects_[--len_] : new TensorObject; }
-  void put(TensorObject* object) {
-    if (is_open_ && len_ < kMost) {
-      objects_[len_++] = object;
-    } else {
-      delete object;
-    }
+  bool put(TensorObject* object) {
+    if (len_ == kMost) return false;
+    objects_[len_++] = object;
+    return true;
   }
 
  private:
   static constexpr size_t kMost = 16;
   TensorObject* objects_[kMost];
   size_t len_ = 0;
-  bool is_open_ = true;
 };
 
 thread_local Pool pool;
 
+TensorObject* new_object() { return pool_is_closed ? new TensorObject : pool.take(); }
+
 void delete_tensor(void* self, int flags) {
   auto* object = static_cast<TensorObject*>(self);
   if ((flags & kContentGoes) != 0) {
-    object->kept.reset();
-    object->strides.reset();
+    object->storage = c10::Storage();
+    object->many.reset();
   }
-  if ((flags & kMemoryGoes) != 0) pool.put(object);
+  if ((flags & kMemoryGoes) == 0) return;
+  if (pool_is_closed || !pool.put(object)) delete object;
 }
 
 struct Delete {
@@ -105,20 +110,21 @@ void check_memory(const at::Tensor& tensor) {
   throw WrongValue("a tensor that is not dense");
 }
 
-// Points the view to the tensor's sizes and strides. A dimension of one element or none gets the
-// stride 1, as in torch's own DLPack, because kernels compare strides with 1.
+// Copies the tensor's sizes and strides. A dimension of one element or none gets the stride 1, as
+// in torch's own DLPack, because kernels compare strides with 1.
 void view_sizes(TensorObject& object, const at::Tensor& tensor) {
   const auto sizes = tensor.sizes(), strides = tensor.strides();
-  object.view.shape = const_cast<int64_t*>(sizes.data());
-  object.view.strides = const_cast<int64_t*>(strides.data());
+  int64_t* place = object.sizes_and_strides;
+  if (sizes.size() > TensorObject::kDims) {
+    object.many = std::make_unique<int64_t[]>(2 * sizes.size());
+    place = object.many.get();
+  }
+  object.view.ndim = static_cast<int32_t>(sizes.size());
+  object.view.shape = place;
+  object.view.strides = place + sizes.size();
   for (size_t i = 0; i < sizes.size(); ++i) {
-    if (sizes[i] > 1 || strides[i] == 1) continue;
-    if (object.strides == nullptr) {
-      object.strides = std::make_unique<int64_t[]>(sizes.size());
-      std::copy(strides.begin(), strides.end(), object.strides.get());
-      object.view.strides = object.strides.get();
-    }
-    object.strides[i] = 1;
+    object.view.shape[i] = sizes[i];
+    object.view.strides[i] = sizes[i] > 1 ? strides[i] : 1;
   }
 }
 
@@ -130,15 +136,25 @@ DLDataType dtype_of(at::ScalarType kind) {
       return {kDLFloat, 16, 1};
     case at::kBFloat16:
       return {kDLBfloat, 16, 1};
+    case at::kDouble:
+      return {kDLFloat, 64, 1};
+    case at::kLong:
+      return {kDLInt, 64, 1};
+    case at::kInt:
+      return {kDLInt, 32, 1};
+    case at::kByte:
+      return {kDLUInt, 8, 1};
+    case at::kBool:
+      return {kDLBool, 8, 1};
     default:
       return at::getDLDataType(at::empty({0}, kind));
   }
 }
 
-TensorObject* object_of(const at::Tensor& tensor, bool is_written) {
+TensorObject* object_of(const at::Tensor& tensor) {
   check_memory(tensor);
   touch(tensor);
-  std::unique_ptr<TensorObject, Delete> object(pool.take());
+  std::unique_ptr<TensorObject, Delete> object(new_object());
   object->head.counts.store(kOneReference, std::memory_order_relaxed);
   object->head.type_index = kTensor;
   object->head.deleter = delete_tensor;
@@ -148,9 +164,8 @@ TensorObject* object_of(const at::Tensor& tensor, bool is_written) {
   } catch (const c10::Error& error) {
     throw WrongValue(std::string("a tensor that DLPack lacks: ") + error.what_without_backtrace());
   }
-  object->view.data =
-      is_written ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-  object->view.ndim = static_cast<int32_t>(tensor.dim());
+  // A function may write to any tensor, so it gets memory that no lazy copy shares.
+  object->view.data = tensor.mutable_data_ptr();
   view_sizes(*object, tensor);
   return object.release();
 }
@@ -179,6 +194,8 @@ class Arguments {
   Arguments(const Arguments&) = delete;
   Arguments& operator=(const Arguments&) = delete;
   ~Arguments() {
+    // They refer to the tensors.
+    owned_.clear();
     for (const Given& given : tensors_) release(given);
   }
 
@@ -218,19 +235,16 @@ class Arguments {
   }
 
  private:
-  // Most objects have no other reference, and then need no call.
+  // Most objects have no other reference, and then need no call. One that the function keeps also
+  // keeps its memory, which a tensor must not move when it is resized.
   void release(const Given& given) {
     TensorObject* object = given.object;
     if (object->head.counts.load(std::memory_order_acquire) == kOneReference) {
       Delete()(object);
       return;
     }
-    // The function keeps the tensor: its sizes must not change when somebody resizes ours, and its
-    // memory must stay.
-    given.tensor.storage().unsafeGetStorageImpl()->set_resizable(false);
-    object->kept = given.tensor.alias();
-    object->strides.reset();
-    view_sizes(*object, object->kept);
+    object->storage = given.tensor.storage();
+    object->storage.unsafeGetStorageImpl()->set_resizable(false);
     ffi_.dec_ref(object);
   }
 
@@ -256,6 +270,8 @@ class Arguments {
       case Tag::kString:
         return keep(any_of_text(ffi_, static_cast<const char*>(value.data), value.len));
       case Tag::kDevice:
+        if (value.integer > std::numeric_limits<c10::DeviceIndex>::max())
+          throw WrongValue("a Device of too high an index");
         any.type_index = kDevice;
         any.device = at::torchDeviceToDLDevice(
             c10::Device(static_cast<c10::DeviceType>(value.len),
@@ -275,7 +291,7 @@ class Arguments {
   }
 
   Any tensor(const at::Tensor& tensor, bool is_written) {
-    tensors_.push_back({tensor, object_of(tensor, is_written), is_written});
+    tensors_.push_back({tensor, object_of(tensor), is_written});
     return any_of(&tensors_.back().object->head);
   }
 
@@ -294,7 +310,6 @@ class Arguments {
   const Runtime& ffi_;
   c10::SmallVector<Any, 8> anys_;
   c10::SmallVector<Given, 4> tensors_;
-  // They refer to the tensors, and so go first.
   std::vector<Owned> owned_;
 };
 
@@ -313,64 +328,63 @@ bool may_overlap(const c10::SmallVectorImpl<Arguments::Given>& tensors) {
   return false;
 }
 
-enum class Grad : int32_t { kRefused, kIgnored, kOwnBackward };
-
-void check_grad(const Arguments& arguments, Grad grad, TvmFfiCallError& error) {
-  if (grad == Grad::kIgnored) return;
+// Whether a tensor has a gradient that the call would lose, of either mode.
+bool needs_gradient(const Arguments& arguments) {
   for (const auto& given : arguments.tensors()) {
-    if (!given.tensor.requires_grad() || !records_graph()) continue;
-    if (grad == Grad::kRefused) {
-      error.kind = 2;
-      throw std::runtime_error("an input requires grad");
-    }
-    if (given.is_written && given.tensor.is_leaf()) {
-      error.kind = 3;
-      throw std::runtime_error("an output is a leaf that requires grad");
-    }
+    const at::Tensor& tensor = given.tensor;
+    if (tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr) continue;
+    if (tensor.requires_grad() && records_graph()) return true;
+    if (tensor._fw_grad(/*level=*/0).defined()) return true;  // libtorch has one level only
   }
+  return false;
 }
 
 // While it lives, functions see libtorch's current stream and device, and its allocator.
 class Surrounded {
  public:
   Surrounded(const Runtime& ffi, int32_t gpu) : ffi_(ffi), gpu_(gpu) {
-    if (ffi_.allocator() != allocate) {
+    // What may fail comes first.
+    if (gpu_ >= 0) enter();
+    if (ffi_.allocator() != allocate)
       is_allocator_set_ = ffi_.set_allocator(allocate, 0, &allocator_) == 0;
-    }
-    if (gpu_ < 0) return;
-#ifdef TCH_EXTENSION_CUDA
-    const auto index = static_cast<c10::DeviceIndex>(gpu_);
-    auto* stream = c10::cuda::getCurrentCUDAStream(index).stream();
-    device_ = c10::cuda::ExchangeDevice(index);
-    ffi_.set_stream(kDLCUDA, gpu_, stream, &stream_);
-#else
-    throw std::runtime_error("a tensor is on a GPU, and this build has no CUDA");
-#endif
   }
   Surrounded(const Surrounded&) = delete;
   Surrounded& operator=(const Surrounded&) = delete;
   ~Surrounded() {
     if (is_allocator_set_) ffi_.set_allocator(allocator_, 0, nullptr);
+    if (gpu_ >= 0) leave();
+  }
+
+ private:
 #ifdef TCH_EXTENSION_CUDA
-    if (gpu_ < 0) return;
+  void enter() {
+    const auto index = static_cast<c10::DeviceIndex>(gpu_);
+    if (index >= c10::cuda::device_count())
+      throw std::runtime_error("there is no CUDA device " + std::to_string(gpu_));
+    auto* stream = c10::cuda::getCurrentCUDAStream(index).stream();
+    if (ffi_.set_stream(kDLCUDA, gpu_, stream, &stream_) != 0)
+      throw std::runtime_error(take_error(ffi_));
+    device_ = c10::cuda::ExchangeDevice(index);
+  }
+  void leave() {
     ffi_.set_stream(kDLCUDA, gpu_, stream_, nullptr);
     try {
       c10::cuda::MaybeExchangeDevice(device_);
     } catch (const std::exception&) {
       // The next call to CUDA reports the error again.
     }
-#endif
   }
+  c10::DeviceIndex device_ = -1;
+  void* stream_ = nullptr;
+#else
+  void enter() { throw std::runtime_error("an argument is for a GPU, and this build has no CUDA"); }
+  void leave() {}
+#endif
 
- private:
   const Runtime& ffi_;
   int32_t gpu_;
   bool is_allocator_set_ = false;
   Allocator allocator_ = nullptr;
-#ifdef TCH_EXTENSION_CUDA
-  c10::DeviceIndex device_ = -1;
-  void* stream_ = nullptr;
-#endif
 };
 
 // Tells autograd that the values have changed, whether the function succeeds or not.
@@ -402,11 +416,16 @@ class Returned {
     if (given != nullptr) return *given;
     // Another reference would keep the memory, and a tensor of libtorch's may be resized.
     const bool is_last = any.object->counts.load(std::memory_order_acquire) == kOneReference;
-    const at::Tensor* made = is_last ? allocations_.find(cell<DLTensor>(*any.object)) : nullptr;
-    if (made != nullptr) return *made;
+    at::Tensor made = allocations_.find(cell<DLTensor>(*any.object));
+    if (is_last && made.defined()) return made;
     DLManagedTensorVersioned* managed = nullptr;
     if (ffi_.to_dlpack(any.object, &managed) != 0) throw std::runtime_error(take_error(ffi_));
-    return at::fromDLPackVersioned(managed);
+    try {
+      return at::fromDLPackVersioned(managed);
+    } catch (...) {
+      managed->deleter(managed);
+      throw;
+    }
   }
 
   c10::IValue convert(const Any& any, int depth = 0) const {
@@ -439,7 +458,9 @@ class Returned {
       case kArray:
         return list(any, ffi_.array_size, ffi_.array_item, depth);
       case kList:
-        return list(any, ffi_.list_size, ffi_.list_item, depth);
+        // Old versions have no lists.
+        if (ffi_.list_size != nullptr) return list(any, ffi_.list_size, ffi_.list_item, depth);
+        [[fallthrough]];
       default:
         throw std::runtime_error("it returned a value of TVM FFI's type number " +
                                  std::to_string(any.type_index) + ", which cannot be read in Rust");
@@ -479,7 +500,7 @@ using namespace tch_extension::tvm_ffi;
 // to be no memory of another argument. The caller owns what the function returned: nothing, a
 // tensor, or other results.
 TCH_EXTENSION_API Message tch_extension_tvm_ffi_call(void* function, const Value* values,
-                                                     size_t len, int32_t grad, bool is_apart,
+                                                     size_t len, bool without_grad, bool is_apart,
                                                      at::Tensor** tensor, Results** results,
                                                      TvmFfiCallError* error) {
   *error = {0, -1};
@@ -491,9 +512,12 @@ TCH_EXTENSION_API Message tch_extension_tvm_ffi_call(void* function, const Value
       arguments.add(values[i]);
     }
     *error = {0, -1};
-    check_grad(arguments, static_cast<Grad>(grad), *error);
+    if (!without_grad && needs_gradient(arguments)) {
+      error->kind = 2;
+      throw std::runtime_error("an input requires grad");
+    }
     if (!is_apart && tvm_ffi::may_overlap(arguments.tensors())) {
-      error->kind = 4;
+      error->kind = 3;
       throw std::runtime_error("memory may overlap");
     }
     const Allocations allocations;

@@ -27,13 +27,18 @@ void look_up(Function& function, const char* name) {
   if (function == nullptr) throw std::runtime_error(std::string("libtvm_ffi lacks ") + name);
 }
 
-Object* global_function(const Runtime& ffi, const char* name) {
+Object* optional_function(const Runtime& ffi, const char* name) {
   const Bytes bytes{name, std::strlen(name)};
   void* function = nullptr;
   if (ffi.get_global(&bytes, &function) != 0) throw std::runtime_error(take_error(ffi));
+  return static_cast<Object*>(function);
+}
+
+Object* global_function(const Runtime& ffi, const char* name) {
+  Object* function = optional_function(ffi, name);
   if (function == nullptr)
     throw std::runtime_error(std::string("libtvm_ffi lacks the function ") + name);
-  return static_cast<Object*>(function);
+  return function;
 }
 
 // Keeps what it finds until the process ends, as the library itself stays.
@@ -54,8 +59,8 @@ const Runtime* attach() {
   ffi->make_array = global_function(*ffi, "ffi.Array");
   ffi->array_size = global_function(*ffi, "ffi.ArraySize");
   ffi->array_item = global_function(*ffi, "ffi.ArrayGetItem");
-  ffi->list_size = global_function(*ffi, "ffi.ListSize");
-  ffi->list_item = global_function(*ffi, "ffi.ListGetItem");
+  ffi->list_size = optional_function(*ffi, "ffi.ListSize");
+  ffi->list_item = optional_function(*ffi, "ffi.ListGetItem");
   // Where another framework has set its own allocator, a call of ours sets ours for its duration.
   if (ffi->allocator() == nullptr) ffi->set_allocator(allocate, 1, nullptr);
   return ffi.release();

@@ -24,7 +24,8 @@ struct Runtime {
   int (*to_dlpack)(void* tensor, DLManagedTensorVersioned** result);
 
   Object *load_module, *get_function, *get_metadata;
-  Object *make_array, *array_size, *array_item, *list_size, *list_item;
+  Object *make_array, *array_size, *array_item;
+  Object *list_size, *list_item;  // null in versions without lists
 };
 
 // Throws if libtvm_ffi is not attached.
@@ -77,8 +78,8 @@ Owned any_of_text(const Runtime& ffi, const char* text, size_t len);
 // The text of a value that is a string.
 std::string text_of(const Any& any);
 
-// While it lives, it notes what functions allocate on this thread. A function that returns such a
-// tensor then returns the very tensor, and not a view that DLPack makes.
+// While it lives, it notes what functions allocate on this thread, without keeping it. A function
+// that returns such a tensor then returns the very tensor, and not a view that DLPack makes.
 class Allocations {
  public:
   Allocations();
@@ -86,22 +87,27 @@ class Allocations {
   Allocations& operator=(const Allocations&) = delete;
   ~Allocations();
 
-  void note(const at::Tensor& tensor) { tensors_.push_back(tensor); }
+  void note(const at::Tensor& tensor) {
+    made_.push_back({tensor.sizes().data(), c10::weak_intrusive_ptr(tensor.getIntrusivePtr())});
+  }
 
-  // The whole tensor that has this memory.
-  const at::Tensor* find(const DLTensor& view) const {
-    for (const at::Tensor& tensor : tensors_) {
-      const at::IntArrayRef sizes(view.shape, static_cast<size_t>(view.ndim));
-      if (tensor.const_data_ptr() == view.data && view.byte_offset == 0 &&
-          tensor.sizes() == sizes && tensor.numel() > 0)
-        return &tensor;
+  // The tensor whose object this view is, or an undefined one. Views that a function makes of it
+  // have sizes of their own.
+  at::Tensor find(const DLTensor& view) const {
+    for (const Made& made : made_) {
+      auto tensor = made.sizes == view.shape ? made.tensor.lock() : nullptr;
+      if (tensor) return at::Tensor(std::move(tensor));
     }
-    return nullptr;
+    return {};
   }
 
  private:
+  struct Made {
+    const int64_t* sizes;
+    c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> tensor;
+  };
   Allocations* outer_;
-  c10::SmallVector<at::Tensor, 2> tensors_;
+  c10::SmallVector<Made, 2> made_;
 };
 
 // The allocator for tensors that functions return: libtorch's.

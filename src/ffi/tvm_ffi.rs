@@ -6,6 +6,7 @@ use super::{take_message, text};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{NonNull, null_mut};
+use std::sync::{Mutex, MutexGuard};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -42,7 +43,7 @@ unsafe extern "C" {
         function: *mut c_void,
         values: *const RawValue,
         len: usize,
-        grad: i32,
+        without_grad: bool,
         is_apart: bool,
         tensor: *mut *mut C_tensor,
         results: *mut *mut CResults,
@@ -72,19 +73,25 @@ pub(crate) fn attach() -> Result<Presence> {
     }
 }
 
-/// The handler of SIGSEGV, which is restored in the end.
-pub(crate) struct Handler(*mut c_void);
+/// The handler of SIGSEGV, which is restored in the end. One at a time, because the handler of another
+/// one's library must not be kept.
+pub(crate) struct Handler {
+    handler: *mut c_void,
+    _alone: MutexGuard<'static, ()>,
+}
 
 impl Handler {
     pub fn keep() -> Handler {
-        Handler(tch_extension_tvm_ffi_keep_handler())
+        static ALONE: Mutex<()> = Mutex::new(());
+        let _alone = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        Handler { handler: tch_extension_tvm_ffi_keep_handler(), _alone }
     }
 }
 
 impl Drop for Handler {
     fn drop(&mut self) {
         // SAFETY: C++ made the pointer for us, and nobody uses it afterwards.
-        unsafe { tch_extension_tvm_ffi_restore_handler(self.0) }
+        unsafe { tch_extension_tvm_ffi_restore_handler(self.handler) }
     }
 }
 
@@ -135,24 +142,12 @@ impl Module {
     }
 }
 
-/// How a call treats tensors that require grad. C++ uses the same numbers.
-#[derive(Clone, Copy, PartialEq)]
-pub(crate) enum Grad {
-    /// In grad mode, they are an error.
-    Refused,
-    /// They are constants.
-    Ignored,
-    /// The caller attaches a backward pass. A leaf that is written is still an error.
-    OwnBackward,
-}
-
 /// Why a call failed.
 pub(crate) enum CallFailure {
     Function(String),
     /// The argument with this index cannot be passed; the text describes it.
     Argument(usize, String),
     RequiresGrad,
-    WrittenLeaf,
     /// Memory that is written may be memory of another argument.
     MayOverlap,
     Output(Error),
@@ -168,12 +163,12 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
-    /// Calls the function. With `is_apart`, memory that is written is known to be no memory of another
-    /// argument. Nothing is returned for `None`.
+    /// Calls the function. With `without_grad`, gradients may get lost. With `is_apart`, memory that is
+    /// written is known to be no memory of another argument. Nothing is returned for `None`.
     pub fn call(
         &self,
         values: &[Value<'_>],
-        grad: Grad,
+        without_grad: bool,
         is_apart: bool,
     ) -> std::result::Result<Vec<Output>, CallFailure> {
         let (mut tensor, mut results) = (null_mut(), null_mut());
@@ -185,7 +180,7 @@ impl Function {
                 self.0.as_ptr(),
                 values.as_ptr().cast(),
                 values.len(),
-                grad as i32,
+                without_grad,
                 is_apart,
                 &mut tensor,
                 &mut results,
@@ -199,8 +194,7 @@ impl Function {
                     message,
                 ),
                 2 => CallFailure::RequiresGrad,
-                3 => CallFailure::WrittenLeaf,
-                4 => CallFailure::MayOverlap,
+                3 => CallFailure::MayOverlap,
                 _ => CallFailure::Function(message),
             });
         }

@@ -116,17 +116,26 @@ impl WithBackward {
                 "it writes into an argument that it does not return, so with_backward cannot make it part of the graph",
             ));
         }
+        let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
         // Without a graph, nobody would read the arguments.
         let needs_graph = tch_extension_grad_mode() && inputs.iter().any(Tensor::requires_grad);
         let arguments = needs_graph.then(|| self.operator.inner.handle.keep_arguments(&values));
+        let arguments = arguments.transpose()?;
         let node = Node {
-            callee: Arc::clone(&self.operator.inner) as _,
-            arguments: arguments.transpose()?,
+            operator: Arc::clone(&self.operator.inner),
+            arguments,
             results: Mutex::new(results),
             written,
             backward: Arc::clone(&self.backward),
         };
-        node.join_graph(&inputs, &mut outputs)?;
+        let mut in_graph = apply(node, &given)?.into_vec().into_iter();
+        for output in &mut outputs {
+            tensors_of(output, &mut |tensor| {
+                if let Some(wrapped) = in_graph.next().flatten() {
+                    *tensor = wrapped;
+                }
+            });
+        }
         T::from_outputs(outputs).map_err(|message| schema.error(message))
     }
 
@@ -159,56 +168,22 @@ pub(super) fn tensors_of(output: &mut Output, visit: &mut dyn FnMut(&mut Tensor)
     }
 }
 
-/// What was called.
-pub(super) trait Callee: Send + Sync {
-    fn name(&self) -> &str;
-
-    /// The index of the argument with this name, and its type.
-    fn argument(&self, name: &str) -> Option<(usize, String)>;
-}
-
-impl Callee for Inner {
-    fn name(&self) -> &str {
-        &self.schema.name
-    }
-
-    fn argument(&self, name: &str) -> Option<(usize, String)> {
-        let index = self.schema.arguments.iter().position(|argument| argument.name == name)?;
-        Some((index, self.schema.arguments[index].kind.clone()))
-    }
-}
-
 /// A call that has run and is about to become part of the graph.
-pub(super) struct Node {
-    pub callee: Arc<dyn Callee>,
+struct Node {
+    operator: Arc<Inner>,
     /// `None` when there is no graph.
-    pub arguments: Option<ffi::Arguments>,
-    /// All tensors among the outputs. The forward pass takes them.
-    pub results: Mutex<Vec<Tensor>>,
-    /// The inputs that the call wrote to, by index. They are results, too.
-    pub written: Vec<usize>,
-    pub backward: Arc<Backward>,
-}
-
-impl Node {
-    /// Puts the tensors of the graph into the place of those that the call returned.
-    pub fn join_graph(self, inputs: &[Tensor], outputs: &mut [Output]) -> Result<()> {
-        let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
-        let mut in_graph = apply(self, &given)?.into_vec().into_iter();
-        for output in outputs {
-            tensors_of(output, &mut |tensor| {
-                if let Some(wrapped) = in_graph.next().flatten() {
-                    *tensor = wrapped;
-                }
-            });
-        }
-        Ok(())
-    }
+    arguments: Option<ffi::Arguments>,
+    /// The forward pass takes them.
+    results: Mutex<Vec<Tensor>>,
+    written: Vec<usize>,
+    backward: Arc<Backward>,
 }
 
 impl NamedArguments for Node {
     fn find(&self, name: &str) -> Option<(usize, String)> {
-        self.callee.argument(name)
+        let arguments = &self.operator.schema.arguments;
+        let index = arguments.iter().position(|argument| argument.name == name)?;
+        Some((index, arguments[index].kind.clone()))
     }
 
     fn kept(&self) -> Option<&ffi::Arguments> {
@@ -230,6 +205,6 @@ impl Function for Node {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         (self.backward)(&CallContext::new(ctx, self), grads)
-            .map_err(|error| Error::Autograd(format!("{}: {error}", self.callee.name())))
+            .map_err(|error| Error::Autograd(format!("{}: {error}", self.operator.schema.name)))
     }
 }

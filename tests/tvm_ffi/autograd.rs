@@ -43,6 +43,23 @@ fn a_leaf_that_requires_grad_is_not_written() {
     assert!(y.detach() == floats(&[2.0, 3.0]) && y.requires_grad());
 }
 
+/// libtorch's graph knows no such change, and finds out only after the function has run.
+#[test]
+fn a_view_that_is_not_the_first_tensor_is_not_written() {
+    let add = function!("a_view_that_is_not_the_first_tensor_is_not_written", "add_one");
+    let with_backward =
+        add.with_backward(|_, grads| Ok([Some(grads.get(0)?.shallow_clone()), None].into()));
+    let all = floats(&[0.0; 4]);
+    let outcome =
+        with_backward.call::<()>(args![&leaf(&[1.0, 2.0]), out(&mut all.slice(0, 0, 2, 1))]);
+    refused(outcome, &add, &["tensor 1", "has to be the first input"]);
+    assert_eq!(all, floats(&[0.0; 4]));
+    // Without a graph, there is no such limit.
+    let x = floats(&[1.0, 2.0]);
+    with_backward.call::<()>(args![&x, out(&mut all.slice(0, 0, 2, 1))]).unwrap();
+    assert_eq!(all, floats(&[2.0, 3.0, 0.0, 0.0]));
+}
+
 /// A saved tensor that a function writes to is an error of the backward pass, and no wrong gradient.
 #[test]
 fn the_version_of_what_is_written_is_counted() {

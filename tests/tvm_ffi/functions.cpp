@@ -80,6 +80,15 @@ ffi::String describe(ffi::TensorView x) {
   return text;
 }
 
+// A view of a tensor of its own, of the same size and first element.
+ffi::Tensor transposed(ffi::TensorView x) {
+  auto y = ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, x.shape(), x.dtype(), x.device());
+  for (int64_t i = 0; i < y.numel(); ++i)
+    static_cast<float*>(y.data_ptr())[i] = static_cast<const float*>(x.data_ptr())[i];
+  const int64_t strides[2] = {1, x.size(1)};
+  return y.as_strided(x.shape(), ffi::ShapeView(strides, 2));
+}
+
 ffi::Tensor empty_like(ffi::TensorView x) {
   return ffi::Tensor::FromEnvAlloc(TVMFFIEnvTensorAlloc, x.shape(), x.dtype(), x.device());
 }
@@ -147,6 +156,7 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(add_one_alloc, add_one_alloc);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(time_of_add_one, time_of_add_one);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(describe, describe);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(empty_like, empty_like);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(transposed, transposed);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(rmsnorm, rmsnorm);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(keep, keep);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(give_back, give_back);

@@ -51,6 +51,9 @@ fn what_is_no_module_is_refused() {
     not_loaded(Path::new("/nonexistent/library.so"), "No such file");
     let plain = compile_text("int f() { return 1; }", "plain.so", &[]);
     not_loaded(&plain, "it is no module of TVM FFI");
+    let named = folder().join("functions.so.1");
+    std::fs::copy(functions(), &named).unwrap();
+    not_loaded(&named, "a file whose name ends in .so");
     let bytes = std::fs::read(functions()).unwrap();
     for len in [10, 1000, bytes.len() / 2] {
         let cut = folder().join(format!("cut{len}.so"));
@@ -93,6 +96,7 @@ const TASK: &str = "TCH_EXTENSION_TEST_TASK";
 fn alone(task: &str, variables: &[(&str, &Path)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "loading::tasks", "--nocapture"])
+        .current_dir(folder())
         .env_remove("TCH_EXTENSION_TVM_FFI")
         .env(TASK, task)
         .envs(variables.iter().copied())
@@ -173,6 +177,11 @@ fn a_libtvm_ffi_that_is_missing_is_named() {
         text.contains("error: TCH_EXTENSION_TVM_FFI: expected the path of libtvm_ffi.so"),
         "{text}"
     );
+    // Python has no package, and the current folder is no place to look.
+    std::fs::create_dir_all(folder().join("lib")).unwrap();
+    compile_text("int f() { return 1; }", "lib/libtvm_ffi.so", &[]);
+    let text = alone("load", &[module, ("PYTHONHOME", nowhere)]);
+    assert!(text.contains("`pip install apache-tvm-ffi`"), "{text}");
     let other = compile_text("int f() { return 1; }", "other.so", &[]);
     let text = alone("load", &[module, ("TCH_EXTENSION_TVM_FFI", &other)]);
     assert!(text.contains("expected libtvm_ffi.so, got a library without its functions"), "{text}");

@@ -84,6 +84,46 @@ fn a_function_may_keep_a_tensor() {
     assert_eq!(y, floats(&[1.0, 2.0]));
 }
 
+/// Nobody keeps the tensors of a list after the call.
+#[test]
+fn tensors_of_a_list_can_be_resized_afterwards() {
+    let elements = function!("tensors_of_a_list_can_be_resized_afterwards", "elements");
+    let mut x = floats(&[1.0, 2.0]);
+    assert_eq!(elements.call::<i64>(args![&[&x, &x]]).unwrap(), 4);
+    assert_eq!(x.f_resize_([100]).expect("a resizable tensor").size(), [100]);
+}
+
+#[test]
+fn a_returned_view_has_its_own_strides() {
+    let transposed = function!("a_returned_view_has_its_own_strides", "transposed");
+    let x = floats(&[0.0, 1.0, 2.0, 3.0]).view([2, 2]);
+    assert_eq!(transposed.call::<Tensor>(args![&x]).unwrap(), x.tr());
+}
+
+#[test]
+fn more_dimensions_than_are_usual() {
+    let Some(module) = module("more_dimensions_than_are_usual") else { return };
+    let [keep, give_back] = ["keep", "give_back"].map(|name| module.function(name).unwrap());
+    let _alone = KEPT.lock().unwrap();
+    let size = [1, 2, 1, 3, 1, 2, 1, 1, 2, 1, 1];
+    let x = Tensor::arange(24, (Kind::Float, Device::Cpu)).view(&size[..]);
+    call(&keep, args![&x.copy()]).unwrap();
+    assert_eq!(give_back.call::<Tensor>(args![]).unwrap(), x);
+}
+
+/// A lazy copy gets memory of its own before a function sees it.
+#[test]
+fn a_lazy_copy_is_not_written() {
+    let add = function!("a_lazy_copy_is_not_written", "add_one");
+    let x = floats(&[1.0, 2.0]);
+    let mut copy = x.internal_lazy_clone();
+    let view = copy.view([2]);
+    let shared = call(&add, args![&view, out(&mut copy)]);
+    refused(shared, &add, &["tensor 1: expected memory of its own"]);
+    call(&add, args![&x, out(&mut copy)]).unwrap();
+    assert!(x == floats(&[1.0, 2.0]) && copy == floats(&[2.0, 3.0]));
+}
+
 /// `keep` has one place.
 pub static KEPT: std::sync::Mutex<()> = std::sync::Mutex::new(());
 

@@ -106,6 +106,9 @@ fn what_dlpack_cannot_hold_is_refused() {
     refused(lists.call::<i64>(args![&[&complex.conj()]]).map(drop), &lists, &["resolve_conj()"]);
     let memory = tch_extension::library::MemoryFormat::Contiguous;
     refused(lists.call::<i64>(args![memory]).map(drop), &lists, &["MemoryFormat", "TVM FFI"]);
+    let device = function!("what_dlpack_cannot_hold_is_refused", "device");
+    let far = device.call::<Device>(args![Device::Cuda(256)]).map(drop);
+    refused(far, &device, &["argument 0", "too high an index"]);
     refused(lists.call::<i64>(args![x = 1]).map(drop), &lists, &["x: expected", "by position"]);
 }
 

@@ -1,20 +1,20 @@
 //! Functions, and their calls.
 
-use crate::autograd::Tensors;
-use crate::ffi::library::{Value, is_same};
-use crate::ffi::tvm_ffi::{self as ffi, CallFailure, Grad};
-use crate::library::with_backward::{Backward, Callee, Node, tensors_of};
+use crate::autograd::{Inputs, Saver, Tensors, apply_with};
+use crate::ffi::library::{Arguments, Value, is_same};
+use crate::ffi::tvm_ffi::{self as ffi, CallFailure};
+use crate::library::with_backward::{Backward, NamedArguments, tensors_of};
 use crate::library::{Args, CallContext, FromOutputs, Output};
 use crate::overlap::{overlaps, share_memory};
 use crate::{Error, Result};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use tch::Tensor;
 
 /// A function of a [`Module`](super::Module). It is cheap to clone, and any thread may call it.
 #[derive(Clone)]
 pub struct Function {
     inner: Arc<Inner>,
-    grad: Grad,
+    without_grad: bool,
 }
 
 struct Inner {
@@ -31,7 +31,7 @@ impl Inner {
 
 impl Function {
     pub(super) fn new(name: String, handle: ffi::Function) -> Function {
-        Function { inner: Arc::new(Inner { name, handle }), grad: Grad::Refused }
+        Function { inner: Arc::new(Inner { name, handle }), without_grad: false }
     }
 
     /// The function's name.
@@ -63,14 +63,15 @@ impl Function {
     /// Wrong arguments, an error that the function reports, or a result of another type. The message
     /// begins with the function's name. What the function wrote before it failed stays written.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
-        let outputs = self.run(&self.values(args)?, self.grad)?;
+        let outputs = self.run(&self.values(args)?)?;
         self.convert(outputs)
     }
 
-    /// The same function, for which all tensors are constants.
+    /// The same function, for which all tensors are constants. A result that *is* an argument keeps its
+    /// place in the graph.
     #[must_use]
     pub fn no_grad(&self) -> Function {
-        Function { inner: Arc::clone(&self.inner), grad: Grad::Ignored }
+        Function { inner: Arc::clone(&self.inner), without_grad: true }
     }
 
     /// The same function with your own backward pass.
@@ -112,12 +113,12 @@ impl Function {
         }
     }
 
-    fn run(&self, values: &[Value<'_>], grad: Grad) -> Result<Vec<Output>> {
+    fn run(&self, values: &[Value<'_>]) -> Result<Vec<Output>> {
         let inner = &self.inner;
-        let outcome = match inner.handle.call(values, grad, false) {
+        let outcome = match inner.handle.call(values, self.without_grad, false) {
             Err(CallFailure::MayOverlap) => {
                 self.check_overlap(values)?;
-                inner.handle.call(values, grad, true)
+                inner.handle.call(values, self.without_grad, true)
             }
             outcome => outcome,
         };
@@ -130,9 +131,6 @@ impl Function {
                 "it has no gradient, and an input requires grad; choose .no_grad() for constants, or \
                  .with_backward(f) for a gradient of your own",
             ),
-            CallFailure::WrittenLeaf => {
-                inner.error("a leaf Variable that requires grad cannot be written into")
-            }
             CallFailure::MayOverlap => inner.error("internal error: overlap is checked twice"),
             CallFailure::Output(error) => inner.error(error),
         })
@@ -153,7 +151,7 @@ impl Function {
                 )));
             }
             for (other, tensor) in tensors.iter().enumerate().filter(|(other, _)| *other != index) {
-                if share_memory(written, tensor)? {
+                if share_memory(written, tensor).map_err(|error| self.inner.error(error))? {
                     return Err(self.inner.error(format_args!(
                         "tensor {index}: expected memory of its own to write to, got memory of tensor {other}; copy one of \
                          them"
@@ -191,12 +189,15 @@ impl std::fmt::Debug for Function {
     }
 }
 
-impl Callee for Inner {
-    fn name(&self) -> &str {
-        &self.name
+/// The arguments of these functions have no names.
+struct NoNames;
+
+impl NamedArguments for NoNames {
+    fn find(&self, _: &str) -> Option<(usize, String)> {
+        None
     }
 
-    fn argument(&self, _: &str) -> Option<(usize, String)> {
+    fn kept(&self) -> Option<&Arguments> {
         None
     }
 }
@@ -213,34 +214,46 @@ impl WithBackward {
     /// are marked with [`out`](super::out) become part of it, too.
     ///
     /// # Errors
-    /// As for [`Function::call`]. Also when a leaf that requires grad is marked with `out`.
+    /// As for [`Function::call`]. Also, before anything has run, when libtorch's graph does not allow a
+    /// marked tensor to be changed in place, as [`Saver::in_place`] describes: a leaf that requires
+    /// grad, or a view that is not the first tensor.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
-        let values = self.function.values(args)?;
-        let mut outputs = self.function.run(&values, Grad::OwnBackward)?;
-        let returned = outputs.len();
+        let function = &self.function;
+        let values = function.values(args)?;
         let (inputs, are_written) = tensors(&values);
-        let mut results = Vec::new();
-        let mut note = |output: &mut Output| {
-            tensors_of(output, &mut |tensor| results.push(tensor.shallow_clone()))
-        };
-        outputs.iter_mut().for_each(&mut note);
-        let written: Vec<usize> = (0..inputs.len()).filter(|index| are_written[*index]).collect();
-        for &index in &written {
-            if !results.iter().any(|result| is_same(result, &inputs[index])) {
-                results.push(inputs[index].shallow_clone());
-                outputs.push(Output::Tensor(inputs[index].shallow_clone()));
+        let mut outputs = Vec::new();
+        let forward = |saver: &mut Saver<'_>, _: Inputs<'_>| {
+            let written = || (0..inputs.len()).filter(|index| are_written[*index]);
+            for index in written() {
+                let checked = saver.check_in_place(index, format_args!("tensor {index}"));
+                checked.map_err(|error| function.inner.error(error))?;
             }
-        }
-        let node = Node {
-            callee: Arc::clone(&self.function.inner) as _,
-            arguments: None,
-            results: Mutex::new(results),
-            written,
-            backward: Arc::clone(&self.backward),
+            outputs = function.run(&values)?;
+            let mut results = Vec::new();
+            let mut note = |tensor: &mut Tensor| results.push(tensor.shallow_clone());
+            outputs.iter_mut().for_each(|output| tensors_of(output, &mut note));
+            for index in written() {
+                saver.mark_dirty(index);
+                if !results.iter().any(|result| is_same(result, &inputs[index])) {
+                    results.push(inputs[index].shallow_clone());
+                }
+            }
+            inputs.iter().chain(&results).for_each(|tensor| saver.save(tensor));
+            Ok(results.into())
         };
-        node.join_graph(&inputs, &mut outputs)?;
-        outputs.truncate(returned);
-        self.function.convert(outputs)
+        let (inner, backward) = (Arc::clone(&function.inner), Arc::clone(&self.backward));
+        let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
+        let results = apply_with("tvm_ffi_function", &given, forward, move |ctx, grads| {
+            backward(&CallContext::new(ctx, &NoNames), grads).map_err(|error| inner.error(error))
+        })?;
+        let mut in_graph = results.into_vec().into_iter().flatten();
+        let mut replace = |tensor: &mut Tensor| {
+            if let Some(wrapped) = in_graph.next() {
+                *tensor = wrapped;
+            }
+        };
+        outputs.iter_mut().for_each(|output| tensors_of(output, &mut replace));
+        function.convert(outputs)
     }
 }
 

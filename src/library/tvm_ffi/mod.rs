@@ -35,14 +35,16 @@
 //!
 //! # What a call does
 //! - Tensors are passed as objects that a function may keep, with their strides as they are. Kinds are
-//!   those that DLPack and libtorch share, with bf16, bool, fp8 and fp4. Sparse, quantized and lazily
-//!   conjugated tensors are refused.
+//!   those that DLPack and libtorch share, with bf16, bool and fp8. Sparse, quantized and lazily
+//!   conjugated tensors are refused. The memory of a tensor that a function keeps cannot be resized any
+//!   more.
 //! - The function runs on libtorch's current stream of the first tensor's GPU, which is the current
 //!   device meanwhile. So it can be captured in a CUDA graph if its own code allows that.
 //! - Tensors that it allocates come from libtorch's allocator.
 //! - A tensor that is marked with [`out`] may be no memory of another argument and no expanded tensor,
 //!   and its version counter is increased. The ABI does not say which arguments a function writes to,
-//!   so one that is not marked is changed without notice to autograd.
+//!   so one that is not marked is changed without notice to autograd. Nor does it say that a result is
+//!   a view of an argument: its version counter is another one.
 //! - A module stays loaded until the process ends, because tensors that it returned may need it.
 
 mod function;

@@ -37,8 +37,12 @@ impl Module {
         let _handler = Handler::keep();
         let library = Library::load(path)?;
         let cannot = |reason: String| {
-            Error::msg(format!("cannot load the module {}: {reason}", library.path().display()))
+            let text = format!("cannot load the module {}: {reason}", library.path().display());
+            Error::msg(text.replace('\n', " "))
         };
+        if library.path().extension().is_none_or(|extension| extension != "so") {
+            return Err(cannot("libtvm_ffi expects a file whose name ends in .so".to_string()));
+        }
         let path = CString::new(library.path().as_os_str().as_bytes())
             .map_err(|_| cannot("its path contains a zero byte".to_string()))?;
         let (handle, mut functions) =

@@ -76,7 +76,10 @@ fn ask(program: &str) -> Option<PathBuf> {
     const QUESTION: &str =
         "import importlib.util as u; print(u.find_spec('tvm_ffi').submodule_search_locations[0])";
     let output = Command::new(program).args(["-c", QUESTION]).output().ok()?;
+    if !output.status.success() {
+        return None;
+    }
     let folder = String::from_utf8(output.stdout).ok()?;
     let path = Path::new(folder.trim()).join("lib/libtvm_ffi.so");
-    path.is_file().then_some(path)
+    (path.is_absolute() && path.is_file()).then_some(path)
 }
