@@ -334,9 +334,7 @@ fn a_change_inside_precompiled_headers_is_seen() {
     };
     write("#pragma once\n#define VALUE 1\n");
     assert_eq!(number(&load(), "answer").unwrap(), 1);
-    write("#pragma once\n#define VALUE 2\n");
+    // Nor do the headers compile by themselves any more, because they are no extension.
+    write("#ifndef TORCH_EXTENSION_NAME\n#include <absent.h>\n#endif\n#define VALUE 2\n");
     assert_eq!(number(&load(), "answer").unwrap(), 2);
-    // The headers do not compile by themselves any more, because they are no extension.
-    write("#ifndef TORCH_EXTENSION_NAME\n#include <absent.h>\n#endif\n#define VALUE 3\n");
-    assert_eq!(number(&load(), "answer").unwrap(), 3);
 }

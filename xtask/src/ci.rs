@@ -285,16 +285,14 @@ impl Ci {
             for (capability, onednn) in others() {
                 let mut run = program.run(&self.changes, &cargo::EVERYTHING);
                 if !self.is_full {
-                    const RANDOM: &str = "random_cases";
-                    // Second derivatives, sizes and strides have no per-instruction-set code of their
-                    // own.
-                    const ALIKE: &str = "each_way_gives_the_same_sizes_kinds_strides_and_memory";
-                    run.command.args(["--skip", "second_derivatives", "--skip", ALIKE]);
-                    if *capability == DEFAULT {
-                        // Processors without AVX2 are rare. A full run tests all of it.
-                        run.command
-                            .arg(program.first_with_tests(&[RANDOM, "agree"], &self.changes)?);
-                    }
+                    // The tests of values and gradients. Others, and second derivatives, run no code
+                    // that is compiled for each instruction set. A full run has them all.
+                    let first =
+                        program.first_with_tests(&["random_cases", "agree"], &self.changes)?;
+                    // Processors without AVX2 are rare.
+                    let others: &[&str] =
+                        if *capability == DEFAULT { &[] } else { &["agree", "gradcheck"] };
+                    run.command.arg(first).args(others).args(["--skip", "second_derivatives"]);
                 }
                 let variables =
                     [("ATEN_CPU_CAPABILITY", capability), ("ONEDNN_MAX_CPU_ISA", onednn)];
