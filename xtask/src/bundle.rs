@@ -60,6 +60,7 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     copy_files(repo, &fresh.join("files"))?;
     if has_vision {
         copy_vision(repo, &fresh.join("torchvision"))?;
+        copy_tvm_ffi(repo, &fresh.join("tvm_ffi"))?;
     }
     write_script(&fresh.join("run.sh"))?;
     build_rounding(repo, &fresh.join("round_allocations.so"))?;
@@ -224,6 +225,21 @@ fn copy_vision(repo: &Repo, folder: &Path) -> Result<()> {
     let from = repo.venv().join("vision/torchvision/_C.so");
     std::fs::copy(&from, folder.join("_C.so"))
         .with_context(|| format!("cannot copy {}", from.display()))?;
+    Ok(())
+}
+
+/// Copies libtvm_ffi and its headers, with which the tests of `tvm_ffi` compile a module.
+fn copy_tvm_ffi(repo: &Repo, folder: &Path) -> Result<()> {
+    let package = repo.venv().join("vision/tvm_ffi");
+    let headers = files_below(&package, "include");
+    for file in headers.into_iter().chain([PathBuf::from("lib/libtvm_ffi.so")]) {
+        let to = folder.join(&file);
+        let parent = to.parent().unwrap_or(folder);
+        std::fs::create_dir_all(parent)
+            .with_context(|| format!("cannot make {}", parent.display()))?;
+        std::fs::copy(package.join(&file), &to)
+            .with_context(|| format!("cannot copy {}", file.display()))?;
+    }
     Ok(())
 }
 

@@ -103,6 +103,9 @@ prepare() {
   # Cargo sets this variable; the tests and the demo find the repository's files with it.
   export CARGO_MANIFEST_DIR=$here/files
   export TCH_EXTENSION_EXAMPLES=$here/examples
+  if [[ -d $here/tvm_ffi ]]; then
+    export TCH_EXTENSION_TEST_TVM_FFI=${TCH_EXTENSION_TEST_TVM_FFI:-$here/tvm_ffi}
+  fi
   if [[ -e $here/torchvision/_C.so ]]; then
     export TCH_EXTENSION_TORCHVISION=${TCH_EXTENSION_TORCHVISION:-$here/torchvision/_C.so}
   fi
