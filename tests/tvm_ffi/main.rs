@@ -14,9 +14,9 @@ use tch_extension::{Result, args};
 
 mod autograd;
 mod cuda;
-mod flashinfer;
 mod loading;
 mod memory;
+mod others;
 mod speed;
 mod values;
 

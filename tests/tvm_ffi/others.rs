@@ -1,5 +1,6 @@
-//! FlashInfer's kernels against this crate's. `TCH_EXTENSION_TEST_FLASHINFER` names the folder with its
-//! modules `libflashinfer_norm.so` and `libflashinfer_rope.so`, which FlashInfer compiles.
+//! Kernels of others against this crate's. `TCH_EXTENSION_TEST_MODULES` names a folder with modules that
+//! docs/kernels-from-elsewhere.md makes: FlashInfer's `libflashinfer_norm.so` and
+//! `libflashinfer_rope.so`, and `libquack_rmsnorm.so` for bf16 and rows of 1024 values.
 
 use super::*;
 use std::io::Write;
@@ -13,12 +14,12 @@ use tch_extension::testing::{assert_close, cuda_or_skip};
 fn ready(test: &str, name: &str) -> Option<(Module, Device)> {
     module(test)?;
     let device = cuda_or_skip(test)?;
-    let Some(folder) = std::env::var_os("TCH_EXTENSION_TEST_FLASHINFER") else {
-        let line = format!("SKIPPED {test}: TCH_EXTENSION_TEST_FLASHINFER names no folder\n");
+    let Some(folder) = std::env::var_os("TCH_EXTENSION_TEST_MODULES") else {
+        let line = format!("SKIPPED {test}: TCH_EXTENSION_TEST_MODULES names no folder\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
         return None;
     };
-    let path = Path::new(&folder).join(format!("libflashinfer_{name}.so"));
+    let path = Path::new(&folder).join(format!("lib{name}.so"));
     Some((Module::load(path).expect("a module"), device))
 }
 
@@ -28,7 +29,8 @@ fn randn(size: &[i64], kind: Kind, device: Device) -> Tensor {
 
 #[test]
 fn cuda_flashinfers_norms_agree_with_ours() {
-    let Some((module, device)) = ready("cuda_flashinfers_norms_agree_with_ours", "norm") else {
+    let Some((module, device)) = ready("cuda_flashinfers_norms_agree_with_ours", "flashinfer_norm")
+    else {
         return;
     };
     let of = |name: &str| module.function(name).expect(name);
@@ -76,7 +78,7 @@ fn cuda_flashinfers_norms_agree_with_ours() {
 #[test]
 fn cuda_flashinfers_norm_runs_on_a_side_stream_and_in_a_graph() {
     const TEST: &str = "cuda_flashinfers_norm_runs_on_a_side_stream_and_in_a_graph";
-    let Some((module, device)) = ready(TEST, "norm") else { return };
+    let Some((module, device)) = ready(TEST, "flashinfer_norm") else { return };
     let rmsnorm = module.function("rmsnorm").unwrap();
     let (mut x, weight) =
         (randn(&[64, 4096], Kind::BFloat16, device), randn(&[4096], Kind::BFloat16, device));
@@ -108,7 +110,8 @@ fn cuda_flashinfers_norm_runs_on_a_side_stream_and_in_a_graph() {
 
 #[test]
 fn cuda_flashinfers_rope_agrees_with_ours() {
-    let Some((module, device)) = ready("cuda_flashinfers_rope_agrees_with_ours", "rope") else {
+    let Some((module, device)) = ready("cuda_flashinfers_rope_agrees_with_ours", "flashinfer_rope")
+    else {
         return;
     };
     let rope = module.function("apply_rope_pos_ids_cos_sin_cache").unwrap();
@@ -130,4 +133,30 @@ fn cuda_flashinfers_rope_agrees_with_ours() {
     let (q, k) = f_rope(&of(&q), &of(&k), &cos, &sin, &RopeOptions::default()).unwrap();
     assert_close(&of(&to_q), &q, 2e-2, 2e-2);
     assert_close(&of(&to_k), &k, 2e-2, 2e-2);
+}
+
+/// The kernel keeps 1 / sqrt(mean(x²) + ε) of each row, too.
+#[test]
+fn cuda_quacks_norm_agrees_with_ours() {
+    let Some((module, device)) = ready("cuda_quacks_norm_agrees_with_ours", "quack_rmsnorm") else {
+        return;
+    };
+    let rmsnorm = module.function("quack_rmsnorm_bf16_1024").unwrap();
+    let weight = randn(&[1024], Kind::BFloat16, device);
+    let none = tch_extension::library::NONE;
+    for rows in [1, 7, 4096] {
+        let x = randn(&[rows, 1024], Kind::BFloat16, device);
+        let (mut y, mut rstd) = (x.empty_like(), Tensor::empty([rows], (Kind::Float, device)));
+        let all = args![&x, &weight, none, none, out(&mut y), none, out(&mut rstd), none, 1e-6];
+        call(&rmsnorm, all).unwrap();
+        let expected = f_rms_norm(&x, &[1024], Some(&weight), Some(1e-6)).unwrap();
+        assert_close(&y, &expected, 2e-2, 2e-2);
+        let squares = x.to_kind(Kind::Float).square().mean_dim(-1, false, Kind::Float);
+        assert_close(&rstd, &(squares + 1e-6).rsqrt(), 1e-5, 1e-5);
+    }
+    // It was compiled for rows of 1024 values.
+    let x = randn(&[4, 1000], Kind::BFloat16, device);
+    let (mut y, mut rstd) = (x.empty_like(), Tensor::empty([4], (Kind::Float, device)));
+    let all = args![&x, &weight, none, none, out(&mut y), none, out(&mut rstd), none, 1e-6];
+    assert!(call(&rmsnorm, all).is_err());
 }
