@@ -52,7 +52,11 @@ fn a_view_that_is_not_the_first_tensor_is_not_written() {
     let all = floats(&[0.0; 4]);
     let outcome =
         with_backward.call::<()>(args![&leaf(&[1.0, 2.0]), out(&mut all.slice(0, 0, 2, 1))]);
-    refused(outcome, &add, &["tensor 1", "has to be the first input"]);
+    refused(
+        outcome,
+        &add,
+        &["argument 1", "has to be the first input", "write to a new tensor and copy it"],
+    );
     assert_eq!(all, floats(&[0.0; 4]));
     // Without a graph, there is no such limit.
     let x = floats(&[1.0, 2.0]);
@@ -99,6 +103,15 @@ fn a_backward_pass_of_ones_own() {
     let x = leaf(&[1.0, 2.0]);
     loss(&add.call::<Tensor>(args![&x]).unwrap()).backward();
     assert_eq!(x.grad(), floats(&[2.0, 20.0]));
+    // Nothing is marked as an output.
+    let add = doubled(&module.function("add_one").unwrap());
+    let (x, y) = (leaf(&[1.0, 2.0]), floats(&[0.0; 2]));
+    refused(
+        add.call::<()>(args![&x, &y]),
+        &module.function("add_one").unwrap(),
+        &["out(&mut tensor)"],
+    );
+    let add = doubled(&module.function("add_one_alloc").unwrap());
     // Without a graph it is a plain call.
     let y: Tensor = add.call(args![&x.detach()]).unwrap();
     assert!(!y.requires_grad());
@@ -141,6 +154,30 @@ fn a_norm_of_others_with_the_backward_pass_of_ours() {
     gradcheck(call, &[&x, &weight], &Default::default()).unwrap();
     let expected = f_rms_norm(&x, &[5], Some(&weight), Some(1e-6)).unwrap();
     assert_close(&call(&[x, weight]).unwrap(), &expected, 1e-12, 1e-12);
+}
+
+/// The page's function and its gradient.
+#[test]
+fn the_pages_own_function_has_its_gradient() {
+    if module("the_pages_own_function_has_its_gradient").is_none() {
+        return;
+    }
+    let page = std::fs::read_to_string(root().join("docs/kernels-from-elsewhere.md")).unwrap();
+    let source = page.split_once("```cpp\n").and_then(|(_, rest)| rest.split_once("```"));
+    let library = compile_text(source.expect("a block of C++").0, "libsoftcap.so", &[]);
+    let softcap = Module::load(library).unwrap().function("softcap").unwrap();
+    let softcap = softcap.with_backward(|ctx, grads| {
+        let y = ctx.saved(1)? / 3.0;
+        Ok([Some(grads.get(0)? * (1.0 - y.square())), None].into())
+    });
+    let call = |inputs: &[Tensor]| {
+        let mut y = inputs[0].empty_like();
+        softcap.call::<()>(args![&inputs[0], out(&mut y), 3.0])?;
+        Ok(y)
+    };
+    let x = Tensor::randn([2, 3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+    gradcheck(call, &[&x], &Default::default()).unwrap();
+    assert_close(&call(&[x.shallow_clone()]).unwrap(), &((&x / 3.0).tanh() * 3.0), 1e-12, 1e-12);
 }
 
 /// A function of the module inside of an `autograd::Function`.

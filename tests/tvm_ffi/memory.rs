@@ -26,11 +26,11 @@ fn memory_that_is_written_is_shared_with_nothing() {
         (part(0, 4, 1), part(2, 6, 1)),
         (part(0, 6, 2), part(2, 5, 1)),
     ] {
-        let expected = ["tensor 1: expected memory of its own", "got memory of tensor 0"];
+        let expected = ["argument 1: expected memory of its own", "got memory of argument 0"];
         refused(call(&add, args![&from, out(&mut to)]), &add, &expected);
     }
     let mut expanded = floats(&[0.0]).expand([6], false);
-    let expected = "tensor 1: expected elements that do not share memory";
+    let expected = "argument 1: expected elements that do not share memory";
     refused(call(&add, args![&all, out(&mut expanded)]), &add, &[expected]);
     assert_eq!(all, before);
     // Two that are only read may be one.
@@ -119,7 +119,7 @@ fn a_lazy_copy_is_not_written() {
     let mut copy = x.internal_lazy_clone();
     let view = copy.view([2]);
     let shared = call(&add, args![&view, out(&mut copy)]);
-    refused(shared, &add, &["tensor 1: expected memory of its own"]);
+    refused(shared, &add, &["argument 1: expected memory of its own"]);
     call(&add, args![&x, out(&mut copy)]).unwrap();
     assert!(x == floats(&[1.0, 2.0]) && copy == floats(&[2.0, 3.0]));
 }

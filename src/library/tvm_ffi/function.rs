@@ -83,6 +83,9 @@ impl Function {
     /// second derivative is an error. Arguments that are no tensors have no names, so the closure keeps
     /// those that it needs.
     ///
+    /// A marked tensor becomes part of the graph, as one that is changed in place does. Make it anew for
+    /// each step, or `detach_` it: otherwise the next backward pass goes through the last step's graph.
+    ///
     /// ```no_run
     /// use tch::{Kind, Tensor};
     /// use tch_extension::args;
@@ -91,7 +94,7 @@ impl Function {
     /// let add_one = Module::load("libadd_one.so")?.function("add_one")?;
     /// let add_one = add_one.with_backward(|_, grads| Ok([Some(grads.get(0)?.shallow_clone()), None].into()));
     /// let x = Tensor::from_slice(&[1.0_f32, 2.0]).set_requires_grad(true);
-    /// let mut y = Tensor::empty_like(&x.detach());
+    /// let mut y = x.empty_like();
     /// add_one.call::<()>(args![&x, out(&mut y)])?;
     /// y.sum(Kind::Float).backward();
     /// assert_eq!(x.grad(), Tensor::from_slice(&[1.0_f32, 1.0]));
@@ -128,7 +131,7 @@ impl Function {
                 inner.error(format_args!("argument {index}: expected a value that TVM FFI can pass, got {got}"))
             }
             CallFailure::RequiresGrad => inner.error(
-                "it has no gradient, and an input requires grad; choose .no_grad() for constants, or \
+                "it has no gradient, and a tensor requires grad; choose .no_grad() for constants, or \
                  .with_backward(f) for a gradient of your own",
             ),
             CallFailure::MayOverlap => inner.error("internal error: overlap is checked twice"),
@@ -139,22 +142,24 @@ impl Function {
     /// Refuses memory that is written and is memory of another argument, or has elements that share
     /// memory. C++ only finds out that this may be so.
     fn check_overlap(&self, values: &[Value<'_>]) -> Result<()> {
-        let (tensors, are_written) = tensors(values);
-        for (index, written) in tensors.iter().enumerate().filter(|(index, _)| are_written[*index])
-        {
-            if overlaps(&written.size(), &written.stride()) {
+        let given = given(values);
+        for (index, written) in given.iter().enumerate().filter(|(_, given)| given.is_written) {
+            let Given { tensor, argument, .. } = written;
+            if overlaps(&tensor.size(), &tensor.stride()) {
                 return Err(self.inner.error(format_args!(
-                    "tensor {index}: expected elements that do not share memory to write to, got strides {:?} for sizes \
+                    "argument {argument}: expected elements that do not share memory to write to, got strides {:?} for sizes \
                      {:?}; copy it",
-                    written.stride(),
-                    written.size()
+                    tensor.stride(),
+                    tensor.size()
                 )));
             }
-            for (other, tensor) in tensors.iter().enumerate().filter(|(other, _)| *other != index) {
-                if share_memory(written, tensor).map_err(|error| self.inner.error(error))? {
+            for (_, other) in given.iter().enumerate().filter(|(other, _)| *other != index) {
+                let shared = share_memory(tensor, &other.tensor);
+                if shared.map_err(|error| self.inner.error(error))? {
                     return Err(self.inner.error(format_args!(
-                        "tensor {index}: expected memory of its own to write to, got memory of tensor {other}; copy one of \
-                         them"
+                        "argument {argument}: expected memory of its own to write to, got memory of argument {}; copy one \
+                         of them",
+                        other.argument
                     )));
                 }
             }
@@ -173,14 +178,25 @@ impl Function {
     }
 }
 
-/// All tensors of the values, those in lists one by one, and whether each is written to.
-fn tensors(values: &[Value<'_>]) -> (Vec<Tensor>, Vec<bool>) {
-    let (mut tensors, mut are_written) = (Vec::new(), Vec::new());
-    for value in values {
+/// A tensor among the arguments.
+struct Given {
+    tensor: Tensor,
+    /// The place of the argument that it is, or in whose list it is.
+    argument: usize,
+    is_written: bool,
+}
+
+/// All tensors of the values, those in lists one by one.
+fn given(values: &[Value<'_>]) -> Vec<Given> {
+    let mut all = Vec::new();
+    for (argument, value) in values.iter().enumerate() {
+        let (mut tensors, mut are_written) = (Vec::new(), Vec::new());
         value.tensors(&mut tensors);
         value.are_written(&mut are_written);
+        let tensors = tensors.into_iter().zip(are_written);
+        all.extend(tensors.map(|(tensor, is_written)| Given { tensor, argument, is_written }));
     }
-    (tensors, are_written)
+    all
 }
 
 impl std::fmt::Debug for Function {
@@ -216,34 +232,42 @@ impl WithBackward {
     /// # Errors
     /// As for [`Function::call`]. Also, before anything has run, when libtorch's graph does not allow a
     /// marked tensor to be changed in place, as [`Saver::in_place`] describes: a leaf that requires
-    /// grad, or a view that is not the first tensor.
+    /// grad, or a view that is not the first tensor. And when nothing is returned or marked.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
         let function = &self.function;
         let values = function.values(args)?;
-        let (inputs, are_written) = tensors(&values);
+        let inputs = given(&values);
         let mut outputs = Vec::new();
         let forward = |saver: &mut Saver<'_>, _: Inputs<'_>| {
-            let written = || (0..inputs.len()).filter(|index| are_written[*index]);
-            for index in written() {
-                let checked = saver.check_in_place(index, format_args!("tensor {index}"));
-                checked.map_err(|error| function.inner.error(error))?;
+            let written = || inputs.iter().enumerate().filter(|(_, given)| given.is_written);
+            for (index, given) in written() {
+                let what = format_args!("argument {}", given.argument);
+                saver.check_in_place(index, what).map_err(|error| {
+                    function.inner.error(format_args!("{error}; write to a new tensor and copy it"))
+                })?;
             }
             outputs = function.run(&values)?;
             let mut results = Vec::new();
             let mut note = |tensor: &mut Tensor| results.push(tensor.shallow_clone());
             outputs.iter_mut().for_each(|output| tensors_of(output, &mut note));
-            for index in written() {
+            for (index, Given { tensor, .. }) in written() {
                 saver.mark_dirty(index);
-                if !results.iter().any(|result| is_same(result, &inputs[index])) {
-                    results.push(inputs[index].shallow_clone());
+                if !results.iter().any(|result| is_same(result, tensor)) {
+                    results.push(tensor.shallow_clone());
                 }
             }
-            inputs.iter().chain(&results).for_each(|tensor| saver.save(tensor));
+            if results.is_empty() {
+                return Err(function.inner.error(
+                    "it has a backward pass and no output; mark the tensors that it writes to with out(&mut tensor)",
+                ));
+            }
+            let inputs = inputs.iter().map(|given| &given.tensor);
+            inputs.chain(&results).for_each(|tensor| saver.save(tensor));
             Ok(results.into())
         };
         let (inner, backward) = (Arc::clone(&function.inner), Arc::clone(&self.backward));
-        let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
-        let results = apply_with("tvm_ffi_function", &given, forward, move |ctx, grads| {
+        let tensors: Vec<_> = inputs.iter().map(|given| Some(&given.tensor)).collect();
+        let results = apply_with("tvm_ffi_function", &tensors, forward, move |ctx, grads| {
             backward(&CallContext::new(ctx, &NoNames), grads).map_err(|error| inner.error(error))
         })?;
         let mut in_graph = results.into_vec().into_iter().flatten();

@@ -22,7 +22,8 @@ struct Inner {
 }
 
 impl Module {
-    /// Loads a library, and libtvm_ffi if the process does not have it yet.
+    /// Loads a library, and libtvm_ffi if the process does not have it yet. A relative path begins in
+    /// the current folder.
     ///
     /// A library that registers a global function twice, or brings a libtvm_ffi of its own, ends the
     /// process that loads it. So a forked child process loads it first, as [`Library::load`]
@@ -33,7 +34,9 @@ impl Module {
     /// be found, as one for another version of CUDA or of libtvm_ffi does; when its initialisers fail;
     /// and when libtvm_ffi cannot be loaded.
     pub fn load(path: impl AsRef<Path>) -> Result<Module> {
-        runtime::version()?;
+        if path.as_ref().exists() {
+            runtime::version()?;
+        }
         let _handler = Handler::keep();
         let library = Library::load(path)?;
         let cannot = |reason: String| {
