@@ -153,6 +153,19 @@ pub(crate) enum CallFailure {
     Output(Error),
 }
 
+impl TvmFfiCallError {
+    #[cold]
+    fn explained(&self, message: *mut c_char) -> Box<CallFailure> {
+        let message = take_message(message).unwrap_or_default();
+        Box::new(match self.kind {
+            1 => CallFailure::Argument(usize::try_from(self.argument).unwrap_or_default(), message),
+            2 => CallFailure::RequiresGrad,
+            3 => CallFailure::MayOverlap,
+            _ => CallFailure::Function(message),
+        })
+    }
+}
+
 /// A function of a module.
 pub(crate) struct Function(NonNull<c_void>);
 
@@ -165,12 +178,13 @@ unsafe impl Sync for Function {}
 impl Function {
     /// Calls the function. With `without_grad`, gradients may get lost. With `is_apart`, memory that is
     /// written is known to be no memory of another argument. Nothing is returned for `None`.
+    #[inline]
     pub fn call(
         &self,
         values: &[Value<'_>],
         without_grad: bool,
         is_apart: bool,
-    ) -> std::result::Result<Vec<Output>, CallFailure> {
+    ) -> std::result::Result<Vec<Output>, Box<CallFailure>> {
         let (mut tensor, mut results) = (null_mut(), null_mut());
         let mut error = TvmFfiCallError::default();
         // SAFETY: the function is alive. A `Value` has the layout of a `RawValue`, and what it borrows
@@ -187,16 +201,8 @@ impl Function {
                 &mut error,
             )
         };
-        if let Some(message) = take_message(message) {
-            return Err(match error.kind {
-                1 => CallFailure::Argument(
-                    usize::try_from(error.argument).unwrap_or_default(),
-                    message,
-                ),
-                2 => CallFailure::RequiresGrad,
-                3 => CallFailure::MayOverlap,
-                _ => CallFailure::Function(message),
-            });
+        if !message.is_null() {
+            return Err(error.explained(message));
         }
         if !tensor.is_null() {
             // SAFETY: it is a handle that C++ allocated for us.
@@ -204,7 +210,9 @@ impl Function {
         }
         // SAFETY: C++ made them for us, or there are none.
         let results = unsafe { Results::of(results) };
-        results.map_or(Ok(Vec::new()), |results| results.read().map_err(CallFailure::Output))
+        results.map_or(Ok(Vec::new()), |results| {
+            results.read().map_err(|error| Box::new(CallFailure::Output(error)))
+        })
     }
 }
 

@@ -287,17 +287,24 @@ impl<'a> Value<'a> {
 }
 
 impl Drop for Value<'_> {
+    #[inline]
     fn drop(&mut self) {
         if self.raw.tag == Tag::List {
-            // SAFETY: `list` made the pointer from a boxed slice of this length, and nobody uses it
-            // afterwards.
-            drop(unsafe {
-                Box::from_raw(std::ptr::slice_from_raw_parts_mut(
-                    self.raw.payload.data.cast_mut().cast::<Value<'_>>(),
-                    self.raw.len,
-                ))
-            });
+            self.drop_items();
         }
+    }
+}
+
+impl Value<'_> {
+    fn drop_items(&mut self) {
+        // SAFETY: `list` made the pointer from a boxed slice of this length, and nobody uses it
+        // afterwards.
+        drop(unsafe {
+            Box::from_raw(std::ptr::slice_from_raw_parts_mut(
+                self.raw.payload.data.cast_mut().cast::<Value<'_>>(),
+                self.raw.len,
+            ))
+        });
     }
 }
 

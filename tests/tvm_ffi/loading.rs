@@ -62,6 +62,10 @@ fn what_is_no_module_is_refused() {
     }
     let missing = "extern \"C\" int missing_function(); extern \"C\" int __tvm_ffi_f() { return missing_function(); }";
     not_loaded(&compile_text(missing, "missing.so", &[]), "missing_function");
+    // As a module for another version is.
+    let newer = missing.replace("missing_function", "TVMFFIOfTheFuture");
+    let newer = compile_text(&newer, "newer_module.so", &[]);
+    not_loaded(&newer, "needs another version of libtvm_ffi than 0.1.");
     // As a module for another CUDA is.
     let stub = compile_text(
         "extern \"C\" int f9() { return 1; }",

@@ -107,6 +107,7 @@ impl Function {
         WithBackward { function: self.no_grad(), backward: Arc::new(backward) }
     }
 
+    #[inline]
     fn values<'a>(&self, args: Args<'a>) -> Result<Vec<Value<'a>>> {
         match args.named.first() {
             None => Ok(args.positional),
@@ -116,27 +117,39 @@ impl Function {
         }
     }
 
+    #[inline]
     fn run(&self, values: &[Value<'_>]) -> Result<Vec<Output>> {
+        match self.inner.handle.call(values, self.without_grad, false) {
+            Ok(outputs) => Ok(outputs),
+            Err(failure) => self.run_again(values, *failure),
+        }
+    }
+
+    /// Says what is wrong, unless it only seemed so.
+    #[cold]
+    fn run_again(&self, values: &[Value<'_>], failure: CallFailure) -> Result<Vec<Output>> {
+        if !matches!(failure, CallFailure::MayOverlap) {
+            return Err(self.error(failure));
+        }
+        self.check_overlap(values)?;
+        let outcome = self.inner.handle.call(values, self.without_grad, true);
+        outcome.map_err(|failure| self.error(*failure))
+    }
+
+    fn error(&self, failure: CallFailure) -> Error {
         let inner = &self.inner;
-        let outcome = match inner.handle.call(values, self.without_grad, false) {
-            Err(CallFailure::MayOverlap) => {
-                self.check_overlap(values)?;
-                inner.handle.call(values, self.without_grad, true)
-            }
-            outcome => outcome,
-        };
-        outcome.map_err(|failure| match failure {
+        match failure {
             CallFailure::Function(message) => inner.error(message),
-            CallFailure::Argument(index, got) => {
-                inner.error(format_args!("argument {index}: expected a value that TVM FFI can pass, got {got}"))
-            }
+            CallFailure::Argument(index, got) => inner.error(format_args!(
+                "argument {index}: expected a value that TVM FFI can pass, got {got}"
+            )),
             CallFailure::RequiresGrad => inner.error(
                 "it has no gradient, and a tensor requires grad; choose .no_grad() for constants, or \
                  .with_backward(f) for a gradient of your own",
             ),
             CallFailure::MayOverlap => inner.error("internal error: overlap is checked twice"),
             CallFailure::Output(error) => inner.error(error),
-        })
+        }
     }
 
     /// Refuses memory that is written and is memory of another argument, or has elements that share
@@ -167,6 +180,7 @@ impl Function {
         Ok(())
     }
 
+    #[inline]
     fn convert<T: FromOutputs>(&self, outputs: Vec<Output>) -> Result<T> {
         let is_none = outputs.is_empty();
         let converted = match T::from_outputs(outputs) {

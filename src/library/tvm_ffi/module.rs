@@ -38,7 +38,7 @@ impl Module {
             runtime::version()?;
         }
         let _handler = Handler::keep();
-        let library = Library::load(path)?;
+        let library = Library::load(path).map_err(of_another_version)?;
         let cannot = |reason: String| {
             let text = format!("cannot load the module {}: {reason}", library.path().display());
             Error::msg(text.replace('\n', " "))
@@ -86,6 +86,18 @@ impl Module {
     /// An error of libtvm_ffi.
     pub fn metadata(&self, name: &str) -> Result<Option<String>> {
         self.0.handle.metadata(name)
+    }
+}
+
+/// Says which libtvm_ffi lacks a symbol, if that is the reason.
+fn of_another_version(error: Error) -> Error {
+    let text = error.to_string();
+    let lacks = ["undefined symbol: TVMFFI", "undefined symbol: _ZN3tvm3ffi"];
+    match runtime::version() {
+        Ok(version) if lacks.iter().any(|symbol| text.contains(symbol)) => Error::msg(format!(
+            "{text}; the module needs another version of libtvm_ffi than {version}, which this process has"
+        )),
+        _ => error,
     }
 }
 
