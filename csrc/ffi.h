@@ -466,7 +466,7 @@ char* tch_extension_tvm_ffi_call(void* function,
                                  const tch_extension::Value* values,
                                  size_t len,
                                  bool without_grad,
-                                 bool is_apart,
+                                 bool is_disjoint,
                                  at::Tensor** tensor,
                                  tch_extension::Results** results,
                                  tch_extension::TvmFfiCallError* error);

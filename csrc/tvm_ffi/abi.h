@@ -1,6 +1,5 @@
-// The C ABI of TVM FFI (tvm/ffi/c_api.h and extra/c_env_api.h of the wheel apache-tvm-ffi), as far
-// as a caller needs it. It is typed here, so that nothing of TVM FFI is needed to compile this
-// crate.
+// The part of TVM FFI's C ABI that a caller needs, as tvm/ffi/c_api.h and extra/c_env_api.h of the
+// wheel apache-tvm-ffi declare it. This copy lets the crate compile without those headers.
 #pragma once
 
 #include <ATen/dlpack.h>
@@ -39,9 +38,9 @@ struct Object {
   void (*deleter)(void* self, int flags);
 };
 
-// The flags of a deleter: no strong reference is left, so the content goes; no reference at all is
-// left, so the memory goes.
-constexpr int kContentGoes = 1, kMemoryGoes = 2;
+// The flags of a deleter: the last strong reference is gone, so it destroys the content; the last
+// weak reference is gone, so it frees the memory.
+constexpr int kDeleterStrong = 1, kDeleterWeak = 2;
 constexpr uint64_t kOneReference = (uint64_t{1} << 32) | 1;
 
 struct Any {

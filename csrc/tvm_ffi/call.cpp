@@ -75,16 +75,18 @@ TensorObject* new_object() { return pool_is_closed ? new TensorObject : pool.tak
 
 void delete_tensor(void* self, int flags) {
   auto* object = static_cast<TensorObject*>(self);
-  if ((flags & kContentGoes) != 0) {
+  if ((flags & kDeleterStrong) != 0) {
     object->storage = c10::Storage();
     object->many.reset();
   }
-  if ((flags & kMemoryGoes) == 0) return;
+  if ((flags & kDeleterWeak) == 0) return;
   if (pool_is_closed || !pool.put(object)) delete object;
 }
 
 struct Delete {
-  void operator()(TensorObject* object) const { delete_tensor(object, kContentGoes | kMemoryGoes); }
+  void operator()(TensorObject* object) const {
+    delete_tensor(object, kDeleterStrong | kDeleterWeak);
+  }
 };
 
 DLDevice dl_device_of(const at::Tensor& tensor) {
@@ -93,7 +95,7 @@ DLDevice dl_device_of(const at::Tensor& tensor) {
   return at::torchDeviceToDLDevice(tensor.device());
 }
 
-// Keys of tensors whose memory does not hold their values in dense order.
+// Dispatch keys of tensors that are not strided, or whose memory does not hold their values.
 constexpr auto kUnusual =
     kStandIns | c10::sparse_ks | c10::sparse_csr_ks |
     c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative,
@@ -178,7 +180,7 @@ struct Range {
       if (view.shape[i] == 0) return;
       last += (view.shape[i] - 1) * view.strides[i];
     }
-    // No kind has more bits than fit, and a part of a byte is a byte.
+    // A kind may have less than a byte; a partial byte counts as a whole one.
     const int64_t bits = int64_t{view.dtype.bits} * view.dtype.lanes;
     end += ((last + 1) * bits + 7) / 8;
   }
@@ -340,17 +342,17 @@ bool needs_gradient(const Arguments& arguments) {
 }
 
 // While it lives, functions see libtorch's current stream and device, and its allocator.
-class Surrounded {
+class Environment {
  public:
-  Surrounded(const Runtime& ffi, int32_t gpu) : ffi_(ffi), gpu_(gpu) {
+  Environment(const Runtime& ffi, int32_t gpu) : ffi_(ffi), gpu_(gpu) {
     // What may fail comes first.
     if (gpu_ >= 0) enter();
     if (ffi_.allocator() != allocate)
       is_allocator_set_ = ffi_.set_allocator(allocate, 0, &allocator_) == 0;
   }
-  Surrounded(const Surrounded&) = delete;
-  Surrounded& operator=(const Surrounded&) = delete;
-  ~Surrounded() {
+  Environment(const Environment&) = delete;
+  Environment& operator=(const Environment&) = delete;
+  ~Environment() {
     if (is_allocator_set_) ffi_.set_allocator(allocator_, 0, nullptr);
     if (gpu_ >= 0) leave();
   }
@@ -496,13 +498,13 @@ c10::TypePtr type_of(const Any& any) {
 using namespace tch_extension;
 using namespace tch_extension::tvm_ffi;
 
-// Calls a function. `grad` is a number of `Grad`; with `is_apart`, memory that is written is known
-// to be no memory of another argument. The caller owns what the function returned: nothing, a
-// tensor, or other results.
+// Calls a function. With `without_grad`, tensors that require grad are constants. With
+// `is_disjoint`, the caller has checked that the outputs overlap neither each other nor an input.
+// The caller owns what the function returned: nothing, a tensor, or other results.
 TCH_EXTENSION_API Message tch_extension_tvm_ffi_call(void* function, const Value* values,
-                                                     size_t len, bool without_grad, bool is_apart,
-                                                     at::Tensor** tensor, Results** results,
-                                                     TvmFfiCallError* error) {
+                                                     size_t len, bool without_grad,
+                                                     bool is_disjoint, at::Tensor** tensor,
+                                                     Results** results, TvmFfiCallError* error) {
   *error = {0, -1};
   return guard([&] {
     const Runtime& ffi = runtime();
@@ -516,14 +518,14 @@ TCH_EXTENSION_API Message tch_extension_tvm_ffi_call(void* function, const Value
       error->kind = 2;
       throw std::runtime_error("an input requires grad");
     }
-    if (!is_apart && tvm_ffi::may_overlap(arguments.tensors())) {
+    if (!is_disjoint && tvm_ffi::may_overlap(arguments.tensors())) {
       error->kind = 3;
       throw std::runtime_error("memory may overlap");
     }
     const Allocations allocations;
     Owned owned;
     {
-      const Surrounded surrounded(ffi, arguments.gpu());
+      const Environment environment(ffi, arguments.gpu());
       const Written written(arguments);
       owned = call(ffi, static_cast<Object*>(function), arguments.data(), arguments.len());
     }

@@ -235,7 +235,7 @@ TCH_EXTENSION_API Message tch_extension_tvm_ffi_attach(uint32_t* version, char**
       return;
     }
     reinterpret_cast<void (*)(uint32_t*)>(get_version)(version);
-    // The first number that a break of the ABI would change.
+    // Another minor version may have another ABI. Rust reports it.
     if (version[0] != 0 || version[1] != 1) return;
     if (attached.load(std::memory_order_relaxed) == nullptr)
       attached.store(attach(), std::memory_order_release);
@@ -257,8 +257,8 @@ TCH_EXTENSION_API void tch_extension_tvm_ffi_restore_handler(void* handler) {
 }
 
 // Makes a module of a library that is loaded. `names`: the functions that it exports, one per line;
-// the caller frees it like a message. The module is never freed, because nobody knows how long
-// tensors and functions need it.
+// the caller frees it like a message. The module is never freed, because tensors and functions of
+// it may outlive every handle.
 TCH_EXTENSION_API Message tch_extension_tvm_ffi_load(const char* path, void** module,
                                                      char** names) {
   return guard([&] {

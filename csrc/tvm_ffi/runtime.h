@@ -72,7 +72,7 @@ inline Any any_of(int64_t integer) {
   return any;
 }
 
-// `text` needs to live as long as a small string's copy of it does not hold it.
+// A string. It holds a copy of the text.
 Owned any_of_text(const Runtime& ffi, const char* text, size_t len);
 
 // The text of a value that is a string.

@@ -44,7 +44,7 @@ unsafe extern "C" {
         values: *const RawValue,
         len: usize,
         without_grad: bool,
-        is_apart: bool,
+        is_disjoint: bool,
         tensor: *mut *mut C_tensor,
         results: *mut *mut CResults,
         error: *mut TvmFfiCallError,
@@ -73,8 +73,8 @@ pub(crate) fn attach() -> Result<Presence> {
     }
 }
 
-/// The handler of SIGSEGV, which is restored in the end. One at a time, because the handler of another
-/// one's library must not be kept.
+/// Restores the handler of SIGSEGV when it is dropped. The lock keeps a second thread from saving the
+/// handler that the first thread's library has just installed.
 pub(crate) struct Handler {
     handler: *mut c_void,
     _alone: MutexGuard<'static, ()>,
@@ -176,14 +176,14 @@ unsafe impl Send for Function {}
 unsafe impl Sync for Function {}
 
 impl Function {
-    /// Calls the function. With `without_grad`, gradients may get lost. With `is_apart`, memory that is
-    /// written is known to be no memory of another argument. Nothing is returned for `None`.
+    /// Calls the function. With `without_grad`, gradients may get lost. With `is_disjoint`, the
+    /// caller has checked that outputs overlap neither each other nor inputs. Nothing is returned for `None`.
     #[inline]
     pub fn call(
         &self,
         values: &[Value<'_>],
         without_grad: bool,
-        is_apart: bool,
+        is_disjoint: bool,
     ) -> std::result::Result<Vec<Output>, Box<CallFailure>> {
         let (mut tensor, mut results) = (null_mut(), null_mut());
         let mut error = TvmFfiCallError::default();
@@ -195,7 +195,7 @@ impl Function {
                 values.as_ptr().cast(),
                 values.len(),
                 without_grad,
-                is_apart,
+                is_disjoint,
                 &mut tensor,
                 &mut results,
                 &mut error,

@@ -167,6 +167,21 @@ fn libtvm_ffi_is_found() {
     assert!(text.contains("added: true"), "{text}");
 }
 
+/// The first load of a process, which has no libtvm_ffi yet.
+#[test]
+fn a_missing_module_is_named_before_libtvm_ffi() {
+    if module("a_missing_module_is_named_before_libtvm_ffi").is_none() {
+        return;
+    }
+    let nowhere = Path::new("/nonexistent");
+    let module = ("TCH_EXTENSION_TEST_MODULE", nowhere);
+    for variable in [("TCH_EXTENSION_TVM_FFI", &*libtvm_ffi()), ("PATH", nowhere)] {
+        let text = alone("load", &[module, variable]);
+        let expected = "error: cannot load the library /nonexistent: No such file";
+        assert!(text.contains(expected), "{text}");
+    }
+}
+
 #[test]
 fn a_libtvm_ffi_that_is_missing_is_named() {
     if module("a_libtvm_ffi_that_is_missing_is_named").is_none() {

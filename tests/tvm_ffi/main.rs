@@ -4,7 +4,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
-use support::compile::folder;
+use support::compile::{compile_with, folder};
 use support::root;
 use support::tvm_ffi::{installed_or_skip, libtvm_ffi, package};
 use tch::{Device, Kind, Tensor};
@@ -22,18 +22,8 @@ mod values;
 
 /// Compiles a source to a shared library with this name in [`folder`].
 fn compile(source: &Path, name: &str, flags: &[&str]) -> PathBuf {
-    let target = folder().join(name);
-    let output = Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
-        .args(["-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-isystem"])
-        .arg(package().join("include"))
-        .arg(source)
-        .args(flags)
-        .arg("-o")
-        .arg(&target)
-        .output()
-        .expect("a C++ compiler");
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    target
+    let headers = format!("-isystem{}", package().join("include").display());
+    compile_with(&[source], &[&["-shared", "-O1", &headers], flags].concat(), name)
 }
 
 fn compile_text(text: &str, name: &str, flags: &[&str]) -> PathBuf {

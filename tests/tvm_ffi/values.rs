@@ -22,11 +22,7 @@ fn numbers_texts_and_lists() {
     {
         assert_eq!(of("dtype").call::<Kind>(args![kind]).unwrap(), kind);
     }
-    for device in [Device::Cpu, Device::Cuda(1)] {
-        if device == Device::Cpu || tch_extension::testing::cuda_or_skip("devices").is_some() {
-            assert_eq!(of("device").call::<Device>(args![device]).unwrap(), device);
-        }
-    }
+    assert_eq!(of("device").call::<Device>(args![Device::Cpu]).unwrap(), Device::Cpu);
 }
 
 #[test]
@@ -37,6 +33,7 @@ fn results_are_read_as_what_is_asked_for() {
     let (same, (len, text)): (Tensor, (i64, String)) = of("nested").call(args![&x]).unwrap();
     assert_eq!((len, text.as_str()), (2, "a text of more than seven bytes"));
     assert_eq!(same.data_ptr(), x.data_ptr());
+    let _alone = memory::KEPT.lock().unwrap();
     let sizes: Vec<i64> = of("shape").call(args![&x.view([2, 1])]).unwrap();
     assert_eq!(sizes, [2, 1]);
     let nothing: Option<Tensor> = of("keep").call(args![&x]).unwrap();

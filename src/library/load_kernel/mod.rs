@@ -3,6 +3,7 @@
 mod metadata;
 mod variants;
 
+use super::tvm_ffi::runtime::SUPPORTED;
 use super::tvm_ffi::{Function, Module};
 use super::{Library, Operator, libtorch_version, operators};
 use crate::{Error, cuda};
@@ -229,9 +230,6 @@ fn as_variant(path: &Path) -> Option<(PathBuf, String)> {
     is_variant.then(|| Some((path.parent()?.to_path_buf(), name.to_string())))?
 }
 
-/// The version of libtvm_ffi that [`super::tvm_ffi`] supports.
-const TVM_FFI: Version = (0, 1);
-
 /// What decides which variants fit, and the compute capability of the GPU, if there is one.
 fn process(device: Option<Device>) -> Result<(Process, Option<Version>), String> {
     let words = |error: Error| error.to_string();
@@ -249,7 +247,7 @@ fn process(device: Option<Device>) -> Result<(Process, Option<Version>), String>
     let mut numbers = numbers.split('.').map_while(|number| number.parse().ok());
     let torch = numbers.next().zip(numbers.next()).ok_or("the version of libtorch is unknown")?;
     let cuda = cuda.map(|version| (version / 1000, version % 1000 / 10));
-    Ok((Process { torch, tvm_ffi: Some(TVM_FFI), cuda }, gpu))
+    Ok((Process { torch, tvm_ffi: Some(SUPPORTED), cuda }, gpu))
 }
 
 /// Checks the files of a variant that fits, and loads its library.

@@ -49,7 +49,7 @@
 
 mod function;
 mod module;
-mod runtime;
+pub(super) mod runtime;
 
 pub use function::{Function, WithBackward};
 pub use module::Module;

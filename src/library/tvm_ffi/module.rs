@@ -34,11 +34,14 @@ impl Module {
     /// be found, as one for another version of CUDA or of libtvm_ffi does; when its initialisers fail;
     /// and when libtvm_ffi cannot be loaded.
     pub fn load(path: impl AsRef<Path>) -> Result<Module> {
-        if path.as_ref().exists() {
-            runtime::version()?;
+        let path = path.as_ref();
+        if !path.exists() {
+            // Its error names the file, whether or not there is a libtvm_ffi.
+            Library::load(path)?;
         }
+        let version = runtime::version()?;
         let _handler = Handler::keep();
-        let library = Library::load(path).map_err(of_another_version)?;
+        let library = Library::load(path).map_err(|error| of_another_version(error, &version))?;
         let cannot = |reason: String| {
             let text = format!("cannot load the module {}: {reason}", library.path().display());
             Error::msg(text.replace('\n', " "))
@@ -89,16 +92,16 @@ impl Module {
     }
 }
 
-/// Says which libtvm_ffi lacks a symbol, if that is the reason.
-fn of_another_version(error: Error) -> Error {
+/// Names this process's version of libtvm_ffi if a symbol that it lacks is the reason.
+fn of_another_version(error: Error, version: &str) -> Error {
     let text = error.to_string();
     let lacks = ["undefined symbol: TVMFFI", "undefined symbol: _ZN3tvm3ffi"];
-    match runtime::version() {
-        Ok(version) if lacks.iter().any(|symbol| text.contains(symbol)) => Error::msg(format!(
-            "{text}; the module needs another version of libtvm_ffi than {version}, which this process has"
-        )),
-        _ => error,
+    if !lacks.iter().any(|symbol| text.contains(symbol)) {
+        return error;
     }
+    Error::msg(format!(
+        "{text}; the module needs another version of libtvm_ffi than {version}, which this process has"
+    ))
 }
 
 impl std::fmt::Debug for Module {

@@ -9,6 +9,9 @@ use std::sync::OnceLock;
 
 const VARIABLE: &str = "TCH_EXTENSION_TVM_FFI";
 
+/// The first two numbers of the versions that are supported.
+pub(in crate::library) const SUPPORTED: (u32, u32) = (0, 1);
+
 /// The version of libtvm_ffi, which is loaded if the process does not have it yet. It may be one more
 /// than the version of the Python package, whose fixes it contains.
 ///
@@ -33,12 +36,13 @@ fn attach() -> Result<[u32; 3]> {
         Presence::Local(path) => load(Path::new(&path))?,
         Presence::Absent => load(&find()?)?,
     };
-    match version {
-        [0, 1, _] => Ok(version),
-        [major, minor, patch] => Err(Error::msg(format!(
-            "libtvm_ffi: expected version 0.1.x, got {major}.{minor}.{patch}; `pip install 'apache-tvm-ffi<0.2'`"
-        ))),
+    let [major, minor, patch] = version;
+    if (major, minor) == SUPPORTED {
+        return Ok(version);
     }
+    Err(Error::msg(format!(
+        "libtvm_ffi: expected version 0.1.x, got {major}.{minor}.{patch}; `pip install 'apache-tvm-ffi<0.2'`"
+    )))
 }
 
 fn load(path: &Path) -> Result<[u32; 3]> {
