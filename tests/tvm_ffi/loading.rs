@@ -97,7 +97,7 @@ const TASK: &str = "TCH_EXTENSION_TEST_TASK";
 
 /// Runs a task in a process that has not loaded libtvm_ffi, with these variables, and returns what it
 /// printed.
-fn alone(task: &str, variables: &[(&str, &Path)]) -> String {
+pub(super) fn alone(task: &str, variables: &[(&str, &Path)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "loading::tasks", "--nocapture"])
         .current_dir(folder())
@@ -130,6 +130,7 @@ fn tasks() {
             Library::load(std::env::var_os("TCH_EXTENSION_TEST_LOCAL").unwrap()).unwrap();
             adds(Module::load(path()).unwrap());
         }
+        "tilelang" => others::tilelang(),
         "overflow" => {
             drop(Module::load(path()).unwrap());
             println!("{}", deep(0));

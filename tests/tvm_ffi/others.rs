@@ -1,26 +1,35 @@
-//! Kernels of others against this crate's. `TCH_EXTENSION_TEST_MODULES` names a folder with modules that
+//! Kernels of others against this crate's. `TCH_EXTENSION_TEST_MODULES` names a folder with what
 //! docs/kernels-from-elsewhere.md makes: FlashInfer's `libflashinfer_norm.so` and
-//! `libflashinfer_rope.so`, and `libquack_rmsnorm.so` for bf16 and rows of 1024 values.
+//! `libflashinfer_rope.so`, `libquack_rmsnorm.so` for bf16 and rows of 1024 values, TileLang's
+//! `libtilelang_matmul.so` for fp16 and 1024 × 1024 × 1024 beside `tilelang` and `tvm_ffi` of its packages, and
+//! Triton's `triton_add.cubin`, which others.py writes.
 
+use super::loading::alone;
 use super::*;
 use std::io::Write;
-use tch_extension::cuda::{Graph, Stream, StreamGuard};
+use std::time::Instant;
+use tch_extension::cuda::{Event, Graph, Grid, Kernel, Stream, StreamGuard, params, synchronize};
 use tch_extension::ops::{
     AddRmsNormOptions, RopeOptions, f_add_rms_norm, f_layer_norm, f_rms_norm, f_rope,
 };
 use tch_extension::testing::{assert_close, cuda_or_skip};
 
-/// The module of this name and the GPU. Skips visibly without them.
-fn ready(test: &str, name: &str) -> Option<(Module, Device)> {
-    module(test)?;
+/// The folder of the modules and the GPU. Skips visibly without them.
+fn folder_and_gpu(test: &str) -> Option<(PathBuf, Device)> {
     let device = cuda_or_skip(test)?;
     let Some(folder) = std::env::var_os("TCH_EXTENSION_TEST_MODULES") else {
         let line = format!("SKIPPED {test}: TCH_EXTENSION_TEST_MODULES names no folder\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
         return None;
     };
-    let path = Path::new(&folder).join(format!("lib{name}.so"));
-    Some((Module::load(path).expect("a module"), device))
+    Some((folder.into(), device))
+}
+
+/// The module of this name and the GPU. Skips visibly without them.
+fn ready(test: &str, name: &str) -> Option<(Module, Device)> {
+    module(test)?;
+    let (folder, device) = folder_and_gpu(test)?;
+    Some((Module::load(folder.join(format!("lib{name}.so"))).expect("a module"), device))
 }
 
 fn randn(size: &[i64], kind: Kind, device: Device) -> Tensor {
@@ -51,7 +60,7 @@ fn cuda_flashinfers_norms_agree_with_ours() {
             assert_close(&y, &expected, 2e-2, 2e-2);
             // In place: the sum replaces the residual, and its norm replaces the input.
             let (mut input, mut residual) = (x.copy(), randn(&[rows, columns], kind, device));
-            let (normed, sum) =
+            let (sum, normed) =
                 f_add_rms_norm(&input, &residual, &[columns], Some(&weight), &options).unwrap();
             let all = args![out(&mut input), out(&mut residual), &weight, 1e-6, false];
             call(&fused, all).unwrap();
@@ -129,7 +138,7 @@ fn cuda_flashinfers_rope_agrees_with_ours() {
     let (mut to_q, mut to_k) = (part(&rotated, 0), part(&rotated, 1));
     let all = args![&q, &k, out(&mut to_q), out(&mut to_k), &cache, &places, false];
     call(&rope, all).unwrap();
-    let of = |x: &Tensor| x.transpose(0, 1).unsqueeze(0);
+    let of = |x: &Tensor| x.unsqueeze(0);
     let (q, k) = f_rope(&of(&q), &of(&k), &cos, &sin, &RopeOptions::default()).unwrap();
     assert_close(&of(&to_q), &q, 2e-2, 2e-2);
     assert_close(&of(&to_k), &k, 2e-2, 2e-2);
@@ -159,4 +168,142 @@ fn cuda_quacks_norm_agrees_with_ours() {
     let (mut y, mut rstd) = (x.empty_like(), Tensor::empty([4], (Kind::Float, device)));
     let all = args![&x, &weight, none, none, out(&mut y), none, out(&mut rstd), none, 1e-6];
     assert!(call(&rmsnorm, all).is_err());
+}
+
+/// Every call returns a tensor, whose memory goes back to libtorch's allocator.
+#[test]
+fn cuda_returned_tensors_do_not_accumulate() {
+    const TEST: &str = "cuda_returned_tensors_do_not_accumulate";
+    let empty = function!(TEST, "empty_like");
+    let Some(device) = cuda_or_skip(TEST) else { return };
+    let x = Tensor::zeros([1 << 20], (Kind::Float, device));
+    let allocated = || tch_extension::cuda::memory_stats(device).unwrap().allocated;
+    let before = allocated();
+    for _ in 0..10_000 {
+        drop(empty.call::<Tensor>(args![&x]).unwrap());
+    }
+    // All of them are 40 GB. Other tests run in this process, too.
+    assert!(allocated() < before + (1 << 30), "{} bytes after {before}", allocated());
+}
+
+/// TileLang's run time needs the version of libtvm_ffi that it pins, hence a process of its own.
+#[test]
+fn cuda_tilelangs_product_agrees_with_ours() {
+    if folder_and_gpu("cuda_tilelangs_product_agrees_with_ours").is_none() {
+        return;
+    }
+    let text = alone("tilelang", &[]);
+    assert!(text.contains("the products agree"), "{text}");
+}
+
+/// The task of the test above.
+pub(super) fn tilelang() {
+    let (folder, device) = folder_and_gpu("tilelang").expect("a folder and a GPU");
+    let options = LoadOptions { global: true, ..Default::default() };
+    // It brings its own libtvm_ffi.
+    Library::load_with(folder.join("tilelang/lib/libtvm_runtime.so"), options).expect("a run time");
+    let module = Module::load(folder.join("libtilelang_matmul.so")).expect("a module");
+    let product = module.function("main").expect("a product");
+    let [a, b] = [0, 1].map(|_| randn(&[1024, 1024], Kind::Half, device));
+    let mut c = a.zeros_like();
+    call(&product, args![&a, &b, out(&mut c)]).expect("a product");
+    assert_close(&c, &a.matmul(&b), 1e-2, 1e-1);
+    println!("the products agree");
+    // A graph, on a stream of its own.
+    let (graph, ()) =
+        Graph::capture(device, || call(&product, args![&a, &b, out(&mut c)])).expect("a graph");
+    let _ = c.zero_();
+    graph.replay().expect("a replay");
+    assert_close(&c, &a.matmul(&b), 1e-2, 1e-1);
+    let wide = randn(&[1024, 512], Kind::Half, device);
+    let error = call(&product, args![&a, &wide, out(&mut c)]).expect_err("a wrong shape");
+    println!("{error}");
+}
+
+/// Recipe 3: a cubin of Triton has two parameters more than its kernel.
+#[test]
+fn cuda_tritons_cubin_is_launched() {
+    let Some((folder, device)) = folder_and_gpu("cuda_tritons_cubin_is_launched") else { return };
+    let image = std::fs::read(folder.join("triton_add.cubin")).expect("an image");
+    let kernel = Kernel::load(image, "add_kernel").unwrap();
+    let n = 100_003;
+    let [x, y] = [0, 1].map(|_| randn(&[n], Kind::Float, device));
+    let z = x.zeros_like();
+    let n = i32::try_from(n).unwrap();
+    let grid = Grid::new([n.unsigned_abs().div_ceil(1024), 1, 1], [4 * 32, 1, 1]);
+    let none = std::ptr::null_mut::<std::ffi::c_void>();
+    let [px, py, pz] = [&x, &y, &z].map(Tensor::data_ptr);
+    // SAFETY: x, y, z and n are the parameters of others.py's kernel, and Triton adds two pointers. The
+    // tensors are contiguous, of f32, on this device, and have n elements.
+    unsafe { kernel.launch(device, grid, params![px, py, pz, n, none, none]).unwrap() };
+    assert_eq!(z, &x + &y);
+    // SAFETY: no kernel starts with too few parameters.
+    let fewer = unsafe { kernel.launch(device, grid, params![px, py]) };
+    assert!(fewer.is_err());
+}
+
+/// The time on the GPU and the time of a call, in µs: of many calls in a graph, and of calls that the GPU
+/// follows at its leisure.
+fn times(device: Device, mut call: impl FnMut()) -> (f64, f64) {
+    const CALLS: u32 = 200;
+    (0..CALLS).for_each(|_| call());
+    synchronize(device).unwrap();
+    let host = (0..20).map(|_| {
+        let start = Instant::now();
+        (0..CALLS).for_each(|_| call());
+        let time = start.elapsed();
+        synchronize(device).unwrap();
+        time
+    });
+    let host = host.min().unwrap();
+    let (graph, ()) = Graph::capture(device, || {
+        (0..CALLS).for_each(|_| call());
+        Ok(())
+    })
+    .unwrap();
+    graph.replay().unwrap();
+    let gpu = (0..20).map(|_| {
+        let [start, end] = [0, 1].map(|_| Event::new(device).unwrap());
+        start.record().unwrap();
+        graph.replay().unwrap();
+        end.record().unwrap();
+        end.synchronize().unwrap();
+        start.elapsed(&end).unwrap()
+    });
+    let each = |time: std::time::Duration| time.as_secs_f64() * 1e6 / f64::from(CALLS);
+    (each(gpu.min().unwrap()), each(host))
+}
+
+/// others.py prints the same lines for calls from Python. A call must not cost what it saves: both functions
+/// take fewer than 10 µs of the host, where torch's own rms_norm takes about as many.
+#[test]
+fn cuda_calls_of_others_are_cheap() {
+    const TEST: &str = "cuda_calls_of_others_are_cheap";
+    let Some((flashinfer, device)) = ready(TEST, "flashinfer_norm") else { return };
+    let Some((quack, _)) = ready(TEST, "quack_rmsnorm") else { return };
+    let flashinfer = flashinfer.function("rmsnorm").unwrap();
+    let quack = quack.function("quack_rmsnorm_bf16_1024").unwrap();
+    let none = tch_extension::library::NONE;
+    for (rows, columns) in [(1, 1024), (64, 1024), (4096, 1024), (16384, 1024), (4096, 4096)] {
+        let x = randn(&[rows, columns], Kind::BFloat16, device);
+        let weight = randn(&[columns], Kind::BFloat16, device);
+        let mut y = x.empty_like();
+        let print = |name: &str, (gpu, host): (f64, f64)| {
+            eprintln!(
+                r#"{{"from": "rust", "function": "{name}", "rows": {rows}, "columns": {columns}, "gpu_us": {gpu:.3}, "host_us": {host:.3}}}"#
+            );
+            assert!(rows > 64 || host < 10.0, "{name}: {host} µs");
+        };
+        let run = || call(&flashinfer, args![out(&mut y), &x, &weight, 1e-6, false]).unwrap();
+        print("flashinfer", times(device, run));
+        if columns == 1024 {
+            let mut rstd = Tensor::empty([rows], (Kind::Float, device));
+            let run = || {
+                let all =
+                    args![&x, &weight, none, none, out(&mut y), none, out(&mut rstd), none, 1e-6];
+                call(&quack, all).unwrap();
+            };
+            print("quack", times(device, run));
+        }
+    }
 }

