@@ -172,6 +172,12 @@ char* tch_extension_gemm_describe(const at::Tensor* lhs,
 char* tch_extension_gemm_run(const GemmDescription* described,
                              GemmWay way,
                              at::Tensor** result);
+// Computes products of one lhs in one launch: all outputs, or with a gate silu(first) second. They
+// are null if the driver refuses.
+char* tch_extension_gemm_run_together(const GemmDescription* described,
+                                      int32_t count,
+                                      bool is_gated,
+                                      at::Tensor** results);
 // gelu(z) of the product z, with tanh, and z itself if it is wanted, by one call of cuBLASLt. Both
 // are null if there is no such call.
 char* tch_extension_gemm_run_gelu(const GemmDescription* described,
@@ -196,6 +202,12 @@ tch_extension::LaunchStatus tch_extension_gemm_hopper_cuda(const GemmProduct* pr
                                                            cudaStream_t stream);
 tch_extension::LaunchStatus tch_extension_gemm_skinny_cuda(const GemmProduct* product,
                                                            cudaStream_t stream);
+// Up to three products of one lhs, whose few rows tensor cores read, in one launch. With a gate,
+// the first output is silu(first) second, and there are no others.
+tch_extension::LaunchStatus tch_extension_gemm_skinny_together_cuda(const GemmProduct* products,
+                                                                    int32_t count,
+                                                                    bool is_gated,
+                                                                    cudaStream_t stream);
 // Pads lhs, rhs and bias in one launch.
 tch_extension::LaunchStatus tch_extension_gemm_pad_factors_cuda(const GemmPadFactors* factors,
                                                                 cudaStream_t stream);

@@ -16,6 +16,7 @@
 #include <array>
 #include <iterator>
 #include <optional>
+#include <vector>
 
 #include "padded_product.h"
 #include "params.h"
@@ -287,6 +288,28 @@ TCH_EXTENSION_API Message tch_extension_gemm_run(const GemmDescription* describe
     product.out = out.mutable_data_ptr();
     if (run(product, way, c10::cuda::getCurrentCUDAStream(device)))
       hand_over(std::move(out), result);
+  });
+}
+
+TCH_EXTENSION_API Message tch_extension_gemm_run_together(const GemmDescription* described,
+                                                          int32_t count, bool is_gated,
+                                                          at::Tensor** results) {
+  return guard([&] {
+    std::fill_n(results, count, nullptr);
+    const auto device = static_cast<c10::DeviceIndex>(described->device);
+    const c10::cuda::CUDAGuard device_guard(device);
+    std::vector<Product> products;
+    std::vector<at::Tensor> outputs;
+    for (int32_t which = 0; which < count; ++which) {
+      products.push_back(described[which].product);
+      if (which > 0 && is_gated) continue;
+      outputs.push_back(empty_output(described[which]));
+      products.back().out = outputs.back().mutable_data_ptr();
+    }
+    if (!started(tch_extension_gemm_skinny_together_cuda(
+            products.data(), count, is_gated, c10::cuda::getCurrentCUDAStream(device).stream())))
+      return;
+    for (at::Tensor& output : outputs) hand_over(std::move(output), results++);
   });
 }
 

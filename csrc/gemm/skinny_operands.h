@@ -68,8 +68,19 @@ constexpr int64_t kSteps = 8;
 // Starts the kernel for a long factor whose row stride is 1.
 void start_skinny_columns(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream);
 
+// Products of one short factor that are computed together.
+constexpr int kMostTogether = 3;
+
+struct SkinnyGroup {
+  Skinny each[kMostTogether];
+  int32_t count;
+  // Whether the output is silu(each[0]) each[1], which have as many rows; it is that of each[0].
+  int32_t is_gated;
+};
+
 // Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.
 bool is_for_tensor_cores(const Skinny& skinny, int32_t kind);
-void start_skinny_tensor(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream);
+void start_skinny_tensor(const SkinnyGroup& group, int32_t kind, int64_t batch,
+                         cudaStream_t stream);
 
 }  // namespace tch_extension::gemm

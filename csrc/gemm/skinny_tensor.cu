@@ -6,10 +6,14 @@
 // of K within 32 values does not matter to a sum: each lane reads 16 bytes of a row of each factor,
 // and both count as the same four parts of two products.
 //
+// Several products of one short factor share a launch: each block belongs to one of them. With a
+// gate, a block computes 8 rows of each of two, and multiplies.
+//
 // The kernel may start before the previous one has ended. Until then it only asks L2 for the long
 // factor, which is right even if that kernel writes it: all writes of a GPU meet in L2.
 #include "../hopper/dependent_launch.h"
 #include "../hopper/mma.h"
+#include "../hopper/silu.h"
 #include "skinny_operands.h"
 
 namespace tch_extension::gemm {
@@ -37,25 +41,49 @@ constexpr int kTileRows = 16;
 #endif
 }
 
+// The number of tiles of a group, or of one of its products.
+__host__ __device__ inline int64_t tiles_of(const Skinny& skinny) {
+  return ceil_div(skinny.rows, int64_t{kTileRows});
+}
+
+inline int64_t tiles_of(const SkinnyGroup& group) {
+  if (group.is_gated) return ceil_div(group.each[0].rows, int64_t{kTileRows / 2});
+  int64_t tiles = 0;
+  for (int which = 0; which < group.count; ++which) tiles += tiles_of(group.each[which]);
+  return tiles;
+}
+
 template <typename T, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarp)
-    skinny_tensor_kernel(const __grid_constant__ Skinny skinny) {
+    skinny_tensor_kernel(const __grid_constant__ SkinnyGroup group) {
 #if __CUDA_ARCH__ >= 800
   // What the lanes of a row read at a time, and how many vectors of each of its two rows a lane has
   // in flight.
   constexpr int kStep = 32, kAhead = 8;
+  constexpr int kHalf = kTileRows / 2;
   __shared__ float parts[kWarps][kMostShortByTensor][kTileRows];
   hopper::allow_next_kernel();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
-  const int group = lane / 4, at = lane % 4 * 8;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTileRows;
-  const auto row_at = [&](int row) {
-    const int64_t index = first + row < skinny.rows ? first + row : skinny.rows - 1;
-    return of_batch<T>(skinny.many) + index * skinny.many.row + at;
+  const int quad = lane / 4, at = lane % 4 * 8;
+  // The upper and the lower half of the block's tile: of one product, or of two with a gate.
+  int which = 0;
+  int64_t tile = blockIdx.x;
+  for (; which + 1 < group.count && !group.is_gated; ++which) {
+    const int64_t tiles = tiles_of(group.each[which]);
+    if (tile < tiles) break;
+    tile -= tiles;
+  }
+  const Skinny& skinny = group.each[which];
+  const Skinny& below_of = group.is_gated ? group.each[1] : skinny;
+  const int64_t first = tile * (group.is_gated ? kHalf : kTileRows);
+  const int64_t first_below = group.is_gated ? first : first + kHalf;
+  const auto row_at = [&](const Skinny& of, int64_t row) {
+    const int64_t index = row < of.rows ? row : of.rows - 1;
+    return of_batch<T>(of.many) + index * of.many.row + at;
   };
-  const T* const upper = row_at(group);
-  const T* const lower = row_at(group + 8);
+  const T* const upper = row_at(skinny, first + quad);
+  const T* const lower = row_at(below_of, first_below + quad);
   const int inner = static_cast<int>(skinny.inner);
   constexpr int kBy = kWarps * kStep;
   if (lane % 2 == 0) {
@@ -66,8 +94,8 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   }
   hopper::wait_for_previous_kernel();
 
-  const bool is_there = group < skinny.shorts;
-  const T* const few = of_batch<T>(skinny.few) + (is_there ? group : 0) * skinny.few.row + at;
+  const bool is_there = quad < skinny.shorts;
+  const T* const few = of_batch<T>(skinny.few) + (is_there ? quad : 0) * skinny.few.row + at;
   float sums[4] = {};
   for (int begin = warp * kStep; begin < inner; begin += kAhead * kBy) {
     uint4 above[kAhead], below[kAhead], other[kAhead];
@@ -89,39 +117,46 @@ __global__ void __launch_bounds__(kWarps* kWarp)
     }
   }
   const int s = lane % 4 * 2;
-  parts[warp][s][group] = sums[0];
-  parts[warp][s + 1][group] = sums[1];
-  parts[warp][s][group + 8] = sums[2];
-  parts[warp][s + 1][group + 8] = sums[3];
+  parts[warp][s][quad] = sums[0];
+  parts[warp][s + 1][quad] = sums[1];
+  parts[warp][s][quad + kHalf] = sums[2];
+  parts[warp][s + 1][quad + kHalf] = sums[3];
   __syncthreads();
+  // Whole warps are left, because 8 × 16 outputs are.
+  static_assert(kMostShortByTensor * kTileRows % kWarp == 0);
+  if (threadIdx.x >= kMostShortByTensor * kTileRows) return;
   const int row = static_cast<int>(threadIdx.x) % kTileRows;
   const int short_row = static_cast<int>(threadIdx.x) / kTileRows;
-  if (short_row >= skinny.shorts || first + row >= skinny.rows) return;
-  float sum = bias_of<T>(skinny, first + row, short_row);
+  float sum = 0;
 #pragma unroll
   for (int of = 0; of < kWarps; ++of) sum += parts[of][short_row][row];
-  finish<T>(skinny, first + row, short_row, sum);
+  if (group.is_gated) {
+    // Rounded as the products would be that a kernel of its own multiplies.
+    const float value = static_cast<float>(static_cast<T>(sum));
+    sum = hopper::silu<T>(value).value * __shfl_down_sync(kAllLanes, value, kHalf);
+    if (row >= kHalf) return;
+  }
+  if (short_row >= skinny.shorts || first + row >= skinny.rows) return;
+  finish<T>(skinny, first + row, short_row, sum + bias_of<T>(skinny, first + row, short_row));
 #endif
 }
 
 template <typename T, int kWarps>
-void start(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned int>(ceil_div(skinny.rows, int64_t{kTileRows})), 1,
-                  static_cast<unsigned int>(batch));
+void start(const SkinnyGroup& group, int64_t batch, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned int>(tiles_of(group)), 1, static_cast<unsigned int>(batch));
   hopper::launch_early(skinny_tensor_kernel<T, kWarps>, grid, dim3(kWarps * kWarp), 0, stream,
-                       skinny);
+                       group);
 }
 
 // Several small blocks for each multiprocessor hide each other's ends. Few blocks have many warps,
 // so that enough bytes are in flight.
 template <typename T>
-void start_for(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
+void start_for(const SkinnyGroup& group, int64_t batch, cudaStream_t stream) {
   constexpr int64_t kManyTiles = 2 * 132;
   constexpr int64_t kLong = 4096;
-  if (ceil_div(skinny.rows, int64_t{kTileRows}) * batch >= kManyTiles)
-    return start<T, 4>(skinny, batch, stream);
-  if (skinny.inner >= kLong) return start<T, 16>(skinny, batch, stream);
-  start<T, 8>(skinny, batch, stream);
+  if (tiles_of(group) * batch >= kManyTiles) return start<T, 4>(group, batch, stream);
+  if (group.each[0].inner >= kLong) return start<T, 16>(group, batch, stream);
+  start<T, 8>(group, batch, stream);
 }
 
 // Code that the driver compiles from an older architecture's PTX is empty.
@@ -148,10 +183,11 @@ bool is_for_tensor_cores(const Skinny& skinny, int32_t kind) {
   return can_read && has_tensor_cores();
 }
 
-void start_skinny_tensor(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream) {
+void start_skinny_tensor(const SkinnyGroup& group, int32_t kind, int64_t batch,
+                         cudaStream_t stream) {
   for_kind(kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    if constexpr (sizeof(T) == 2) start_for<T>(skinny, batch, stream);
+    if constexpr (sizeof(T) == 2) start_for<T>(group, batch, stream);
   });
 }
 

@@ -1,6 +1,6 @@
 //! A linear layer as a module.
 
-use crate::ops::{f_linear, f_linear_parts};
+use crate::ops::{f_linear, f_linear_each, f_linear_parts};
 use crate::{Error, Result, check};
 use std::borrow::Borrow;
 use tch::nn::{Init, LinearConfig, Module, Path};
@@ -67,6 +67,15 @@ impl Linear {
             None => f_linear(input, &self.ws, self.bs.as_ref()),
             Some(lora) => self.adapted(lora, input),
         }
+    }
+
+    /// The outputs of three layers for one input.
+    pub(super) fn f_forward_each(layers: [&Linear; 3], input: &Tensor) -> Result<[Tensor; 3]> {
+        if layers.iter().all(|layer| layer.lora.is_none()) {
+            return f_linear_each(input, layers.map(|layer| (&layer.ws, layer.bs.as_ref())));
+        }
+        let [first, second, third] = layers.map(|layer| layer.f_forward(input));
+        Ok([first?, second?, third?])
     }
 
     /// Adds an adapter, whose output is zero at first, in place of one that the layer may have:

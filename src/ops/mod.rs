@@ -94,7 +94,7 @@ pub use gelu_mlp::GeluMlpOptions;
 pub use gemm::{Way as ProductWay, counters as product_plans};
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
-pub use linear::f_linear_parts;
+pub use linear::{f_linear_each, f_linear_parts};
 #[cfg(feature = "loss")]
 pub use linear_cross_entropy::LinearCrossEntropyOptions;
 #[cfg(feature = "mlp")]

@@ -4,6 +4,7 @@
 mod arguments;
 mod conformance;
 mod cuda;
+mod each;
 mod forward;
 mod gradients;
 mod kinds;

@@ -11,7 +11,7 @@ use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
+use tch_extension::cuda::{Graph, memory_stats, reset_peak_memory_stats};
 use tch_extension::nn::{MlpOp, SwiGluConfig, swiglu};
 use tch_extension::ops::{SwigluMlpOptions, f_swiglu_mlp, swiglu_mlp, swiglu_mlp_reference};
 use tch_extension::testing::{

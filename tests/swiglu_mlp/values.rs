@@ -161,3 +161,36 @@ fn the_inputs_gradient_is_as_exact_as_libtorchs() {
         }
     }
 }
+
+/// Without a graph, few rows of half kinds take two kernels: one for both gated products, one for the last.
+#[test]
+fn cuda_few_rows_are_two_kernels() {
+    let Some(device) = caching_or_skip("cuda_few_rows_are_two_kernels") else { return };
+    let _no_grad = tch::no_grad_guard();
+    for kind in [Kind::Half, Kind::BFloat16] {
+        for (features, hidden) in [(1024, 4096), (2048, 8192), (512, 4099), (4096, 1001)] {
+            let random = |size: [i64; 2]| {
+                let scale = (size[1] as f64).sqrt().recip();
+                (Tensor::randn(size, (Kind::Float, device)) * scale).to_kind(kind)
+            };
+            let [gate, up] = [0, 1].map(|_| random([hidden, features]) * 4.0);
+            let down = random([features, hidden]);
+            for rows in [1, 3, 8] {
+                let x = Tensor::randn([rows, features], (kind, device));
+                let reference = |kind: Kind| {
+                    let [x, gate, up, down] = [&x, &gate, &up, &down].map(|of| of.to_kind(kind));
+                    swiglu_mlp_reference(&x, &gate, &up, &down).expect("y")
+                };
+                let options = SwigluMlpOptions::default();
+                let (graph, found) =
+                    Graph::capture(device, || f_swiglu_mlp(&x, &gate, &up, &down, &options))
+                        .expect("a graph");
+                graph.replay().expect("a replay");
+                assert_as_accurate(&found, &reference(kind), &reference(Kind::Double));
+                // The last product may be libtorch's where rows do not begin at 16 bytes.
+                let is_odd = hidden % 8 != 0;
+                assert!(is_odd || graph.kernels() == 2, "{rows} {features} {hidden}");
+            }
+        }
+    }
+}

@@ -333,11 +333,14 @@ impl Attention {
                     split(&v, self.num_kv_heads)?,
                 ))
             }
-            Qkv::Separate { q, k, v } => Ok((
-                split(&q.f_forward(input)?, self.num_heads)?,
-                split(&k.f_forward(input)?, self.num_kv_heads)?,
-                split(&v.f_forward(input)?, self.num_kv_heads)?,
-            )),
+            Qkv::Separate { q, k, v } => {
+                let [q, k, v] = Linear::f_forward_each([q, k, v], input)?;
+                Ok((
+                    split(&q, self.num_heads)?,
+                    split(&k, self.num_kv_heads)?,
+                    split(&v, self.num_kv_heads)?,
+                ))
+            }
         }
     }
 }

@@ -32,6 +32,14 @@ unsafe extern "C" {
         way: Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
+    /// Computes products of one lhs in one launch: all outputs, or with a gate silu(first) second. They
+    /// are null if the driver refuses.
+    fn tch_extension_gemm_run_together(
+        described: *const Description,
+        count: i32,
+        is_gated: bool,
+        results: *mut *mut C_tensor,
+    ) -> *mut c_char;
     /// gelu(z) of the product z, with tanh, and z itself if it is wanted, by one call of cuBLASLt. Both
     /// are null if there is no such call.
     fn tch_extension_gemm_run_gelu(
@@ -107,4 +115,22 @@ pub(super) fn run_gelu(described: &Described<'_>, wants_z: bool) -> Result<Optio
     let output = owned(message, result)?;
     let z = owned(null_mut(), z)?;
     Ok(output.map(|output| WithZ { output, z }))
+}
+
+/// Products of one lhs that can be computed together. `None` if the driver refuses.
+pub(super) fn run_together<const N: usize>(
+    described: [&Described<'_>; N],
+    is_gated: bool,
+) -> Result<[Option<Tensor>; N]> {
+    let facts = described.map(|each| each.facts);
+    let mut results = [null_mut(); N];
+    // SAFETY: as in `run`; there is room for as many results as there are products.
+    let message = unsafe {
+        tch_extension_gemm_run_together(facts.as_ptr(), N as i32, is_gated, results.as_mut_ptr())
+    };
+    if let Some(message) = take_message(message) {
+        return Err(Error::Torch(message));
+    }
+    // SAFETY: C++ allocated these handles for us, and nobody else owns them.
+    Ok(results.map(|result| (!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })))
 }

@@ -73,6 +73,66 @@ pub(crate) fn linear(
     compute(Operands { lhs: input, rhs: weight, bias, is_linear: true, relu: false }, way)
 }
 
+/// `input @ weightᵀ + bias` of several layers, for few rows, in one launch. `None` where their products
+/// are not faster together.
+pub(crate) fn linear_together<const N: usize>(
+    input: &Tensor,
+    layers: [(&Tensor, Option<&Tensor>); N],
+    way: Way,
+) -> Result<Option<[Tensor; N]>> {
+    let Some(described) = describe_together(input, layers, way)? else { return Ok(None) };
+    let outputs = calls::run_together(described.each_ref(), false)?;
+    match outputs.iter().all(Option::is_some) {
+        true => Ok(Some(outputs.map(|output| output.unwrap_or_default()))),
+        false => Ok(None),
+    }
+}
+
+/// `silu(input @ gateᵀ) (input @ upᵀ)` under the same conditions.
+#[cfg_attr(not(feature = "mlp"), allow(dead_code))]
+pub(crate) fn linear_gated(
+    input: &Tensor,
+    gate: &Tensor,
+    up: &Tensor,
+    way: Way,
+) -> Result<Option<Tensor>> {
+    let layers = [(gate, None), (up, None)];
+    let Some(described) = describe_together(input, layers, way)? else { return Ok(None) };
+    if described[0].facts.product.n != described[1].facts.product.n {
+        return Ok(None);
+    }
+    let [output, _] = calls::run_together(described.each_ref(), true)?;
+    Ok(output)
+}
+
+/// The products of these layers, if they can be computed together and the largest is faster so.
+fn describe_together<'a, const N: usize>(
+    input: &'a Tensor,
+    layers: [(&'a Tensor, Option<&'a Tensor>); N],
+    way: Way,
+) -> Result<Option<[Described<'a>; N]>> {
+    let size = input.size();
+    let rows: i64 = size.iter().rev().skip(1).product();
+    if rows > plan::MOST_SHORT_BY_TENSOR || !matches!(way, Way::Automatic | Way::Skinny) {
+        return Ok(None);
+    }
+    let mut all = Vec::with_capacity(N);
+    for (rhs, bias) in layers {
+        let operands = Operands { lhs: input, rhs, bias, is_linear: true, relu: false };
+        match calls::describe(operands)? {
+            Some(described) if described.facts.can_join() => all.push(described),
+            _ => return Ok(None),
+        }
+    }
+    let largest = all.iter().max_by_key(|each| each.facts.product.n);
+    let is_faster = match largest {
+        Some(_) if way == Way::Skinny => true,
+        Some(largest) => chosen(&largest.facts)? == Way::Skinny,
+        None => false,
+    };
+    Ok(is_faster.then_some(all).and_then(|all| all.try_into().ok()))
+}
+
 /// `lhs @ rhs` by a kernel of this crate, without autograd, under the same conditions.
 pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Option<Tensor>> {
     match way {
@@ -96,18 +156,19 @@ fn compute(operands: Operands<'_>, way: Way) -> Result<Option<Tensor>> {
     }
     let Some(described) = calls::describe(operands)? else { return Ok(None) };
     match way {
-        Way::Automatic => {
-            let device =
-                kinds::Device::Cuda(usize::try_from(described.facts.device).unwrap_or(usize::MAX));
-            let costs = || Ok((COSTS.of(device)?, multiprocessors(device)?));
-            match choose(&described.facts, costs)? {
-                Way::Composite => Ok(None),
-                chosen => calls::run(&described, chosen),
-            }
-        }
+        Way::Automatic => match chosen(&described.facts)? {
+            Way::Composite => Ok(None),
+            chosen => calls::run(&described, chosen),
+        },
         forced if described.facts.can(forced) => calls::run(&described, forced),
         _ => Ok(None),
     }
+}
+
+/// The fastest way on the operands' device.
+fn chosen(facts: &Description) -> Result<Way> {
+    let device = kinds::Device::Cuda(usize::try_from(facts.device).unwrap_or(usize::MAX));
+    choose(facts, || Ok((COSTS.of(device)?, multiprocessors(device)?)))
 }
 
 /// gelu(z), and z if it is wanted.

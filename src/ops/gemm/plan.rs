@@ -172,7 +172,7 @@ const SMALL_TILE: i64 = 16;
 /// `Skinny` takes at most this many rows or columns.
 const MOST_SHORT: i64 = 4;
 /// By tensor cores, of sums that are long enough.
-const MOST_SHORT_BY_TENSOR: i64 = 8;
+pub(super) const MOST_SHORT_BY_TENSOR: i64 = 8;
 /// `Hopper` computes tiles of 128×128.
 const HOPPER_TILE: i64 = 128;
 
@@ -232,6 +232,13 @@ impl Description {
             Way::Padded => self.padding.launches > 0,
             _ => true,
         }
+    }
+
+    /// Whether `Skinny` by tensor cores computes the product in one launch with others of the same lhs.
+    pub fn can_join(&self) -> bool {
+        let Self { product, skinny, .. } = self;
+        // The rhs is the long factor.
+        skinny.by_tensor != 0 && product.batch == 1 && product.n > MOST_SHORT_BY_TENSOR
     }
 
     /// Whether tensor cores compute the product.

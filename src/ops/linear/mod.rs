@@ -11,9 +11,11 @@ use crate::operator::{
 };
 use tch::{Kind, Tensor};
 
+mod each;
 mod kernels;
 mod parts;
 
+pub use each::f_linear_each;
 pub(super) use kernels::bias_grad;
 pub use parts::f_linear_parts;
 

@@ -1,6 +1,6 @@
 //! The feed-forward part of a transformer with a gate.
 
-use super::gemm::Way as ProductWay;
+use super::gemm::{self, Way as ProductWay};
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
 use super::mlp::{KINDS, add_product, layer, product, weight_gradient};
 use super::way::forced;
@@ -181,14 +181,23 @@ impl Operator for SwigluMlp {
         let Made { outputs, kept } = call.check()?;
         let SwigluMlpIn { input, w_gate, w_up, w_down } = call.of;
         let (matrix, way) = (rows(input)?, call.plan);
-        let g = layer(&matrix, w_gate, None, way)?;
-        let u = layer(&matrix, w_up, None, way)?;
-        let (g, u, h) = match kept.g {
-            Some(_) => {
-                let h = gate(&g, &u)?;
-                (Some(g), Some(u), h)
+        let together = match kept.g {
+            Some(_) => None,
+            None => gemm::linear_gated(&matrix, w_gate, w_up, way)?,
+        };
+        let (g, u, h) = match together {
+            Some(h) => (None, None, h),
+            None => {
+                let g = layer(&matrix, w_gate, None, way)?;
+                let u = layer(&matrix, w_up, None, way)?;
+                match kept.g {
+                    Some(_) => {
+                        let h = gate(&g, &u)?;
+                        (Some(g), Some(u), h)
+                    }
+                    None => (None, None, gate_in_place(g, &u)?),
+                }
             }
-            None => (None, None, gate_in_place(g, &u)?),
         };
         let output = layer(&h, w_down, None, way)?;
         let output = linear::reshaped(&output, outputs.output.sizes())?;

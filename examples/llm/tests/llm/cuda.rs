@@ -104,8 +104,9 @@ fn cuda_trains_adapters() {
         assert!(mean(&captured[35..]) < mean(&captured[..5]) - 0.1, "{captured:?}");
         assert_alike(&of("launched", &["--no-capture"]), &captured);
         assert_alike(&of("halves", &["--batch", "4", "--accumulate", "2"]), &captured);
-        for (gpu, cpu) in captured.iter().zip(&of("cpu", &["--device", "cpu"])) {
-            assert!((gpu - cpu).abs() < 0.05, "{captured:?}, and {cpu} on the CPU");
+        for (step, (gpu, cpu)) in captured.iter().zip(&of("cpu", &["--device", "cpu"])).enumerate()
+        {
+            assert!((gpu - cpu).abs() < 0.05, "step {step}: {gpu}, and {cpu} on the CPU");
         }
     }
     let from = text(&place.path("captured"));

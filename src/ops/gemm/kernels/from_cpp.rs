@@ -73,6 +73,14 @@ unsafe extern "C" {
         product: *const Product,
         stream: cudaStream_t,
     ) -> LaunchStatus;
+    /// Up to three products of one lhs, whose few rows tensor cores read, in one launch. With a gate,
+    /// the first output is silu(first) second, and there are no others.
+    fn tch_extension_gemm_skinny_together_cuda(
+        products: *const Product,
+        count: i32,
+        is_gated: bool,
+        stream: cudaStream_t,
+    ) -> LaunchStatus;
     /// Pads lhs, rhs and bias in one launch.
     fn tch_extension_gemm_pad_factors_cuda(
         factors: *const PadFactors,
