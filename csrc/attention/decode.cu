@@ -7,6 +7,7 @@
 // warps and then splits are merged; the last block of a unit to finish merges the splits in their
 // order, so that the same sizes and splits give the same bits.
 #include "../hopper/dependent_launch.h"
+#include "../hopper/memory.h"
 #include "params.h"
 #include "tch_extension/cuda_vector.h"
 
@@ -14,6 +15,8 @@ namespace tch_extension::attention {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
+// Bytes that L2 fetches at a time.
+constexpr int kLine = 128;
 constexpr float kNone = -INFINITY;
 
 // What a part with the largest exponent `most` counts beside one with `larger`.
@@ -56,6 +59,26 @@ constexpr int kMostSplits = 32;
 // A split of fewer tokens takes less time than merging it.
 constexpr int64_t kTokens = 64;
 
+// The tokens of a block, and how many blocks of its unit have some.
+struct Range {
+  int splits;
+  int64_t from;
+  int64_t to;
+};
+
+// As many splits as the tokens are worth; the other blocks have nothing to do.
+__device__ __forceinline__ Range range_of(const AttentionDecode& params, int64_t place) {
+  // A place outside of the cache has no tokens, and the result is NaN.
+  const bool is_valid = 0 <= place && place < params.length;
+  const int64_t count = is_valid ? place + 1 : 0;
+  const int64_t worth = (count + kTokens - 1) / kTokens;
+  const int splits = static_cast<int>(worth < 1 ? 1 : worth < gridDim.x ? worth : gridDim.x);
+  if (static_cast<int>(blockIdx.x) >= splits) return {splits, 0, 0};
+  const int64_t of_split = (count + splits - 1) / splits;
+  const int64_t from = blockIdx.x * of_split;
+  return {splits, from, from + of_split < count ? from + of_split : count};
+}
+
 template <typename T, int kGroup>
 __global__ void __launch_bounds__(kThreads)
     decode_kernel(const __grid_constant__ AttentionDecode params) {
@@ -64,8 +87,6 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kAhead = 2;
   extern __shared__ float parts[];  // [kWarps, kGroup, D + 2]
   hopper::allow_next_kernel();
-  hopper::wait_for_previous_kernel();
-
   const int dim = static_cast<int>(params.head_dim);
   const int size = dim + 2;
   const int chunk = static_cast<int>(blockIdx.y % params.chunks);
@@ -80,19 +101,21 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t teams = kThreads / lanes;
   const int at = lane * kLanes;
   const bool is_inside = at < dim;
+  const int64_t of_cache = (row * params.kv_heads + kv) * params.length * dim + at;
 
-  // A place outside of the cache has no tokens, and the result is NaN.
+  // Until the previous kernel has ended, the place may be an older one, and the cache may be
+  // written. L2 is asked for what will probably be read.
+  if (chunk == 0 && is_inside && at * sizeof(T) % kLine == 0) {
+    const Range likely = range_of(params, hopper::load_relaxed(params.places + row));
+    for (int64_t token = likely.from + team; token < likely.to; token += teams) {
+      hopper::prefetch(static_cast<const T*>(params.keys) + of_cache + token * dim);
+      hopper::prefetch(static_cast<const T*>(params.values) + of_cache + token * dim);
+    }
+  }
+  hopper::wait_for_previous_kernel();
+
+  // Loaded along with the queries, which do not depend on it.
   const int64_t place = params.places[row];
-  const bool is_valid = 0 <= place && place < params.length;
-  const int64_t count = is_valid ? place + 1 : 0;
-  // As many splits as the tokens are worth; the other blocks have nothing to do.
-  const int64_t worth = (count + kTokens - 1) / kTokens;
-  const int splits = static_cast<int>(worth < 1 ? 1 : worth < gridDim.x ? worth : gridDim.x);
-  if (static_cast<int>(blockIdx.x) >= splits) return;
-  const int64_t of_split = (count + splits - 1) / splits;
-  const int64_t from = blockIdx.x * of_split;
-  const int64_t to = from + of_split < count ? from + of_split : count;
-
   float query[kGroup][kLanes];
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) {
@@ -105,8 +128,9 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kLanes; ++i)
       query[g][i] = static_cast<float>(loaded.lane[i]) * params.scale;
   }
+  const auto [splits, from, to] = range_of(params, place);
+  if (static_cast<int>(blockIdx.x) >= splits) return;
 
-  const int64_t of_cache = (row * params.kv_heads + kv) * params.length * dim + at;
   const int64_t new_key = row * params.key_strides[0] + kv * params.key_strides[1] + at;
   const int64_t new_value = row * params.value_strides[0] + kv * params.value_strides[1] + at;
   Sums<kLanes> sums[kGroup];

@@ -12,6 +12,7 @@
 // The kernel may start before the previous one has ended. Until then it only asks L2 for the long
 // factor, which is right even if that kernel writes it: all writes of a GPU meet in L2.
 #include "../hopper/dependent_launch.h"
+#include "../hopper/memory.h"
 #include "../hopper/mma.h"
 #include "../hopper/silu.h"
 #include "skinny_operands.h"
@@ -20,12 +21,6 @@ namespace tch_extension::gemm {
 namespace {
 
 constexpr int kTileRows = 16;
-
-[[maybe_unused]] __device__ __forceinline__ void prefetch(const void* address) {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-#endif
-}
 
 // Weights are read once, so they need no place in L1; L2 fetches whole lines, of which two warps
 // read half each.
@@ -57,9 +52,10 @@ template <typename T, int kWarps>
 __global__ void __launch_bounds__(kWarps* kWarp)
     skinny_tensor_kernel(const __grid_constant__ SkinnyGroup group) {
 #if __CUDA_ARCH__ >= 800
-  // What the lanes of a row read at a time, and how many vectors of each of its two rows a lane has
-  // in flight.
-  constexpr int kStep = 32, kAhead = 8;
+  // What the lanes of a row read at a time; how many vectors of each of its two rows a lane has in
+  // flight, which leaves registers for more blocks; and for how many of them it asks ahead of time,
+  // beyond which L2 would fetch for this kernel what the previous one waits for.
+  constexpr int kStep = 32, kAhead = 4, kAsked = 2;
   constexpr int kHalf = kTileRows / 2;
   __shared__ float parts[kWarps][kMostShortByTensor][kTileRows];
   hopper::allow_next_kernel();
@@ -87,9 +83,9 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   const int inner = static_cast<int>(skinny.inner);
   constexpr int kBy = kWarps * kStep;
   if (lane % 2 == 0) {
-    for (int k = warp * kStep; k + at < inner && k < kAhead * kBy; k += kBy) {
-      prefetch(upper + k);
-      prefetch(lower + k);
+    for (int k = warp * kStep; k + at < inner && k < kAsked * kBy; k += kBy) {
+      hopper::prefetch(upper + k);
+      hopper::prefetch(lower + k);
     }
   }
   hopper::wait_for_previous_kernel();

@@ -38,6 +38,12 @@ __device__ __forceinline__ uint2 load_relaxed_2_words(const void* from) {
   return words;
 }
 
+__device__ __forceinline__ int64_t load_relaxed(const int64_t* from) {
+  int64_t value;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void store_relaxed(void* to, uint32_t word) {
   asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
 }

@@ -307,3 +307,24 @@ fn cuda_calls_of_others_are_cheap() {
         }
     }
 }
+
+/// The times of our own norm, at the sizes at which tch-extension-open/tests/on_cuda.py calls it from CuPy and JAX.
+#[test]
+fn cuda_our_norm_takes_less_time_than_its_bytes_twice() {
+    let test = "cuda_our_norm_takes_less_time_than_its_bytes_twice";
+    let Some(device) = cuda_or_skip(test) else { return };
+    let sizes = [(1024, 1024), (4096, 4096), (16384, 4096), (65536, 1024), (4096, 16384)];
+    for kind in [Kind::Half, Kind::BFloat16] {
+        for (rows, columns) in sizes {
+            let x = randn(&[rows, columns], kind, device);
+            let weight = randn(&[columns], kind, device);
+            let run = || drop(f_rms_norm(&x, &[columns], Some(&weight), Some(1e-6)).unwrap());
+            let (gpu, _) = times(device, run);
+            eprintln!(
+                r#"{{"from": "rust", "kind": "{kind:?}", "rows": {rows}, "columns": {columns}, "gpu_us": {gpu:.3}}}"#
+            );
+            let copy = times(device, || drop(x.copy())).0;
+            assert!(gpu < 2.0 * copy, "{gpu} µs, and a copy {copy}");
+        }
+    }
+}
