@@ -19,6 +19,8 @@ pub use graph::Graph;
 pub use kernel::{Grid, Kernel, Param, Parameter};
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
+#[cfg(feature = "open")]
+pub(crate) use stream::on_stream;
 pub use stream::{Stream, StreamGuard, record_stream};
 
 #[cfg(not(tch_extension_cuda))]
