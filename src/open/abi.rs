@@ -178,11 +178,11 @@ pub unsafe fn run(function: &Function, arguments: *const Any, count: i32, result
         }
         Ok(Err(refusal)) => refusal,
         Err(panic) => {
-            let text = format!("{}: internal error: {}", function.name, text_of(&*panic));
+            let text = format!("internal error: {}", text_of(&*panic));
             Refusal { kind: "RuntimeError", text }
         }
     };
-    raise(&refusal);
+    raise(function.name, refusal);
     -1
 }
 
@@ -201,11 +201,13 @@ fn of_tvm_ffi(name: &CStr) -> *mut c_void {
     unsafe { dlsym(null_mut(), name.as_ptr()) }
 }
 
-/// Leaves an error for the caller.
-fn raise(refusal: &Refusal) {
+/// Leaves an error for the caller, which names the function.
+fn raise(function: &str, Refusal { kind, text }: Refusal) {
     type Raise = unsafe extern "C" fn(*const c_char, *const c_char);
-    let of = |text: &str| CString::new(text.replace('\0', " ")).unwrap_or_default();
-    let (kind, text) = (of(refusal.kind), of(&refusal.text));
+    let is_named = text.split_once(':').is_some_and(|(name, _)| name == function);
+    let text = if is_named { text } else { format!("{function}: {text}") };
+    let of = |text: &str| CString::new(text.replace(['\0', '\n'], " ")).unwrap_or_default();
+    let (kind, text) = (of(kind), of(&text));
     // SAFETY: this is the function's type, which libtvm_ffi declares; null becomes `None`.
     let raise = unsafe {
         std::mem::transmute::<*mut c_void, Option<Raise>>(of_tvm_ffi(
@@ -216,7 +218,7 @@ fn raise(refusal: &Refusal) {
         // SAFETY: both texts are null-terminated and live during the call.
         Some(raise) => unsafe { raise(kind.as_ptr(), text.as_ptr()) },
         // The caller cannot ask for a text that libtvm_ffi does not keep.
-        None => eprintln!("{}: {}", refusal.kind, refusal.text),
+        None => eprintln!("{}: {}", kind.to_string_lossy(), text.to_string_lossy()),
     }
 }
 

@@ -85,8 +85,12 @@ fn kind_of(dtype: DlDataType) -> Option<Kind> {
 
 pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
+/// Such as "float32, float16 or bfloat16".
 fn names(kinds: &[Kind]) -> String {
-    kinds.iter().copied().map(kind_name).collect::<Vec<_>>().join(" or ")
+    let (last, others) = kinds.split_last().unwrap_or((&Kind::Float, &[]));
+    let others: Vec<&str> = others.iter().copied().map(kind_name).collect();
+    let others = if others.is_empty() { String::new() } else { others.join(", ") + " or " };
+    others + kind_name(*last)
 }
 
 /// DLPack's numbers of devices.
@@ -531,16 +535,10 @@ impl<'a> Call<'a> {
 
     /// Calls kernels, on a GPU with the stream that the caller has set.
     pub fn run(&self, kernels: impl FnOnce() -> crate::Result<()>) -> Result<()> {
-        let outcome = match self.device {
+        Ok(match self.device {
             Device::Cpu => kernels(),
             device => crate::cuda::on_stream(self.op, device.into(), stream_of(self.on), kernels),
-        };
-        let named = |error: crate::Error| {
-            let text = error.to_string();
-            let is_named = text.starts_with(self.op);
-            if is_named { text } else { format!("{}: {text}", self.op) }
-        };
-        outcome.map_err(|error| Refusal { kind: "RuntimeError", text: named(error) })
+        }?)
     }
 }
 

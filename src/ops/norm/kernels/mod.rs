@@ -3,10 +3,10 @@
 
 pub(crate) mod add;
 
-use super::plan::{Gpu, Plan, Rows, Way};
 #[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::{PerDevice, constant};
 use crate::ops::kinds::{Device, Kind};
+use crate::ops::norm::plan::{Gpu, Plan, Rows, Way};
 use crate::{Error, Result};
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_char;
