@@ -277,7 +277,7 @@ impl<'a> Array<'a> {
         let first = data.addr().checked_add(offset).ok_or_else(too_large)?;
         first.checked_add(bytes).ok_or_else(too_large)?;
         let element = usize::from(dtype.bits.div_ceil(8)).max(1);
-        if bytes > 0 && element.is_power_of_two() && first % element != 0 {
+        if bytes > 0 && matches!(element, 2 | 4 | 8) && first % element != 0 {
             let expected = format!("an address that is a multiple of {element} bytes");
             return Err(refuse(&expected, &format!("{first:#x}")));
         }
@@ -398,8 +398,17 @@ impl<'a> Of<'a> {
         let (columns, leading) =
             shape.split_last().filter(|(last, _)| **last > 0).ok_or_else(refuse)?;
         let rows = leading.iter().try_fold(1_i64, |rows, size| rows.checked_mul(*size));
-        Ok((leading, [rows.ok_or_else(refuse)?, *columns]))
+        let sizes = rows.map(|rows| [rows, *columns]).filter(|sizes| can_be_planned(*sizes));
+        let too_many =
+            || self.array.refuse("fewer rows or columns", format!("shape {shape:?}"), "");
+        Ok((leading, sizes.ok_or_else(too_many)?))
     }
+}
+
+/// Whether plans can compute with these numbers of rows and columns. Without rows, there may be more columns
+/// than fit into memory.
+pub fn can_be_planned([rows, columns]: [i64; 2]) -> bool {
+    rows.max(1).checked_mul(columns).is_some_and(|elements| elements < i64::MAX / 64)
 }
 
 /// The addresses that kernels get for arrays that may be absent.

@@ -1,7 +1,9 @@
 //! `rms_norm`, `layer_norm` and `add_rms_norm` over the last dimension, and their gradients.
 
 use super::Answer;
-use super::arrays::{Argument, Array, Call, KINDS, Of, Result, address, workspace_bytes};
+use super::arrays::{
+    Argument, Array, Call, KINDS, Of, Result, address, can_be_planned, workspace_bytes,
+};
 use crate::ops::kinds::{Device, Kind};
 use crate::ops::norm::kernels::add::{AddBackward, AddForward, AddOn};
 use crate::ops::norm::kernels::{
@@ -203,7 +205,13 @@ pub fn layer_norm_backward_workspace(of: [Argument<'_>; 4]) -> Answer {
 fn asked([rows, columns, dtype, device]: [Argument<'_>; 4]) -> Result<([i64; 2], On)> {
     let (kind, device) = (dtype.kind()?, device.device()?);
     let on = On { device, way: AUTOMATIC, kind, parameters: kind };
-    Ok(([rows.integer(0)?, columns.integer(1)?], on))
+    let sizes = [rows.integer(0)?, columns.integer(1)?];
+    if !can_be_planned(sizes) {
+        let [rows_given, columns_given] = sizes;
+        let got = format!("{rows_given} rows of {columns_given} columns");
+        return Err(rows.refuse("ValueError", "an array that fits into memory", got, ""));
+    }
+    Ok((sizes, on))
 }
 
 /// The bytes for scratch of so many sums, at whichever addresses the arrays begin.
