@@ -189,11 +189,14 @@ impl<'a> Argument<'a> {
         }
     }
 
-    pub fn text(&self, expected: &str) -> Result<&'a [u8]> {
-        match self.value {
-            Value::Text(text) => Ok(text),
-            _ => Err(self.type_error(expected)),
-        }
+    /// The index of the text that was passed, or the index itself.
+    pub fn one_of(&self, texts: &[&str]) -> Result<usize> {
+        let found = match self.value {
+            Value::Text(text) => texts.iter().position(|known| known.as_bytes() == text),
+            Value::Int(index) => usize::try_from(index).ok().filter(|index| *index < texts.len()),
+            _ => None,
+        };
+        found.ok_or_else(|| self.type_error(&format!("one of {texts:?}")))
     }
 
     /// A dtype, or its name.

@@ -17,15 +17,10 @@ enum Reduction {
 }
 
 fn reduction_of(argument: Argument<'_>) -> Result<Reduction> {
-    let expected = "\"none\", \"mean\" or \"sum\"";
-    match argument.text(expected)? {
-        b"none" => Ok(Reduction::None),
-        b"mean" => Ok(Reduction::Mean),
-        b"sum" => Ok(Reduction::Sum),
-        other => {
-            let got = format!("{:?}", String::from_utf8_lossy(other));
-            Err(argument.refuse("ValueError", expected, got, ""))
-        }
+    match argument.one_of(&["none", "mean", "sum"])? {
+        0 => Ok(Reduction::None),
+        1 => Ok(Reduction::Mean),
+        _ => Ok(Reduction::Sum),
     }
 }
 
