@@ -33,7 +33,6 @@ import tvm_ffi  # noqa: E402
 
 # The comparisons with torch, which are those of the CPU.
 PATH = Path(__file__).resolve().parents[2] / "tch-extension-python/tests/open.py"
-PATH = Path(os.environ.get("OPEN_PY", PATH))
 spec = importlib.util.spec_from_file_location("open_functions", PATH)
 of_cpu = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(of_cpu)
@@ -334,7 +333,7 @@ def functions_for_jax():
         halves = jnp.stack([target, target >> 31], -1)
         rows = logits.shape[0]
         outputs = (like(logits, ()), like(logits), scratch(ops.cross_entropy_workspace(rows, str(logits.dtype))))
-        attributes = dict(ignore_index=np.int64(-100), reduction=np.int64(1), label_smoothing=np.float32(0.1))
+        attributes = dict(ignore_index=np.int64(-100), reduction="mean", label_smoothing=np.float32(0.1))
         weight = jnp.ones(logits.shape[1], jnp.float32)
         return jax.ffi.ffi_call("tch.cross_entropy", outputs)(logits, halves, weight, **attributes)[:2]
 
@@ -409,6 +408,16 @@ def jax_calls_rope_and_cross_entropy_with_their_gradients(_):
     of_torch.backward()
     close("JAX, loss", of_jax(loss), of_torch.detach(), 1e-5)
     close("JAX, gradient of the loss", of_jax(gradient), z.grad, 1e-5)
+
+
+@needs("cupy")
+def the_example_of_cupy_is_right(_):
+    of_cpu.run_of_page("cupy", **{'"libtch_extension_open.so"': repr(LIBRARY)})
+
+
+@needs("jax_tvm_ffi")
+def the_example_of_jax_is_right(_):
+    of_cpu.run_of_page("jax_tvm_ffi", **{'"libtch_extension_open.so"': repr(LIBRARY)})
 
 
 # --- times ----------------------------------------------------------------------------------------

@@ -15,6 +15,9 @@ import random
 import sys
 import threading
 import traceback
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -512,6 +515,25 @@ def a_workspace_is_as_large_as_it_says():
     assert "got None" in message, message
     # Without sums there is no scratch.
     call("rms_norm_backward", torch.empty_like(x), None, None, x, x, w, rstd)
+
+
+def run_of_page(word, **replaced):
+    """Runs the example of docs/kernels-for-others.md that imports this module."""
+    page = (Path(__file__).parents[2] / "docs/kernels-for-others.md").read_text()
+    examples = [text.split("```")[0] for text in page.split("```python\n")[1:]]
+    (example,) = (text for text in examples if f"import {word}\n" in text or f"import {word} as" in text)
+    for text, other in replaced.items():
+        assert text in example, text
+        example = example.replace(text, other)
+    exec(compile(example, f"the example of {word}", "exec"), {"__name__": word})
+
+
+@check
+def the_page_is_right():
+    # The package is the wheel's, which is not installed here.
+    package = SimpleNamespace(open_library=lambda: sys.argv[1])
+    with unittest.mock.patch.dict(sys.modules, tch_extension=package):
+        run_of_page("tch_extension")
 
 
 # --- what only C can pass -------------------------------------------------------------------------
