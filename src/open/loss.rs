@@ -2,8 +2,8 @@
 
 use super::Answer;
 use super::arrays::{Argument, Array, Call, Of, Result, Workspace, address, workspace_bytes};
-use crate::ops::kinds::{Device, Kind};
-use crate::ops::loss::kernels::{Rows, Total, compute_kind, wrong_target};
+use crate::ops::kinds::{Device, Kind, compute_kind};
+use crate::ops::loss::kernels::{Rows, Total, wrong_target};
 use std::ptr::{null, null_mut};
 
 const GIVES_SIZE: &str = "cross_entropy_workspace";

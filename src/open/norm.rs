@@ -4,11 +4,9 @@ use super::Answer;
 use super::arrays::{
     Argument, Array, Call, KINDS, Of, Result, address, can_be_planned, workspace_bytes,
 };
-use crate::ops::kinds::{Device, Kind};
+use crate::ops::kinds::{Device, Kind, compute_kind};
 use crate::ops::norm::kernels::add::{AddBackward, AddForward, AddOn};
-use crate::ops::norm::kernels::{
-    Backward, Forward, Kernels, On, compute_kind, is_by_columns, takes_parameters,
-};
+use crate::ops::norm::kernels::{Backward, Forward, Kernels, On, is_by_columns, takes_parameters};
 use crate::ops::norm::plan::{Rows, Way};
 use crate::ops::{add_rms_norm as of_sum, layer_norm as centred, rms_norm as uncentred};
 use std::ffi::c_void;

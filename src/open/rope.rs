@@ -2,7 +2,7 @@
 
 use super::Answer;
 use super::arrays::{Argument, Array, Call, Of, Result};
-use crate::ops::kinds::Kind;
+use crate::ops::kinds::{Kind, compute_kind};
 use crate::ops::rope::kernels::{Heads, MOST_HEADS, Rotation};
 
 /// The sizes of heads: `[B, T, heads, D]`.
@@ -69,8 +69,7 @@ pub fn rope(
         let expected = [batch, tokens, sizes[2], head_size];
         of_k.of_shape(&expected)?.one_of(&[kind])?;
     }
-    let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-    let (of_cos, cos_strides) = table(&mut call, cos, &[kind, wide])?;
+    let (of_cos, cos_strides) = table(&mut call, cos, &[kind, compute_kind(kind)])?;
     let (of_sin, sin_strides) = table(&mut call, sin, &[of_cos.kind])?;
     of_sin.array.of_shape(of_cos.array.shape)?;
     let [positions, half] = [of_cos.array.shape[0], of_cos.array.shape[1]];

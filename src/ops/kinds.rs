@@ -29,6 +29,11 @@ impl Kind {
     }
 }
 
+/// The kind in which kernels compute values of this kind.
+pub(crate) fn compute_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
 /// Where kernels run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Device {

@@ -2,7 +2,7 @@
 //! gradient. Nothing here names tch, so that programs without it use it, too.
 
 use crate::Result;
-use crate::ops::kinds::{Device, Kind};
+use crate::ops::kinds::{Device, Kind, compute_kind};
 use std::ffi::c_void;
 use std::ptr::null_mut;
 
@@ -113,11 +113,6 @@ crate::kernels::raw_kernels! {
     fn run_rows(Rows) = tch_extension_loss_rows_cpu, tch_extension_loss_rows_cuda;
     fn run_total(Total) = tch_extension_loss_total_cpu, tch_extension_loss_total_cuda;
     fn run_scale(Scale) = tch_extension_loss_scale_cpu, tch_extension_loss_scale_cuda;
-}
-
-/// The kind in which losses of logits of this kind are computed.
-pub(crate) fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 /// The first target that is neither a class nor `ignore_index`, with its index.

@@ -5,7 +5,7 @@ pub(crate) mod add;
 
 #[cfg(tch_extension_cuda)]
 use crate::cuda::per_device::{PerDevice, constant};
-use crate::ops::kinds::{Device, Kind};
+use crate::ops::kinds::{Device, Kind, compute_kind};
 use crate::ops::norm::plan::{Gpu, Plan, Rows, Way};
 use crate::{Error, Result};
 #[cfg(tch_extension_cuda)]
@@ -119,11 +119,6 @@ pub(crate) struct Kernels {
     /// Tells how many clusters of a plan the current device runs at a time.
     #[cfg(tch_extension_cuda)]
     pub clusters: unsafe extern "C" fn(*const Plan, i32) -> i64,
-}
-
-/// The kind in which values of this kind are computed: the kind of mean and rstd.
-pub(crate) fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 /// Whether the kernels take weight and bias of this kind: that of the rows or, on the CPU, the one that
