@@ -86,6 +86,10 @@ pub fn common_device(op: &str, fields: &[(&str, &dyn Field)]) -> Result<Device> 
     }
 }
 
+/// Where the CPU's kernels are, if they are not here.
+#[cfg(feature = "open")]
+pub(crate) const CPU_IS_ELSEWHERE: Option<&str> = None;
+
 /// The error for a device that has no kernel.
 #[doc(hidden)]
 pub fn no_kernel(op: &str, device: Device) -> Error {
@@ -203,7 +207,10 @@ macro_rules! raw_kernels {
     ($op:expr; $($(#[$attribute:meta])* fn $name:ident($params:ty) = $cpu:ident, $cuda:ident;)+) => {
         $(
             $(#[$attribute])*
-            unsafe fn $name(device: tch::Device, params: &$params) -> $crate::Result<()> {
+            unsafe fn $name(
+                device: impl Into<tch::Device>,
+                params: &$params,
+            ) -> $crate::Result<()> {
                 unsafe extern "C" {
                     fn $cpu(params: *const $params);
                     #[cfg(tch_extension_cuda)]
@@ -212,6 +219,7 @@ macro_rules! raw_kernels {
                         stream: *mut std::ffi::c_void,
                     ) -> $crate::cuda::LaunchStatus;
                 }
+                let device: tch::Device = device.into();
                 $crate::__on_device!(
                     $op,
                     device,

@@ -20,6 +20,9 @@ pub mod jit;
 pub mod kernels;
 pub mod library;
 pub mod nn;
+#[cfg(feature = "open")]
+#[doc(hidden)]
+pub mod open;
 pub mod operator;
 pub mod ops;
 #[cfg(feature = "optim")]

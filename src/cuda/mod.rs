@@ -7,6 +7,7 @@ mod device;
 mod event;
 mod graph;
 mod kernel;
+mod launch_status;
 mod memory;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod per_device;
@@ -17,8 +18,11 @@ pub use device::{DeviceProperties, device_properties};
 pub use event::Event;
 pub use graph::Graph;
 pub use kernel::{Grid, Kernel, Param, Parameter};
+pub use launch_status::LaunchStatus;
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
 pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
+#[cfg(feature = "open")]
+pub(crate) use stream::on_stream;
 pub use stream::{Stream, StreamGuard, record_stream};
 
 #[cfg(not(tch_extension_cuda))]
@@ -26,7 +30,7 @@ use self::absent as ffi;
 #[cfg(tch_extension_cuda)]
 use crate::ffi::cuda as ffi;
 use crate::{Error, Result};
-use std::ffi::{CStr, c_char, c_void};
+use std::ffi::c_void;
 use std::marker::PhantomData;
 use tch::Device;
 
@@ -128,39 +132,6 @@ fn not_compiled(op: &str) -> Error {
 /// operators has a function that takes one.
 #[allow(non_camel_case_types, dead_code)]
 pub(crate) type cudaStream_t = *mut c_void;
-
-/// The return value of a launcher that is written with `tch_extension/launch.h`: whether its kernel
-/// was launched.
-#[repr(C)]
-#[derive(Debug)]
-pub struct LaunchStatus {
-    kernel: *const c_char,
-    error: *const c_char,
-}
-
-impl LaunchStatus {
-    /// No kernel was launched, and none had to be.
-    pub(crate) fn of_nothing() -> Self {
-        LaunchStatus { kernel: c"".as_ptr(), error: std::ptr::null() }
-    }
-
-    pub(crate) fn failed(kernel: &'static CStr, error: &'static CStr) -> Self {
-        LaunchStatus { kernel: kernel.as_ptr(), error: error.as_ptr() }
-    }
-
-    pub(crate) fn is_error(&self) -> bool {
-        !self.error.is_null()
-    }
-
-    fn into_result(self) -> Result<()> {
-        if self.error.is_null() {
-            return Ok(());
-        }
-        // SAFETY: C++ and the functions above make this type of static, null-terminated texts.
-        let text = |text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
-        Err(Error::Launch { kernel: text(self.kernel), message: text(self.error) })
-    }
-}
 
 /// Whether this thread's current stream of a device is being captured, by anyone. The CPU has none.
 pub(crate) fn is_capturing(op: &str, device: Device) -> Result<bool> {

@@ -1,10 +1,9 @@
 //! Answers of GPUs that are asked for only once.
 
-use super::DeviceGuard;
+use super::{Device, DeviceGuard};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char};
 use std::sync::OnceLock;
-use tch::Device;
 
 /// The answers by device index. A device beyond the last entry is asked each time.
 pub(crate) struct PerDevice<T>([OnceLock<T>; 64]);
@@ -19,9 +18,10 @@ impl<T: Copy + Default> PerDevice<T> {
     pub fn of(
         &self,
         op: &str,
-        device: Device,
+        device: impl Into<Device>,
         ask: impl FnOnce(i32, &mut T) -> Option<&'static CStr>,
     ) -> Result<T> {
+        let device = device.into();
         let Device::Cuda(index) = device else { return Ok(T::default()) };
         let known = self.0.get(index);
         if let Some(answer) = known.and_then(OnceLock::get) {

@@ -208,6 +208,23 @@ impl StreamGuard {
     }
 }
 
+/// Calls `body` while a stream of another library, or null, the default one, is current on `device`.
+#[cfg(feature = "open")]
+pub(crate) fn on_stream<T>(
+    op: &str,
+    device: Device,
+    stream: *mut c_void,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<T> {
+    /// `cudaStreamLegacy`, another name of the default stream.
+    const LEGACY: usize = 1;
+    let raw = if stream.addr() == LEGACY { std::ptr::null_mut() } else { stream };
+    // libtorch's identifier of another library's stream is its address.
+    let parts = StreamParts { raw, id: raw.addr() as i64, device: device_index(op, device)? };
+    let _guard = StreamGuard::new(&Stream { parts, device })?;
+    body()
+}
+
 /// Tells libtorch's allocator that work on `stream` uses the tensor. When the tensor is dropped,
 /// its memory is not reused before that work is done. This is needed for a tensor that was made on
 /// one stream and is used on another, if it is dropped without the first stream waiting for the

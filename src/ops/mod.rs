@@ -13,12 +13,13 @@
 
 #[macro_use]
 mod list;
-mod kinds;
+pub(crate) mod kinds;
+mod tch_kinds;
 
 #[cfg(feature = "norm")]
 mod add_layer_norm;
 #[cfg(feature = "norm")]
-mod add_rms_norm;
+pub(crate) mod add_rms_norm;
 pub(crate) mod attention;
 #[cfg(feature = "gemm")]
 mod column_sums;
@@ -35,7 +36,7 @@ mod generated;
 #[cfg(feature = "recurrent")]
 mod gru;
 #[cfg(feature = "norm")]
-mod layer_norm;
+pub(crate) mod layer_norm;
 #[cfg(feature = "gemm")]
 mod linear;
 #[cfg(feature = "loss")]
@@ -45,7 +46,7 @@ mod lltm;
 #[cfg(feature = "recurrent")]
 mod lltm_cell;
 #[cfg(feature = "loss")]
-mod loss;
+pub(crate) mod loss;
 #[cfg(feature = "recurrent")]
 mod lstm;
 #[cfg(feature = "gemm")]
@@ -53,7 +54,7 @@ mod matmul_add_relu;
 #[cfg(feature = "mlp")]
 mod mlp;
 #[cfg(feature = "norm")]
-mod norm;
+pub(crate) mod norm;
 #[cfg(all(
     test,
     feature = "gemm",
@@ -67,9 +68,9 @@ mod python;
 #[cfg(feature = "recurrent")]
 mod recurrent;
 #[cfg(feature = "norm")]
-mod rms_norm;
+pub(crate) mod rms_norm;
 #[cfg(feature = "rope")]
-mod rope;
+pub(crate) mod rope;
 #[cfg(feature = "mlp")]
 mod swiglu_mlp;
 #[cfg(feature = "recurrent")]

@@ -40,6 +40,8 @@ pub struct Extension {
     cuda_libraries: Vec<String>,
     /// The functions that the CUDA sources define for others, if they can be a library of their own.
     kernels: Option<PathBuf>,
+    /// Whether the CUDA sources are those of such a library and stay in the archive.
+    has_static_kernels: bool,
     /// Headers of CUDA libraries, and the sources that include them.
     cuda_headers: Vec<(PathBuf, String)>,
     options: Options,
@@ -72,6 +74,7 @@ impl Extension {
             params: Vec::new(),
             cuda_libraries: Vec::new(),
             kernels: None,
+            has_static_kernels: false,
             cuda_headers: Vec::new(),
             options: Options::default(),
             archs: None,
@@ -241,6 +244,14 @@ impl Extension {
     #[doc(hidden)]
     pub fn kernel_library(mut self, exports: impl Into<PathBuf>) -> Self {
         self.kernels = Some(exports.into());
+        self
+    }
+
+    /// Keeps the CUDA sources in the archive, whatever `TCH_EXTENSION_KERNELS` says, with the objects that
+    /// the kernel library is made from. For tch-extension itself.
+    #[doc(hidden)]
+    pub fn static_kernels(mut self) -> Self {
+        self.has_static_kernels = true;
         self
     }
 

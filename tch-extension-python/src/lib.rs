@@ -26,3 +26,6 @@ macro_rules! register {
     };
 }
 operators!(register);
+
+#[cfg(feature = "open")]
+tch_extension::export_open_functions!(tch_extension::open);

@@ -1,4 +1,4 @@
-//! Runs `check.py`: every operator as Python sees it.
+//! Runs `check.py`, every operator as Python sees it, and `open.py`, the functions of TVM FFI.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,7 +23,11 @@ const OPERATORS: &[&str] = operators!(names);
 
 /// What Python runs.
 fn checks() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/check.py")
+    script("check.py")
+}
+
+fn script(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").join(name)
 }
 
 /// The workspace. Not `..`, which would leave a folder of links to this repository, where another
@@ -39,9 +43,11 @@ fn library() -> PathBuf {
     test.with_file_name("libtch_extension_python.so")
 }
 
-/// A Python with the torch that set-up installed; `None` if there is none.
-fn python() -> Option<Command> {
-    let folders = ["python", "site"].map(|folder| root().join(".venv").join(folder));
+/// A Python with the torch that set-up installed, and with what is in one more folder of `.venv`; `None` if
+/// there is none.
+fn python(more: Option<&str>) -> Option<Command> {
+    let folders = ["python", "site"].into_iter().chain(more);
+    let folders = folders.map(|folder| root().join(".venv").join(folder));
     let path = std::env::join_paths(folders).expect("paths without colons");
     let python = || {
         let mut python = Command::new("python3");
@@ -68,8 +74,31 @@ fn python() -> Option<Command> {
 
 #[test]
 fn python_calls_every_operator() {
-    let Some(mut python) = python() else { return };
+    let Some(mut python) = python(None) else { return };
     let status = python.args(["-W", "ignore"]).arg(checks()).arg(library()).status();
+    assert!(status.expect("python3 runs").success(), "see above");
+}
+
+/// Whether Python can import tvm_ffi, which is installed with torchvision.
+#[cfg(feature = "open")]
+fn has_tvm_ffi() -> bool {
+    let is_there = root().join(".venv/vision/tvm_ffi/lib/libtvm_ffi.so").exists();
+    let is_required = std::env::var_os("TCH_EXTENSION_REQUIRE_TORCHVISION");
+    assert!(
+        is_there || is_required.is_none_or(|value| value == "0"),
+        ".venv/vision has no tvm_ffi"
+    );
+    if !is_there {
+        println!("skipped: there is no tvm_ffi; `cargo xtask test` installs it");
+    }
+    is_there
+}
+
+#[test]
+#[cfg(feature = "open")]
+fn numpy_calls_the_open_functions() {
+    let Some(mut python) = python(Some("vision")).filter(|_| has_tvm_ffi()) else { return };
+    let status = python.args(["-W", "ignore"]).arg(script("open.py")).arg(library()).status();
     assert!(status.expect("python3 runs").success(), "see above");
 }
 

@@ -6,6 +6,7 @@ which must compute what torch.nn's compute.
 
 import base64
 import copy
+import ctypes
 import hashlib
 import importlib.metadata
 import inspect
@@ -124,7 +125,7 @@ def an_argument_of_another_type_is_a_type_error():
 
 @check
 def functions_and_operators_have_the_same_arguments():
-    names = [name for name in tch_extension.__all__ if name not in ("__version__", "nn")]
+    names = [name for name in tch_extension.__all__ if name not in ("__version__", "nn", "open_library")]
     assert len(names) >= 15, names
     for name in names:
         function = inspect.signature(getattr(tch_extension, name))
@@ -136,6 +137,15 @@ def functions_and_operators_have_the_same_arguments():
         found = [(arg.name, arg.default) for arg in function.parameters.values()]
         assert found == expected, f"{name}: {found} for {schema}"
         assert getattr(tch_extension, name).__doc__, f"{name} has no documentation"
+
+
+@check
+def the_library_of_the_open_functions_is_named():
+    library = ctypes.CDLL(tch_extension.open_library())
+    # No arguments at all: an error, which without TVM FFI is on stderr.
+    function = getattr(library, "__tvm_ffi_rms_norm")
+    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p]
+    assert function(None, None, 0, None) != 0
 
 
 @check

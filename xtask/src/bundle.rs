@@ -202,7 +202,8 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     for file in text_files(&repo.root) {
         let (from, to) = (repo.root.join(&file), folder.join(&file));
-        if is_large(&from) {
+        // A folder is a link to one whose files are in the list by themselves.
+        if from.is_dir() || is_large(&from) {
             continue;
         }
         let content =

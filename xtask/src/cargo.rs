@@ -27,7 +27,7 @@ pub const EVERYTHING: [&str; 3] = [
 ];
 /// What [`EVERYTHING`] switches on in tch-extension, for a command that selects one package of it.
 pub const ALL_FEATURES: &str =
-    "tch-extension/default,tch-extension/distributed,tch-extension/tvm_ffi";
+    "tch-extension/default,tch-extension/distributed,tch-extension/tvm_ffi,tch-extension/open";
 /// The launcher, which the tests of several processes need.
 pub const LAUNCHER: &str = "tch-run";
 /// The package of the demo, in `examples/char_lltm`.

@@ -204,6 +204,7 @@ impl Ci {
             "train",
             "distributed",
             "tvm_ffi",
+            "open",
         ] {
             let features = format!("doc-only,{family}");
             library(&["--no-default-features", "--features", features.trim_end_matches(',')])?;

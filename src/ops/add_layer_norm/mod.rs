@@ -1,7 +1,7 @@
 //! Layer normalisation of a residual sum.
 
 use super::layer_norm::layer_norm_reference;
-use super::norm::kernels::Moments;
+use super::norm::tensors::Moments;
 use super::norm::{
     AddNorm, Addends, Read, Way, add_rule, cast, dropped_outside, gradients_of_sum, moment,
 };

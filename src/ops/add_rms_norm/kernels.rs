@@ -12,4 +12,4 @@ raw_kernels! {
         tch_extension_add_rms_norm_backward_cpu, tch_extension_add_rms_norm_backward_cuda;
 }
 
-pub(super) const KERNELS: AddKernels = AddKernels { forward, backward, norm: rms_norm::KERNELS };
+pub(crate) const KERNELS: AddKernels = AddKernels { forward, backward, norm: rms_norm::KERNELS };

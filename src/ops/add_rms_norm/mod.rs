@@ -1,6 +1,6 @@
 //! RMS normalisation of a residual sum.
 
-use super::norm::kernels::Moments;
+use super::norm::tensors::Moments;
 use super::norm::{
     AddNorm, Addends, Read, Way, add_rule, cast, dropped_outside, gradients_of_sum, moment,
 };
@@ -13,7 +13,7 @@ use crate::operator::{
 };
 use tch::Tensor;
 
-mod kernels;
+pub(crate) mod kernels;
 
 /// What [`add_rms_norm`] may be told besides its tensors.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -1,7 +1,7 @@
 //! The cross-entropy of logits and classes.
 
 use super::loss::check::{KINDS, check_options, check_target, loss};
-use super::loss::kernels::{self, Factor, Operands, Wanted, compute_kind, is_ahead, rows, times};
+use super::loss::tensors::{self, Factor, Operands, Wanted, compute_kind, is_ahead, rows, times};
 use crate::Result;
 use crate::amp::CastPolicy;
 use crate::ffi::facts::empty_of;
@@ -258,8 +258,8 @@ impl CrossEntropy {
         let in_place = keep && (is_copied || self.reuse_logits);
         let mut own = (keep && !in_place).then(|| logits.f_empty_like()).transpose()?;
         let gradients = match own.as_mut() {
-            Some(own) => Some(kernels::Gradients::To(own)),
-            None => in_place.then_some(kernels::Gradients::InPlace),
+            Some(own) => Some(tensors::Gradients::To(own)),
+            None => in_place.then_some(tensors::Gradients::InPlace),
         };
         let wanted = Wanted {
             losses: Some(&mut losses),
@@ -300,7 +300,7 @@ impl CrossEntropy {
         // A copy is nobody else's.
         let in_place = !is_plain(of.input) || (self.reuse_logits && may_overwrite()?);
         let mut own = (!in_place).then(|| logits.f_empty_like()).transpose()?;
-        let gradients = own.as_mut().map_or(kernels::Gradients::InPlace, kernels::Gradients::To);
+        let gradients = own.as_mut().map_or(tensors::Gradients::InPlace, tensors::Gradients::To);
         let wanted = Wanted {
             losses: None,
             total: None,

@@ -20,7 +20,7 @@ unsafe extern "C" {
     fn tch_extension_layer_norm_clusters_cuda(plan: *const Plan, kind: i32) -> i64;
 }
 
-pub(in crate::ops) const KERNELS: Kernels = Kernels {
+pub(crate) const KERNELS: Kernels = Kernels {
     op: "layer_norm",
     is_centred: true,
     forward,

@@ -1,6 +1,6 @@
 //! Layer normalisation.
 
-use super::norm::kernels::{Moments, Operands, Saved, Shape, compute_kind};
+use super::norm::tensors::{Moments, Operands, Saved, Shape, compute_kind};
 use super::norm::{Way, moment, rule};
 use super::way::forced;
 use crate::Result;
@@ -13,7 +13,7 @@ use tch::Tensor;
 
 mod kernels;
 
-pub(super) use kernels::KERNELS;
+pub(crate) use kernels::KERNELS;
 
 /// Normalises over the trailing dimensions `normalized_shape`, then multiplies by the weight and
 /// adds the bias, element by element.

@@ -1,7 +1,7 @@
 //! The cross-entropy of a linear layer's outputs and classes, without all of the outputs in memory.
 
 use super::loss::check::{KINDS, check_options, check_target, loss};
-use super::loss::kernels::{
+use super::loss::tensors::{
     self, Factor, Mean, Operands, Wanted, add_up, compute_kind, is_ahead, mean_factor, rows,
     size_of, times,
 };
@@ -485,7 +485,7 @@ impl LinearCrossEntropy {
                 total: total.as_deref_mut().filter(|_| is_whole),
                 factor,
                 grads: own.as_ref().or(grads),
-                gradients: has_gradients.then_some(kernels::Gradients::InPlace),
+                gradients: has_gradients.then_some(tensors::Gradients::InPlace),
             };
             rows(&operands, of_logits)?;
             if has_gradients {

@@ -1,5 +1,6 @@
 //! The checks of arguments that the losses share.
 
+use super::kernels::wrong_target;
 use crate::operator::{Dim, Meta};
 use crate::view::view;
 use crate::{Error, Result};
@@ -44,9 +45,8 @@ pub(crate) fn check_target(
     if target.device() != Device::Cpu {
         return Ok(());
     }
-    let is_right = |target: i64| (0..classes).contains(&target) || target == ignore_index;
     let all = view::<i64, 1>(target)?;
-    let Some((at, wrong)) = all.iter().enumerate().find(|(_, target)| !is_right(*target)) else {
+    let Some((at, wrong)) = wrong_target(all.iter(), classes, ignore_index) else {
         return Ok(());
     };
     let last = classes - 1;

@@ -1,11 +1,10 @@
-//! Calls of the kernels of `csrc/loss`: rows of logits, the loss of each, and its gradient.
+//! Calls of the kernels of `csrc/loss`, by addresses of arrays: rows of logits, the loss of each, and its
+//! gradient. Nothing here names tch, so that programs without it use it, too.
 
-use crate::ffi::facts::empty_of;
-use crate::ffi::tensor::plain;
-use crate::ffi::{checked, kind_code, optional_ptr};
-use crate::{Error, Result};
+use crate::Result;
+use crate::ops::kinds::{Device, Kind, compute_kind};
 use std::ffi::c_void;
-use tch::{Device, Kind, Reduction, Tensor};
+use std::ptr::null_mut;
 
 /// Rows of logits, and what is computed of each. All arrays are row-major and, except for gaps
 /// between rows of logits, contiguous. The compute kind is `Double` for logits of `Double`, and
@@ -13,100 +12,100 @@ use tch::{Device, Kind, Reduction, Tensor};
 #[repr(C)]
 pub(crate) struct Rows {
     /// M, the number of rows.
-    rows: i64,
+    pub rows: i64,
     /// V, the number of classes.
-    classes: i64,
+    pub classes: i64,
     /// From a row of logits or gradients to the next one: V or more.
-    row_stride: i64,
+    pub row_stride: i64,
     /// Rows with this target have no loss.
-    ignore_index: i64,
+    pub ignore_index: i64,
     /// From a row's incoming gradient to the next one's: 1, or 0 if all rows have one.
-    grad_stride: i64,
-    label_smoothing: f64,
+    pub grad_stride: i64,
+    pub label_smoothing: f64,
     /// c: the loss is that of c tanh(z / c); 0 for the logits themselves.
-    softcap: f64,
+    pub softcap: f64,
     /// By what the square of a row's lse is multiplied when it is added to the loss.
-    z_loss: f64,
+    pub z_loss: f64,
     /// Of logits and gradients.
-    kind: i32,
+    pub kind: i32,
     /// Whether the factor is computed for a mean, 1 / Σ w[t] over rows that are not ignored; on CUDA
     /// only.
-    of_mean: i32,
+    pub of_mean: i32,
     /// Whether the incoming gradients have the compute kind instead of the logits'.
-    wide_grads: i32,
+    pub wide_grads: i32,
     /// Whether the total has the compute kind instead of the logits'.
-    wide_total: i32,
+    pub wide_total: i32,
     /// `[M, V]`.
-    logits: *const c_void,
+    pub logits: *const c_void,
     /// `[M]`.
-    targets: *const i64,
+    pub targets: *const i64,
     /// `[V]` of the compute kind: the weights of the classes; null for ones.
-    weight: *const c_void,
+    pub weight: *const c_void,
     /// `[1]` of the compute kind: the sum of these weights; null for V.
-    weight_sum: *const c_void,
+    pub weight_sum: *const c_void,
     /// `[M]` of the compute kind, null when nobody needs it.
-    losses: *mut c_void,
+    pub losses: *mut c_void,
     /// `[1]` of the compute kind: by what the sum of the losses is multiplied; null for 1.
-    factor: *mut c_void,
+    pub factor: *mut c_void,
     /// `[M]` or `[1]`: the incoming gradients; null for 1.
-    grads: *const c_void,
+    pub grads: *const c_void,
     /// `[M, V]`: the gradients of the logits, null when nobody needs them. They may take the logits'
     /// place.
-    gradients: *mut c_void,
+    pub gradients: *mut c_void,
     /// `[1]`, null when nobody needs it: the sum of the losses times the factor; on CUDA only.
-    total: *mut c_void,
+    pub total: *mut c_void,
 }
 
 /// By what the sum of the rows' losses is multiplied, and their sum times this factor.
 #[repr(C)]
 pub(crate) struct Total {
     /// M, the number of rows.
-    rows: i64,
+    pub rows: i64,
     /// V, the number of weights.
-    classes: i64,
-    ignore_index: i64,
+    pub classes: i64,
+    pub ignore_index: i64,
     /// Of the total; the others have the compute kind.
-    kind: i32,
+    pub kind: i32,
     /// Whether the factor is computed for a mean, 1 / Σ w[t] over rows that are not ignored.
-    of_mean: i32,
+    pub of_mean: i32,
     /// `[M]`, for a mean.
-    targets: *const i64,
+    pub targets: *const i64,
     /// `[V]`, null for ones.
-    weight: *const c_void,
+    pub weight: *const c_void,
     /// `[M]`.
-    losses: *const c_void,
+    pub losses: *const c_void,
     /// `[1]`, null for 1.
-    factor: *mut c_void,
+    pub factor: *mut c_void,
     /// `[1]`, null if there is no total.
-    total: *mut c_void,
+    pub total: *mut c_void,
 }
 
 /// An array of gradients.
 #[derive(Clone, Copy)]
 #[repr(C)]
-struct Scaled {
+pub(crate) struct Scaled {
     /// The number of gradients; 0 if there is no such array.
-    count: i64,
+    pub count: i64,
     /// Whether they have the compute kind instead of the gradients'; their products then have it, too.
-    wide_from: i32,
+    pub wide_from: i32,
     /// Whether the products have the compute kind.
-    wide_to: i32,
+    pub wide_to: i32,
     /// `[count]`.
-    from: *const c_void,
+    pub from: *const c_void,
     /// `[count]`, the same memory or other memory.
-    to: *mut c_void,
+    pub to: *mut c_void,
 }
 
 /// Gradients, and the number by which they are multiplied.
 #[repr(C)]
 pub(crate) struct Scale {
     /// Of the gradients, but for those that are wide.
-    kind: i32,
+    pub kind: i32,
     /// Whether the factor has the compute kind instead of the gradients'.
-    wide_factor: i32,
+    pub wide_factor: i32,
     /// `[1]`.
-    factor: *const c_void,
-    arrays: [Scaled; 3],
+    pub factor: *const c_void,
+    pub arrays: [Scaled; 3],
 }
 
 crate::kernels::raw_kernels! {
@@ -116,313 +115,80 @@ crate::kernels::raw_kernels! {
     fn run_scale(Scale) = tch_extension_loss_scale_cpu, tch_extension_loss_scale_cuda;
 }
 
-/// The kind in which losses of logits of this kind are computed.
-pub(crate) fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+/// The first target that is neither a class nor `ignore_index`, with its index.
+pub(crate) fn wrong_target(
+    targets: impl IntoIterator<Item = i64>,
+    classes: i64,
+    ignore_index: i64,
+) -> Option<(usize, i64)> {
+    let is_right = |target: i64| (0..classes).contains(&target) || target == ignore_index;
+    targets.into_iter().enumerate().find(|(_, target)| !is_right(*target))
 }
 
-/// Whether the forward pass computes the gradients: those of a mean or sum. Those of `Half` would be too
-/// small there for its range: the loss scale that keeps them in it arrives in the backward pass.
-pub(crate) fn is_ahead(reduction: Reduction, kind: Kind) -> bool {
-    reduction != Reduction::None && kind != Kind::Half
-}
-
-/// The bytes of an element.
-pub(crate) fn size_of(kind: Kind) -> i64 {
-    kind.elt_size_in_bytes() as i64
-}
-
-/// What the losses of rows depend on.
-pub(crate) struct Operands<'a> {
-    /// `[M, V]`, row-major. There may be a gap after each row if the gradients take the logits' place.
-    pub logits: &'a Tensor,
-    /// `[M]`, contiguous, of kind `Int64`; each is a class or `ignore_index`.
-    pub targets: &'a Tensor,
-    /// `[V]` of [`compute_kind`], contiguous.
-    pub weight: Option<&'a Tensor>,
-    pub ignore_index: i64,
-    pub label_smoothing: f64,
-    /// 0 for none.
-    pub softcap: f64,
-    pub z_loss: f64,
-}
-
-/// Where the gradients of the logits are written.
-pub(crate) enum Gradients<'a> {
-    /// To a tensor like the logits.
-    To(&'a mut Tensor),
-    /// Over the logits.
-    InPlace,
-}
-
-/// By what the sum of the rows' losses is multiplied; a tensor is `[1]` of [`compute_kind`].
-#[derive(Clone, Copy)]
-pub(crate) enum Factor<'a> {
-    One,
-    Known(&'a Tensor),
-    /// For a mean of these rows: the tensor gets 1 / Σ w[t] over rows that are not ignored.
-    OfMean(&'a Tensor),
-}
-
-impl<'a> Factor<'a> {
-    pub(crate) fn tensor(self) -> Option<&'a Tensor> {
-        match self {
-            Factor::One => None,
-            Factor::Known(tensor) | Factor::OfMean(tensor) => Some(tensor),
-        }
-    }
-}
-
-/// What is computed.
-pub(crate) struct Wanted<'a> {
-    /// `[M]` of [`compute_kind`].
-    pub losses: Option<&'a mut Tensor>,
-    /// `[]` of the logits' kind or of [`compute_kind`]: the sum of the losses, which must be wanted, too,
-    /// times the factor.
-    pub total: Option<&'a mut Tensor>,
-    pub factor: Factor<'a>,
-    /// The incoming gradients, `[M]` or one, of the logits' kind or of [`compute_kind`]; 1 if there are
-    /// none.
-    pub grads: Option<&'a Tensor>,
-    pub gradients: Option<Gradients<'a>>,
-}
-
-/// Computes the losses and gradients of rows. On CUDA this is one call, of few kernels.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn rows(operands: &Operands<'_>, wanted: Wanted<'_>) -> Result<()> {
-    let (rows, classes) = operands.logits.size2()?;
-    let (kind, device) = (operands.logits.f_kind()?, operands.logits.device());
-    let (like, compute) = ((kind, device), (compute_kind(kind), device));
-    let Wanted { losses, total, factor, grads, gradients } = wanted;
-    let Operands { targets, weight, ignore_index, .. } = *operands;
-    let of_mean = matches!(factor, Factor::OfMean(_));
-    let mean = of_mean.then_some(Mean { targets, weight, ignore_index });
-    if let (false, Factor::OfMean(factor)) = (device.is_cuda(), factor) {
-        run_totals(mean, Some(factor), None, like)?;
-    }
-    let weight_sum = weight.map(|weight| weight.f_sum(compute.0)).transpose()?;
-    let weight_sum = weight_sum.map(|sum| sum.f_view([1])).transpose()?;
-    let gradients = gradients.as_ref().map(|gradients| match gradients {
-        Gradients::To(tensor) => &**tensor,
-        Gradients::InPlace => operands.logits,
-    });
-    let grads = grads.map(|grads| plain(&grads.f_reshape([-1])?)).transpose()?;
-    let grad_count = grads.as_ref().map(Tensor::size1).transpose()?.unwrap_or(1);
-    if grad_count != 1 && grad_count != rows {
-        return Err(Error::msg("internal error: one incoming gradient, or one for each row"));
-    }
-    let grad_kind = grads.as_ref().map(Tensor::f_kind).transpose()?.unwrap_or(kind);
-    let wide_grads = grad_kind != kind;
-    let grad_like = if wide_grads { compute } else { like };
-    let total_kind = total.as_deref().map(Tensor::f_kind).transpose()?.unwrap_or(kind);
-    let wide_total = total_kind != kind;
-    let total_like = if wide_total { compute } else { like };
-    let (logits, row_stride) = checked_rows("logits", operands.logits, like)?;
-    let params = Rows {
-        rows,
-        classes,
-        row_stride,
-        ignore_index,
-        grad_stride: i64::from(grad_count == rows && rows != 1),
-        label_smoothing: operands.label_smoothing,
-        softcap: operands.softcap,
-        z_loss: operands.z_loss,
-        kind: kind_code(kind)?,
-        of_mean: (of_mean && device.is_cuda()).into(),
-        wide_grads: wide_grads.into(),
-        wide_total: wide_total.into(),
-        logits,
-        targets: checked("targets", targets, &[rows], (Kind::Int64, device))?.cast_const().cast(),
-        weight: optional_ptr("weight", weight, &[classes], compute)?,
-        weight_sum: optional_ptr("weight_sum", weight_sum.as_ref(), &[1], compute)?,
-        losses: optional_ptr("losses", losses.as_deref(), &[rows], compute)?,
-        factor: optional_ptr("factor", factor.tensor(), &[1], compute)?,
-        grads: optional_ptr("grads", grads.as_ref(), &[grad_count], grad_like)?,
-        gradients: match gradients {
-            Some(gradients) => match checked_rows("gradients", gradients, like)? {
-                (address, stride)
-                    if stride == row_stride && gradients.size() == [rows, classes] =>
-                {
-                    address
-                }
-                _ => return Err(Error::msg("internal error: gradients unlike the logits")),
-            },
-            None => std::ptr::null_mut(),
-        },
-        total: optional_ptr(
-            "total",
-            total.as_deref().filter(|_| device.is_cuda()),
-            &[],
-            total_like,
-        )?,
-    };
-    // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. Those that
-    // are written are borrowed exclusively, or were made for this call as the factor, so they overlap no
-    // other, except that the gradients may be the logits, which the kernels read before they write
-    // there.
-    unsafe { run_rows(device, &params)? };
-    match (losses, total) {
-        // Without rows, no kernel of theirs runs.
-        (Some(losses), Some(total)) if !device.is_cuda() || rows == 0 => {
-            let mean = mean.filter(|_| rows == 0);
-            run_totals(mean, factor.tensor(), Some((losses, total)), total_like)
-        }
-        _ => Ok(()),
-    }
-}
-
-/// The address of a row-major tensor `[M, V]` of this kind and device, and from a row to the next one.
-fn checked_rows(name: &str, tensor: &Tensor, like: (Kind, Device)) -> Result<(*mut c_void, i64)> {
-    let (rows, classes) = tensor.size2()?;
-    let stride = tensor.stride();
-    // The stride of a dimension of one element says nothing, nor do strides without elements.
-    let is_row_contiguous = classes == 1 || (classes > 1 && stride[1] == 1);
-    if !(is_row_contiguous && rows > 1 && stride[0] > classes) {
-        return Ok((checked(name, tensor, &[rows, classes], like)?, classes));
-    }
-    // A view of one row is contiguous, and so is checked as any other tensor.
-    Ok((checked(name, &tensor.f_narrow(0, 0, 1)?, &[1, classes], like)?, stride[0]))
-}
-
-/// The classes of rows, for the factor of a mean: targets `[M]` and weights `[V]` of the compute kind, both
-/// contiguous.
-#[derive(Clone, Copy)]
-pub(crate) struct Mean<'a> {
-    pub targets: &'a Tensor,
-    pub weight: Option<&'a Tensor>,
-    pub ignore_index: i64,
-}
-
-/// Computes the factor `[1]`, if there is a mean, and the total of losses `[M]`, if there are some; the
-/// factor and the losses are of the compute kind.
-fn run_totals(
-    mean: Option<Mean<'_>>,
-    factor: Option<&Tensor>,
-    of: Option<(&Tensor, &Tensor)>,
-    (kind, device): (Kind, Device),
-) -> Result<()> {
-    let like = (compute_kind(kind), device);
-    let rows = match (mean, of) {
-        (Some(mean), _) => mean.targets.size1()?,
-        (None, Some((losses, _))) => losses.size1()?,
-        (None, None) => return Ok(()),
-    };
-    let targets = mean.map(|mean| mean.targets);
-    let weight = mean.and_then(|mean| mean.weight);
-    let classes = weight.map(Tensor::size1).transpose()?.unwrap_or(0);
-    let params = Total {
-        rows,
-        classes,
-        ignore_index: mean.map_or(0, |mean| mean.ignore_index),
-        kind: kind_code(kind)?,
-        of_mean: mean.is_some().into(),
-        targets: optional_ptr("targets", targets, &[rows], (Kind::Int64, device))?
-            .cast_const()
-            .cast(),
-        weight: optional_ptr("weight", weight, &[classes], like)?,
-        losses: optional_ptr("losses", of.map(|(losses, _)| losses), &[rows], like)?,
-        factor: optional_ptr("factor", factor, &[1], like)?,
-        total: optional_ptr("total", of.map(|(_, total)| total), &[], (kind, device))?,
-    };
-    // SAFETY: as in `rows`; the factor and the total were made for this call. A weight is read only for
-    // a target that is a class.
-    unsafe { run_total(device, &params) }
-}
-
-/// 1 / Σ w[t] over rows that are not ignored, `[1]` of this compute kind.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn mean_factor(mean: Mean<'_>, compute: Kind) -> Result<Tensor> {
-    let like = (compute, mean.targets.device());
-    let factor = empty_of(&[1], like)?;
-    run_totals(Some(mean), Some(&factor), None, like)?;
-    Ok(factor)
-}
-
-/// Computes the total, without dimensions and of the compute kind: the sum of losses `[M]` times a factor
-/// `[1]`, or 1, both of the same kind.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn add_up(losses: &Tensor, factor: Option<&Tensor>, total: &mut Tensor) -> Result<()> {
-    run_totals(None, factor, Some((losses, total)), (losses.f_kind()?, losses.device()))
-}
-
-/// Gradients that were computed ahead, on one device, times the incoming one, a number of any kind, `[]` or
-/// `[1]`. The products have the kinds that stand next to the gradients. All kinds are one and its
-/// [`compute_kind`], which no gradient has whose product has the other. In place, where the kinds are the
-/// same, nothing is read if the number is 1.
-///
-/// # Errors
-/// When CUDA fails.
-pub(crate) fn times(
-    gradients: &[Option<(Tensor, Kind)>; 3],
-    factor: &Tensor,
-    in_place: bool,
-) -> Result<[Option<Tensor>; 3]> {
-    let mut products = [None, None, None];
-    let Some((first, _)) = gradients.iter().flatten().next() else { return Ok(products) };
-    let (mut kind, device) = (first.f_kind()?, first.device());
-    for (from, _) in gradients.iter().flatten() {
-        let narrow = from.f_kind()?;
-        if narrow != compute_kind(narrow) {
-            kind = narrow;
-        }
-    }
-    let compute = compute_kind(kind);
-    let factor_kind = if factor.f_kind()? == kind { kind } else { compute };
-    let factor = plain(&factor.f_to_kind(factor_kind)?.f_reshape([1])?)?;
-    let none = (std::ptr::null(), std::ptr::null_mut());
-    let mut arrays = [Scaled { count: 0, wide_from: 0, wide_to: 0, from: none.0, to: none.1 }; 3];
-    for ((pair, product), array) in gradients.iter().zip(&mut products).zip(&mut arrays) {
-        let Some((from, to_kind)) = pair else { continue };
-        let size = from.size();
-        let is_wide = |of: Kind| of == compute && of != kind;
-        let from_kind = if is_wide(from.f_kind()?) { compute } else { kind };
-        let to_kind = if is_wide(*to_kind) || from_kind != kind { compute } else { kind };
-        let stays = in_place && from_kind == to_kind;
-        let to = if stays { from.shallow_clone() } else { empty_of(&size, (to_kind, device))? };
-        *array = Scaled {
-            count: size.iter().product(),
-            wide_from: (from_kind != kind).into(),
-            wide_to: (to_kind != kind).into(),
-            from: checked("gradients", from, &size, (from_kind, device))?,
-            to: checked("product", &to, &size, (to_kind, device))?,
+impl Rows {
+    /// Computes what has room, whether the device's kernel of rows computes factor and total or other
+    /// kernels do. `kind` is that of the logits.
+    ///
+    /// # Safety
+    /// The arrays have the sizes and kinds that are stated, and are on the device. Those that are written
+    /// overlap no other, except that the gradients may be the logits. On the CPU each target is a class
+    /// or `ignore_index`.
+    pub unsafe fn run(mut self, device: Device, kind: Kind) -> Result<()> {
+        self.kind = kind.code();
+        let (of_mean, total) = (self.of_mean, self.total);
+        let mut other = Total {
+            rows: self.rows,
+            classes: if self.weight.is_null() { 0 } else { self.classes },
+            ignore_index: self.ignore_index,
+            kind: self.kind,
+            of_mean,
+            targets: self.targets,
+            weight: self.weight,
+            losses: self.losses,
+            factor: self.factor,
+            total: null_mut(),
         };
-        *product = Some(to);
+        if !device.is_cuda() {
+            (self.of_mean, self.total) = (0, null_mut());
+            if of_mean != 0 {
+                // SAFETY: what the caller guarantees (see `# Safety`), as below.
+                unsafe { run_total(device, &other)? };
+            }
+        }
+        // SAFETY: as above.
+        unsafe { run_rows(device, &self)? };
+        // Without rows, no kernel of theirs runs.
+        if total.is_null() || device.is_cuda() && self.rows > 0 {
+            return Ok(());
+        }
+        if self.wide_total != 0 {
+            other.kind = compute_kind(kind).code();
+        }
+        (other.of_mean, other.total) = (i32::from(of_mean != 0 && self.rows == 0), total);
+        // SAFETY: as above.
+        unsafe { run_total(device, &other) }
     }
-    let params = Scale {
-        kind: kind_code(kind)?,
-        wide_factor: (factor_kind != kind).into(),
-        factor: checked("factor", &factor, &[1], (factor_kind, device))?,
-        arrays,
-    };
-    // SAFETY: as in `rows`. A product is the gradients themselves, whose values are each read before they
-    // are written, or belongs to this call alone.
-    unsafe { run_scale(device, &params)? };
-    Ok(products)
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
+impl Total {
+    /// Computes the factor of a mean, the total, or both.
+    ///
+    /// # Safety
+    /// The arrays have the sizes and kinds that are stated, and are on the device. Those that are written
+    /// overlap no other.
+    pub unsafe fn run(&self, device: Device) -> Result<()> {
+        // SAFETY: what the caller guarantees (see `# Safety`).
+        unsafe { run_total(device, self) }
+    }
+}
 
-    #[test]
-    fn a_dimension_of_one_element_may_have_any_stride() {
-        let like = (Kind::Float, Device::Cpu);
-        let wide = Tensor::zeros([6, 8], like);
-        let stride = |tensor: &Tensor| checked_rows("logits", tensor, like).map(|(_, by)| by).ok();
-        assert_eq!(stride(&wide), Some(8));
-        assert_eq!(stride(&wide.narrow(1, 2, 5)), Some(8));
-        assert_eq!(stride(&wide.narrow(1, 2, 1)), Some(8));
-        assert_eq!(stride(&wide.narrow(1, 2, 0)), Some(0));
-        assert_eq!(stride(&wide.narrow(0, 0, 1).narrow(1, 0, 5)), Some(5));
-        assert_eq!(stride(&Tensor::zeros([1, 6], like).transpose(0, 1)), Some(1));
-        for bad in [wide.transpose(0, 1), wide.narrow(0, 0, 1).expand([6, 8], false)] {
-            assert_eq!(stride(&bad), None);
-        }
+impl Scale {
+    /// Computes the products.
+    ///
+    /// # Safety
+    /// As for [`Total::run`]; but products may take the place of their gradients.
+    pub unsafe fn run(&self, device: Device) -> Result<()> {
+        // SAFETY: what the caller guarantees (see `# Safety`).
+        unsafe { run_scale(device, self) }
     }
 }

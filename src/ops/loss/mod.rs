@@ -1,4 +1,5 @@
 //! What the losses over classes share.
 
 pub(super) mod check;
-pub(super) mod kernels;
+pub(crate) mod kernels;
+pub(super) mod tensors;

@@ -1,12 +1,11 @@
 //! The operators that normalise sums of a branch and a residual stream, as far as they are the same
 //! for all statistics.
 
-use super::kernels::add::{
-    AddGradients, AddKernels, AddKinds, AddOperands, AddSaved, Dropout as InKernel,
-};
-use super::kernels::{Moments, Operands, Saved, Shape, compute_kind};
+use super::kernels::add::AddKernels;
 use super::plan::Way;
 use super::rule::{check_dropout, is_half};
+use super::tensors::add::{AddGradients, AddKinds, AddOperands, AddSaved, Dropout as InKernel};
+use super::tensors::{Moments, Operands, Saved, Shape, compute_kind};
 use crate::autograd::{GradOptions, grad};
 use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::{in_vectors, is_in_vectors, kind, plain};

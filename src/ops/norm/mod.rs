@@ -1,9 +1,10 @@
 //! What the operators that normalise rows share.
 
 mod add;
-pub(super) mod kernels;
-mod plan;
+pub(crate) mod kernels;
+pub(crate) mod plan;
 mod rule;
+pub(super) mod tensors;
 
 pub(super) use add::{AddNorm, Addends, Read, cast, dropped_outside, gradients_of_sum};
 #[cfg(tch_extension_cuda)]

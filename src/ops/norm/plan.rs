@@ -1,5 +1,6 @@
 //! How rows are spread over the GPU's threads.
 
+#[path = "plan/forward.rs"]
 mod forward;
 
 use crate::ops::kinds::{Device, Kind};
@@ -578,4 +579,5 @@ pub(in crate::ops) fn ways_on_h200(page: &mut String) -> std::fmt::Result {
 }
 
 #[cfg(test)]
+#[path = "plan/tests.rs"]
 mod tests;

@@ -1,6 +1,6 @@
 //! The kinds and sizes that the operators that normalise rows take.
 
-use super::kernels::compute_kind;
+use super::tensors::compute_kind;
 use crate::check::cast_one;
 use crate::operator::{Dim, Meta};
 use crate::{Error, Result};

@@ -1,6 +1,6 @@
 //! RMS normalisation.
 
-use super::norm::kernels::{Moments, Operands, Saved, Shape, compute_kind};
+use super::norm::tensors::{Moments, Operands, Saved, Shape, compute_kind};
 use super::norm::{KINDS, Way, moment, parameter_kinds, rule};
 use super::way::forced;
 use crate::Result;
@@ -13,7 +13,7 @@ use tch::{Kind, Tensor};
 
 mod kernels;
 
-pub(super) use kernels::KERNELS;
+pub(crate) use kernels::KERNELS;
 
 /// Divides by the root of the mean square over the trailing dimensions `normalized_shape`, then
 /// multiplies by the weight, element by element.

@@ -1,7 +1,7 @@
 //! The rotation of q and k in their own memory. A node that changes a view can have no other output, so
 //! it is not the operator's, which has two.
 
-use super::kernels::{Work, is_readable};
+use super::tensors::{Work, is_readable};
 use super::{Rope, RopeIn, is_recorded, readable};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, check_in_place};
 use crate::check::Check;

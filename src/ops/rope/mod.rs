@@ -7,18 +7,18 @@ use crate::operator::{
     Second, Signature, Slots, call, metas_of,
 };
 use crate::{Error, Result};
-use kernels::{Tables, Work, is_readable, rotate};
+use kernels::MOST_HEADS;
 use tch::{Kind, Tensor};
+use tensors::{Tables, Work, is_readable, rotate};
 
 mod in_place;
-mod kernels;
+pub(crate) mod kernels;
 mod tables;
+mod tensors;
 
 pub use tables::{RopeScaling, f_rope_tables, f_scaled_rope_tables, rope_tables};
 
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
-/// The kernels count the heads of q and k in 32 bits.
-const MOST_HEADS: i64 = 1 << 29;
 /// For shapes that another order of the dimensions would explain.
 const IF_HEADS_FIRST: &str = "transpose(1, 2) makes [B, T, H, D] of [B, H, T, D]";
 

@@ -113,9 +113,9 @@ impl Extension {
         if env.var("PROFILE").as_deref() == Some("debug") {
             // With this macro, the headers check indices. It makes no difference to a kernel library,
             // so debug builds share its objects with all others.
-            match self.kernels {
-                Some(_) => toolchain.define_for_cxx = Some(DEBUG),
-                None => options.defines.push((DEBUG.to_string(), None)),
+            match self.kernels.is_some() || self.has_static_kernels {
+                true => toolchain.define_for_cxx = Some(DEBUG),
+                false => options.defines.push((DEBUG.to_string(), None)),
             }
         }
         let out_dir = env.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;

@@ -11,12 +11,12 @@ names, defaults and documentation; `tch_extension.nn` has modules.
 """
 
 from ._build import CUDA as _CUDA, TORCH as _TORCH, VERSION as __version__
-from ._library import load as _load
+from ._library import load as _load, open_library
 
 _load(__version__, _TORCH, _CUDA)
 
 from . import functional, nn  # noqa: E402
 from .functional import *  # noqa: E402, F403
 
-__all__ = ["__version__", "nn"]
+__all__ = ["__version__", "nn", "open_library"]
 __all__ += functional.__all__

@@ -60,3 +60,14 @@ def load(version: str, built_for: str, cuda: Optional[str]) -> None:
     text = registration_error()
     if text is not None:
         raise ImportError(text.decode(errors="replace"))
+
+
+def open_library() -> str:
+    """The path of this package's library, whose functions numpy, JAX, CuPy and others call by TVM FFI.
+
+    module = tvm_ffi.load_module(tch_extension.open_library())
+    module.rms_norm(output, None, input, weight, 1e-6)
+
+    They compute on the CPU and on CUDA. The page docs/kernels-for-others.md of the repository describes them.
+    """
+    return str(LIBRARY)

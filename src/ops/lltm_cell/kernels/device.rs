@@ -23,7 +23,7 @@ impl TensorCores {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: PerDevice<TensorCores> = PerDevice::new();
-            KNOWN.of("lltm_cell", device.into(), |_, found| {
+            KNOWN.of("lltm_cell", device, |_, found| {
                 // SAFETY: the function only queries the current device, which `KNOWN.of` has set.
                 found.processors =
                     i64::from(unsafe { tch_extension_lltm_cell_hopper_processors_cuda() });

@@ -28,7 +28,7 @@ impl Clusters {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: PerDevice<Clusters> = PerDevice::new();
-            KNOWN.of("recurrent", device.into(), |index, clusters| {
+            KNOWN.of("recurrent", device, |index, clusters| {
                 let mut counts = [0; 2];
                 // SAFETY: the C side fills both elements of `counts`, and returns null or a pointer
                 // to a constant string.
@@ -75,7 +75,7 @@ impl Grid {
             static KNOWN: PerDevice<Grid> = PerDevice::new();
             // SAFETY: the C side fills `blocks`, and returns null or a pointer to a constant
             // string.
-            KNOWN.of("recurrent", device.into(), |index, grid| unsafe {
+            KNOWN.of("recurrent", device, |index, grid| unsafe {
                 constant(tch_extension_recurrent_grid_device_cuda(index, &mut grid.blocks))
             })
         }

@@ -477,6 +477,19 @@ fn without_a_cache_the_target_folder_has_it() {
 }
 
 #[test]
+fn static_kernels_are_those_of_the_library_and_stay_in_the_archive() {
+    let kernel =
+        "int tch_extension_loss_cuda() {\n#ifdef TCH_EXTENSION_DEBUG\n#error\n#endif\nreturn 1; }";
+    let script = script_with("static", NODE, kernel).with("PROFILE", "debug");
+    let sources = [script.folder.join("csrc/loss/cuda.cu")];
+    let extension = || Extension::new("ops").sources(&sources);
+    let lines = extension().static_kernels().build_in(&script).expect("it builds").1;
+    assert!(lines.contains(&"rustc-link-lib=static=ops".to_string()), "{lines:?}");
+    assert!(!lines.iter().any(|line| line.contains("tch_extension_kernels-")), "{lines:?}");
+    assert!(extension().build_in(&script).is_err(), "others have the macro of debug builds");
+}
+
+#[test]
 fn other_extensions_stay_archives() {
     let script = script("own");
     let own = Extension::new("my_ops").source(script.folder.join("csrc/loss/cuda.cu"));
