@@ -84,7 +84,7 @@ def place(tensor, aligned):
 
 def empty(*size, kind, aligned=False):
     """Memory that would show what is not written."""
-    return place(torch.full(size, math.nan, dtype=kind), aligned)
+    return place(torch.full(size, math.nan, dtype=kind, device=DEVICE), aligned)
 
 
 def scratch(size):
@@ -104,7 +104,7 @@ def doubles(*tensors):
 
 
 def some(kind, *size, aligned=False):
-    return place(torch.randn(size, dtype=torch.float64).to(kind), aligned)
+    return place(torch.randn(size, dtype=torch.float64, device=DEVICE).to(kind), aligned)
 
 
 def a_shape():
@@ -127,7 +127,8 @@ def weight_kind(kind):
 
 
 def each_kind(times):
-    return [(kind, at) for kind in KINDS for at in range(times)]
+    # On CUDA a case is larger, and another seed makes others.
+    return [(kind, at) for kind in KINDS for at in range(times // 3 if ON_CUDA else times)]
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -117,6 +117,28 @@ fn cuda_flashinfers_norm_runs_on_a_side_stream_and_in_a_graph() {
     }
 }
 
+/// The tensors decide on the device, and the current one stays.
+#[test]
+fn cuda_flashinfers_norm_runs_on_every_gpu() {
+    let test = "cuda_flashinfers_norm_runs_on_every_gpu";
+    let Some((module, first)) = ready(test, "flashinfer_norm") else { return };
+    let rmsnorm = module.function("rmsnorm").unwrap();
+    let seen = function!(test, "stream");
+    for index in (0..tch::Cuda::device_count() as usize).rev() {
+        let device = Device::Cuda(index);
+        let (x, weight) =
+            (randn(&[64, 4096], Kind::BFloat16, device), randn(&[4096], Kind::BFloat16, device));
+        let mut y = x.empty_like();
+        call(&rmsnorm, args![out(&mut y), &x, &weight, 1e-6, false]).unwrap();
+        let expected = f_rms_norm(&x, &[4096], Some(&weight), Some(1e-6)).unwrap();
+        assert_close(&y, &expected, 2e-2, 2e-2);
+        let side = Stream::new(device).unwrap();
+        let _side = StreamGuard::new(&side).unwrap();
+        assert_eq!(seen.call::<i64>(args![&x]).unwrap(), side.as_ptr() as i64);
+        assert_eq!(Tensor::zeros([1], (Kind::Float, first)).device(), first);
+    }
+}
+
 #[test]
 fn cuda_flashinfers_rope_agrees_with_ours() {
     let Some((module, device)) = ready("cuda_flashinfers_rope_agrees_with_ours", "flashinfer_rope")
