@@ -226,10 +226,14 @@ int64_t clusters_at_a_time(const NormPlan& plan, int32_t kind) {
     if (can_keep) clusters = known[device][of_kind][of_threads][plan.cluster];
     if (clusters > 0) return;
     const int bytes = bytes_of_ring<T>(plan);
-    if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
     const ClusterLaunch launch(plan, bytes, 1, nullptr);
-    if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess)
+    if (allow_shared_memory<kKernel>(bytes) != cudaSuccess ||
+        cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) {
+      // Clear this query's error before the next launch check.
+      (void)cudaGetLastError();
       clusters = 0;
+      return;
+    }
     if (can_keep) known[device][of_kind][of_threads][plan.cluster] = clusters;
   });
   return clusters;

@@ -6,6 +6,7 @@ use super::arrays::Arguments;
 use crate::Error;
 use std::any::Any as Panic;
 use std::ffi::{CStr, CString, c_char, c_void};
+use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::null_mut;
 
@@ -218,17 +219,27 @@ fn raise(function: &str, Refusal { kind, text }: Refusal) {
         // SAFETY: both texts are null-terminated and live during the call.
         Some(raise) => unsafe { raise(kind.as_ptr(), text.as_ptr()) },
         // The caller cannot ask for a text that libtvm_ffi does not keep.
-        None => eprintln!("{}: {}", kind.to_string_lossy(), text.to_string_lossy()),
+        None => {
+            let (kind, text) = (kind.to_string_lossy(), text.to_string_lossy());
+            // Not eprintln, which panics where stderr is closed.
+            _ = writeln!(std::io::stderr(), "{kind}: {text}");
+        }
     }
 }
 
 /// The stream that the caller has set for a device, or null, the default one.
-pub fn stream_of(device: DlDevice) -> *mut c_void {
+///
+/// # Errors
+/// If nobody can have set one, because libtvm_ffi is not among the libraries that all see: kernels on the
+/// default stream would not wait for the caller's.
+pub fn stream_of(device: DlDevice) -> Result<*mut c_void, Refusal> {
     type Get = unsafe extern "C" fn(i32, i32) -> *mut c_void;
     // SAFETY: this is the function's type, which libtvm_ffi declares; null becomes `None`.
     let get = unsafe {
         std::mem::transmute::<*mut c_void, Option<Get>>(of_tvm_ffi(c"TVMFFIEnvGetStream"))
     };
+    let text = "the stream is unknown: expected libtvm_ffi, loaded with RTLD_GLOBAL, got none";
+    let get = get.ok_or_else(|| Refusal { kind: "RuntimeError", text: text.to_string() })?;
     // SAFETY: any numbers may be passed.
-    get.map_or(null_mut(), |get| unsafe { get(device.kind, device.index) })
+    Ok(unsafe { get(device.kind, device.index) })
 }

@@ -228,6 +228,10 @@ impl<'a> Argument<'a> {
             let expected = "the CPU or an existing CUDA device";
             return Err(self.refuse("ValueError", expected, device_name(device), ""));
         }
+        if matches!(found, Device::Cuda(_)) && !cfg!(tch_extension_cuda) {
+            let way_out = "build the library with a CUDA toolkit";
+            return Err(self.refuse("ValueError", "the CPU", device_name(device), way_out));
+        }
         match crate::kernels::CPU_IS_ELSEWHERE {
             Some(way_out) if found == Device::Cpu => {
                 Err(self.refuse("ValueError", "a CUDA device", "the CPU", way_out))
@@ -271,6 +275,10 @@ impl<'a> Array<'a> {
             return Err(refuse("sizes of at least 0", &size));
         }
         let all = Array { argument, address: data, shape, strides, dtype, device, bytes: 0 };
+        let is_backward = |(size, stride): (&i64, &i64)| *size > 1 && *stride < 0;
+        if strides.is_some_and(|strides| shape.iter().zip(strides).any(is_backward)) {
+            return Err(refuse("strides of at least 0, as a copy has", &format!("{strides:?}")));
+        }
         let too_large = || refuse("an array that fits into memory", &format!("{shape:?}"));
         let bytes = all.extent().ok_or_else(too_large)?;
         if bytes > 0 && data.is_null() {
@@ -302,8 +310,7 @@ impl<'a> Array<'a> {
         if let Some(strides) = self.strides {
             last = 0;
             for (size, stride) in self.shape.iter().zip(strides) {
-                // A negative stride leads before the first element.
-                let stride = if *size > 1 { Some(*stride).filter(|by| *by >= 0)? } else { 0 };
+                let stride = if *size > 1 { *stride } else { 0 };
                 last = (size - 1).checked_mul(stride)?.checked_add(last)?;
             }
         }
@@ -549,7 +556,7 @@ impl<'a> Call<'a> {
     pub fn run(&self, kernels: impl FnOnce() -> crate::Result<()>) -> Result<()> {
         Ok(match self.device {
             Device::Cpu => kernels(),
-            device => crate::cuda::on_stream(self.op, device.into(), stream_of(self.on), kernels),
+            device => crate::cuda::on_stream(self.op, device.into(), stream_of(self.on)?, kernels),
         }?)
     }
 }

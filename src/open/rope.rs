@@ -95,7 +95,8 @@ pub fn rope(
         return Ok(None);
     }
     let row = |of: &Of<'_>, stride: i64| {
-        let bytes = first * stride * of.kind.elt_size_in_bytes() as i64;
+        // A table without columns is never read, and may have any stride.
+        let bytes = first.wrapping_mul(stride).wrapping_mul(of.kind.elt_size_in_bytes() as i64);
         of.array.address.wrapping_byte_offset(bytes as isize).cast_const()
     };
     let params = Rotation {

@@ -17,8 +17,9 @@ pub type Layer<'a> = (&'a Tensor, Option<&'a Tensor>);
 
 /// The outputs of three [`linear`](super::linear()) layers of one input.
 ///
-/// For few rows on CUDA, one kernel computes all three. The backward pass adds the three gradients of the
-/// input as it computes them.
+/// For few rows on CUDA, one kernel computes all three, which may add in another order than three calls of
+/// `linear`. The backward pass adds the three gradients of the input as it computes them. The three outputs
+/// have one node: a backward pass of one of them frees what those of the others need, unless it keeps the graph.
 ///
 /// # Errors
 /// As for [`f_linear`](super::f_linear).

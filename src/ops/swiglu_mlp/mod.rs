@@ -49,7 +49,8 @@ impl Default for SwigluMlpOptions {
 /// computed. On CUDA the operator works on libtorch's current stream and never waits for the GPU. It is
 /// as deterministic as libtorch's products are.
 ///
-/// The products are those of [`linear`](super::linear()). One pass computes h from g and u. In the
+/// The products are those of [`linear`](super::linear()). One pass computes h from g and u. Without a graph,
+/// one kernel computes h from up to 8 rows of half kinds; it may add in another order. In the
 /// backward pass, another one computes dg and du, du in the place of dh, and h if it was not kept. In
 /// the half kinds g, u, h, dh, dg and du are rounded, and everything between is computed in `Float`:
 /// silu(g) is not rounded, as it is in libtorch's operations. dx is dg Wg, rounded, to which the other
