@@ -243,3 +243,32 @@ pub fn stream_of(device: DlDevice) -> Result<*mut c_void, Refusal> {
     // SAFETY: any numbers may be passed.
     Ok(unsafe { get(device.kind, device.index) })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A panic must not leave through the C function. No libtvm_ffi keeps its text here.
+    #[test]
+    fn a_panic_is_an_error_of_the_call() {
+        fn panics(_: &Arguments<'_>) -> Answer {
+            panic!("in the body")
+        }
+        fn counts(of: &Arguments<'_>) -> Answer {
+            let [number] = of.named()?;
+            number.integer(0).map(Some)
+        }
+        let run = |body, value| {
+            let function = Function { name: "f", arguments: &["number"], body };
+            let any = |integer| Any { type_index: INT, len: 0, payload: Payload { integer } };
+            let (argument, mut result) = (any(value), any(7));
+            // SAFETY: there is one argument, a number, and room for the result.
+            let status = unsafe { super::run(&function, &argument, 1, &mut result) };
+            // SAFETY: the result is a number, before and after.
+            (status, unsafe { result.payload.integer })
+        };
+        assert_eq!(run(panics, 5), (-1, 7));
+        assert_eq!(run(counts, 5), (0, 5));
+        assert_eq!(run(counts, -5), (-1, 7));
+    }
+}
