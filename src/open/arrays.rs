@@ -26,12 +26,13 @@ impl<'a> Arguments<'a> {
         let values: Vec<Value<'a>> = values.collect();
         let Function { name, arguments, .. } = function;
         if values.len() != arguments.len() {
-            let text = format!(
-                "{name}: expected {} arguments ({}), got {}; write None for what is left out",
-                arguments.len(),
-                arguments.join(", "),
-                values.len()
-            );
+            let hint = match values.len() < arguments.len() {
+                true => "; write None for what is left out",
+                false => "",
+            };
+            let (expected, names) = (arguments.len(), arguments.join(", "));
+            let got = values.len();
+            let text = format!("{name}: expected {expected} arguments ({names}), got {got}{hint}");
             return Err(Refusal { kind: "TypeError", text });
         }
         Ok(Arguments { function, values })
@@ -88,7 +89,9 @@ pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloa
 /// Such as "float32, float16 or bfloat16".
 fn names(kinds: &[Kind]) -> String {
     let (last, others) = kinds.split_last().unwrap_or((&Kind::Float, &[]));
-    let others: Vec<&str> = others.iter().copied().map(kind_name).collect();
+    // What is of the array's kind or wide may be named twice.
+    let others = others.iter().filter(|kind| *kind != last);
+    let others: Vec<&str> = others.copied().map(kind_name).collect();
     let others = if others.is_empty() { String::new() } else { others.join(", ") + " or " };
     others + kind_name(*last)
 }
@@ -141,7 +144,16 @@ impl<'a> Argument<'a> {
             Value::Device(_) => "a device".to_string(),
             Value::Array(_) => "an array".to_string(),
             Value::Text(text) => format!("the text {:?}", String::from_utf8_lossy(text)),
-            Value::Other(index) => format!("a value of TVM FFI's type {index}"),
+            // As tvm/ffi/c_api.h numbers them.
+            Value::Other(index) => match index {
+                67 => "an error".to_string(),
+                68 => "a function or a Python object".to_string(),
+                69 => "a shape".to_string(),
+                71 | 75 => "a list".to_string(),
+                72 | 76 => "a dict".to_string(),
+                74 => "a Python object".to_string(),
+                index => format!("a value of TVM FFI's type {index}"),
+            },
         };
         self.refuse("TypeError", expected, got, "")
     }
@@ -260,7 +272,7 @@ const MOST_DIMENSIONS: i32 = 64;
 impl<'a> Array<'a> {
     fn new(argument: Argument<'a>, tensor: &'a DlTensor) -> Result<Self> {
         let refuse = |expected: &str, got: &dyn Display| {
-            argument.refuse("ValueError", expected, got, "make an array of it again")
+            argument.refuse("ValueError", expected, got, "copy it")
         };
         let &DlTensor { data, device, ndim, dtype, shape, strides, byte_offset } = tensor;
         let has_shape = (0..=MOST_DIMENSIONS).contains(&ndim) && (ndim == 0 || !shape.is_null());

@@ -157,7 +157,12 @@ fn targets<'a>(call: &mut Call<'a>, argument: Argument<'a>, rows: i64) -> Result
                 "copy it",
             ));
         }
-        return array.of_shape(&[rows, 2]);
+        if array.shape != [rows, 2] {
+            let expected = format!("int64 of shape [{rows}], or int32 of shape [{rows}, 2]");
+            let got = format!("int32 of shape {:?}", array.shape);
+            return Err(array.refuse(expected, got, "convert it to int64"));
+        }
+        return Ok(array);
     }
     if !array.is_of(0, 64) {
         return Err(array.wrong_type("int64, or int32 of shape [M, 2]"));
