@@ -2,7 +2,7 @@
 //! process, because whoever calls has loaded it.
 
 use super::Answer;
-use super::arrays::Arguments;
+use super::arguments::Arguments;
 use crate::Error;
 use std::any::Any as Panic;
 use std::ffi::{CStr, CString, c_char, c_void};

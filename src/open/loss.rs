@@ -1,7 +1,9 @@
 //! `cross_entropy` of rows of logits, and its gradient.
 
 use super::Answer;
-use super::arrays::{Argument, Array, Call, Of, Result, Workspace, address, workspace_bytes};
+use super::arguments::{Argument, Result};
+use super::arrays::{Array, Of, address};
+use super::call::{Call, Workspace, workspace_bytes};
 use crate::ops::kinds::{Device, Kind, compute_kind};
 use crate::ops::loss::kernels::{Rows, Total, wrong_target};
 use std::ptr::{null, null_mut};

@@ -5,7 +5,9 @@
 //! The page docs/kernels-for-others.md describes the functions.
 
 mod abi;
+mod arguments;
 mod arrays;
+mod call;
 mod loss;
 mod norm;
 mod rope;

@@ -1,9 +1,9 @@
 //! `rms_norm`, `layer_norm` and `add_rms_norm` over the last dimension, and their gradients.
 
 use super::Answer;
-use super::arrays::{
-    Argument, Array, Call, KINDS, Of, Result, address, can_be_planned, workspace_bytes,
-};
+use super::arguments::{Argument, KINDS, Result};
+use super::arrays::{Array, Of, address, can_be_planned};
+use super::call::{Call, workspace_bytes};
 use crate::ops::kinds::{Device, Kind, compute_kind};
 use crate::ops::norm::kernels::add::{AddBackward, AddForward, AddOn};
 use crate::ops::norm::kernels::{Backward, Forward, Kernels, On, is_by_columns, takes_parameters};

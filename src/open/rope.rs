@@ -1,7 +1,9 @@
 //! `rope`: rotary positions.
 
 use super::Answer;
-use super::arrays::{Argument, Array, Call, Of, Result};
+use super::arguments::{Argument, Result};
+use super::arrays::{Array, Of};
+use super::call::Call;
 use crate::ops::kinds::{Kind, compute_kind};
 use crate::ops::rope::kernels::{Heads, MOST_HEADS, Rotation};
 

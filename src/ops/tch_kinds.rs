@@ -17,6 +17,12 @@ impl Kind {
     }
 }
 
+/// The kind in which values of this kind are computed, as [`kinds::compute_kind`](super::kinds::compute_kind)
+/// says.
+pub(crate) fn compute_kind(kind: tch::Kind) -> tch::Kind {
+    if kind == tch::Kind::Double { tch::Kind::Double } else { tch::Kind::Float }
+}
+
 impl From<tch::Device> for Device {
     fn from(device: tch::Device) -> Device {
         match device {

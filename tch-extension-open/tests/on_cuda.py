@@ -331,7 +331,7 @@ def functions_for_jax():
     )
 
     def losses(logits, target):
-        # JAX has no 64-bit integers by default: two halves of 32 bits.
+        # JAX has no 64-bit integers by default: the low and the high 32 bits.
         halves = jnp.stack([target, target >> 31], -1)
         rows = logits.shape[0]
         outputs = (like(logits, ()), like(logits), scratch(ops.cross_entropy_workspace(rows, str(logits.dtype))))

@@ -192,7 +192,7 @@ fn cuda_quacks_norm_agrees_with_ours() {
     assert!(call(&rmsnorm, all).is_err());
 }
 
-/// Every call returns a tensor, whose memory goes back to libtorch's allocator.
+/// Every call returns a tensor, whose memory libtorch's allocator gets again.
 #[test]
 fn cuda_returned_tensors_do_not_accumulate() {
     const TEST: &str = "cuda_returned_tensors_do_not_accumulate";

@@ -5,14 +5,10 @@ use crate::ffi::facts::empty_of;
 use crate::ffi::tensor::plain;
 use crate::ffi::{checked, kind_code, optional_ptr};
 use crate::ops::kinds;
+pub(crate) use crate::ops::tch_kinds::compute_kind;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use tch::{Device, Kind, Reduction, Tensor};
-
-/// The kind in which losses of logits of this kind are computed.
-pub(crate) fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
-}
 
 /// Whether the forward pass computes the gradients: those of a mean or sum. Those of `Half` would be too
 /// small there for its range: the loss scale that keeps them in it arrives in the backward pass.

@@ -6,6 +6,7 @@ use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
     Second, Signature, Slots, call, metas_of,
 };
+use crate::ops::tch_kinds::compute_kind;
 use crate::{Error, Result};
 use kernels::MOST_HEADS;
 use tch::{Kind, Tensor};
@@ -171,11 +172,6 @@ pub fn rope_reference(
         Ok(Tensor::f_cat(&[turned, rest], -1)?.f_to_kind(kind)?)
     };
     Ok((rotated(q)?, rotated(k)?))
-}
-
-/// The kind in which heads of this kind are rotated.
-fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 /// Whether this argument will have a gradient.

@@ -9,13 +9,9 @@ use crate::ffi::tensor::plain;
 use crate::ffi::{flat, optional_ptr};
 use crate::operator::{Borrowed, Each, Meta};
 use crate::ops::kinds;
+pub(crate) use crate::ops::tch_kinds::compute_kind;
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
-
-/// The kind in which values of this kind are computed: the kind of mean and rstd.
-pub(crate) fn compute_kind(kind: Kind) -> Kind {
-    if kind == Kind::Double { Kind::Double } else { Kind::Float }
-}
 
 /// The numbers of rows and columns, and the way to compute them.
 #[derive(Clone, Copy, Debug, Default)]
