@@ -2,27 +2,23 @@
 // keys and values are read once, and only those in use. Floor: their bytes.
 //
 // A unit is a row, a head of keys, and up to kGroup heads of queries that share it. The tokens of a
-// unit are cut into splits, a thread block for each. A team of lanes reads 16 bytes each of a
-// token's key, and of its value, and keeps a running softmax of the tokens that it has seen. Teams,
-// warps and then splits are merged; the last block of a unit to finish merges the splits in their
-// order, so that the same sizes and splits give the same bits.
-#include "../hopper/dependent_launch.h"
+// unit are cut into splits, a thread block for each, which are a cluster where there are clusters.
+// A team of lanes reads 16 bytes each of a token's key, and of its value, and keeps a running
+// softmax of the tokens that it has seen. Teams, warps and then splits are merged. The first block
+// of a cluster merges the splits, or, where there are no clusters, the last block of a unit to
+// finish; in their order, so that the same sizes and splits give the same bits.
+//
+// Queries and the new key may be rotated as they are read.
 #include "../hopper/memory.h"
-#include "params.h"
-#include "tch_extension/cuda_vector.h"
+#include "decode.h"
 
 namespace tch_extension::attention {
 namespace {
 
 constexpr int kWarps = kThreads / kWarp;
+static_assert(kWarps <= kMostParts);
 // Bytes that L2 fetches at a time.
 constexpr int kLine = 128;
-constexpr float kNone = -INFINITY;
-
-// What a part with the largest exponent `most` counts beside one with `larger`.
-__device__ __forceinline__ float share(float most, float larger) {
-  return most == kNone ? 0.0f : exp2f(most - larger);
-}
 
 // Σ 2^(score - most) and Σ 2^(score - most) value, of the values of one lane.
 template <int kLanes>
@@ -55,28 +51,17 @@ struct Sums {
   }
 };
 
-constexpr int kMostSplits = 32;
-// A split of fewer tokens takes less time than merging it.
-constexpr int64_t kTokens = 64;
-
-// The tokens of a block, and how many blocks of its unit have some.
+// The tokens of a block.
 struct Range {
-  int splits;
   int64_t from;
   int64_t to;
 };
 
-// As many splits as the tokens are worth; the other blocks have nothing to do.
 __device__ __forceinline__ Range range_of(const AttentionDecode& params, int64_t place) {
-  // A place outside of the cache has no tokens, and the result is NaN.
-  const bool is_valid = 0 <= place && place < params.length;
-  const int64_t count = is_valid ? place + 1 : 0;
-  const int64_t worth = (count + kTokens - 1) / kTokens;
-  const int splits = static_cast<int>(worth < 1 ? 1 : worth < gridDim.x ? worth : gridDim.x);
-  if (static_cast<int>(blockIdx.x) >= splits) return {splits, 0, 0};
-  const int64_t of_split = (count + splits - 1) / splits;
+  const int64_t count = tokens_of(params, place);
+  const int64_t of_split = (count + gridDim.x - 1) / gridDim.x;
   const int64_t from = blockIdx.x * of_split;
-  return {splits, from, from + of_split < count ? from + of_split : count};
+  return {from, from + of_split < count ? from + of_split : count};
 }
 
 template <typename T, int kGroup>
@@ -89,25 +74,22 @@ __global__ void __launch_bounds__(kThreads)
   hopper::allow_next_kernel();
   const int dim = static_cast<int>(params.head_dim);
   const int size = dim + 2;
-  const int chunk = static_cast<int>(blockIdx.y % params.chunks);
-  const int64_t kv = blockIdx.y / params.chunks, row = blockIdx.z;
-  const int64_t unit = row * gridDim.y + blockIdx.y;
-  const int first_of_group = chunk * kGroup;
-  const int group = static_cast<int>(params.group);
-  const int64_t first_head = kv * group + first_of_group;
+  const Unit unit = this_unit(params);
   const int lanes = static_cast<int>(params.lanes);
   const int lane = static_cast<int>(threadIdx.x) % lanes,
             team = static_cast<int>(threadIdx.x) / lanes;
   const int64_t teams = kThreads / lanes;
   const int at = lane * kLanes;
   const bool is_inside = at < dim;
-  const int64_t of_cache = (row * params.kv_heads + kv) * params.length * dim + at;
+  const int64_t of_cache = (unit.row * params.kv_heads + unit.kv) * params.length * dim + at;
 
   // Until the previous kernel has ended, the place may be an older one, and the cache may be
-  // written. L2 is asked for what will probably be read.
-  if (chunk == 0 && is_inside && at * sizeof(T) % kLine == 0) {
-    const Range likely = range_of(params, hopper::load_relaxed(params.places + row));
-    for (int64_t token = likely.from + team; token < likely.to; token += teams) {
+  // written. L2 is asked for what will probably be read first.
+  if (unit.writes && is_inside && at * sizeof(T) % kLine == 0) {
+    const Range likely = range_of(params, hopper::load_relaxed(params.places + unit.row));
+    const int64_t first = likely.from + kAhead * teams;
+    const int64_t end = first < likely.to ? first : likely.to;
+    for (int64_t token = likely.from + team; token < end; token += teams) {
       hopper::prefetch(static_cast<const T*>(params.keys) + of_cache + token * dim);
       hopper::prefetch(static_cast<const T*>(params.values) + of_cache + token * dim);
     }
@@ -115,24 +97,24 @@ __global__ void __launch_bounds__(kThreads)
   hopper::wait_for_previous_kernel();
 
   // Loaded along with the queries, which do not depend on it.
-  const int64_t place = params.places[row];
+  const int64_t place = params.places[unit.row];
   float query[kGroup][kLanes];
 #pragma unroll
   for (int g = 0; g < kGroup; ++g) {
-    const bool is_there = is_inside && first_of_group + g < group;
+    const bool is_there = is_inside && g < unit.heads;
     const int64_t begin =
-        row * params.query_strides[0] + (first_head + g) * params.query_strides[1];
+        unit.row * params.query_strides[0] + (unit.first_head + g) * params.query_strides[1];
     const auto loaded =
-        is_there ? load_vector<T, kLanes>(params.query, begin + at) : Vector<T, kLanes>{};
+        is_there ? load_rotated<T, kLanes>(params, params.query, begin, at) : Vector<T, kLanes>{};
 #pragma unroll
     for (int i = 0; i < kLanes; ++i)
       query[g][i] = static_cast<float>(loaded.lane[i]) * params.scale;
   }
-  const auto [splits, from, to] = range_of(params, place);
-  if (static_cast<int>(blockIdx.x) >= splits) return;
+  const auto [from, to] = range_of(params, place);
 
-  const int64_t new_key = row * params.key_strides[0] + kv * params.key_strides[1] + at;
-  const int64_t new_value = row * params.value_strides[0] + kv * params.value_strides[1] + at;
+  const int64_t new_key = unit.row * params.key_strides[0] + unit.kv * params.key_strides[1];
+  const int64_t new_value =
+      unit.row * params.value_strides[0] + unit.kv * params.value_strides[1] + at;
   Sums<kLanes> sums[kGroup];
   // All teams of a warp go round equally often, because they shuffle together.
   for (int64_t begin = from; begin < to; begin += kAhead * teams) {
@@ -148,9 +130,9 @@ __global__ void __launch_bounds__(kThreads)
         values[i] = load_vector<T, kLanes>(params.values, cached);
         continue;
       }
-      keys[i] = load_vector<T, kLanes>(params.key, new_key);
+      keys[i] = load_rotated<T, kLanes>(params, params.key, new_key, at);
       values[i] = load_vector<T, kLanes>(params.value, new_value);
-      if (chunk != 0) continue;
+      if (!unit.writes) continue;
       *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(params.keys) + cached) = keys[i];
       *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(params.values) + cached) = values[i];
     }
@@ -183,88 +165,26 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  const auto output = [&](int g, int d) -> T& {
-    return static_cast<T*>(
-        params.output)[(row * params.kv_heads * group + first_head + g) * dim + d];
-  };
-  const int here = min(kGroup, group - first_of_group);
-  float* const of_unit = static_cast<float*>(params.partial) + unit * gridDim.x * kGroup * size;
-  for (int index = threadIdx.x; index < here * dim; index += kThreads) {
-    const int g = index / dim, d = index % dim;
-    float most = kNone, total = 0, value = 0;
-    for (int w = 0; w < kWarps; ++w) most = fmaxf(most, parts[(w * kGroup + g) * size + dim]);
-    for (int w = 0; w < kWarps; ++w) {
-      const float* part = parts + (w * kGroup + g) * size;
-      const float weight = share(part[dim], most);
-      total += part[dim + 1] * weight;
-      value += part[d] * weight;
-    }
-    if (splits == 1) {
-      output(g, d) = static_cast<T>(value / total);
-      continue;
-    }
-    float* part = of_unit + (static_cast<int64_t>(blockIdx.x) * kGroup + g) * size;
-    part[d] = value;
-    if (d == 0) part[dim] = most;
-    if (d == 0) part[dim + 1] = total;
-  }
-  if (splits == 1) return;
-
-  __shared__ bool is_last;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(params.counters + unit, 1) == splits - 1;
-  __syncthreads();
-  if (!is_last) return;
-  __threadfence();
-  // What each split counts: a warp for a head, a lane for a split.
-  __shared__ float weights[kGroup][kMostSplits];
-  for (int g = warp; g < here; g += kWarps) {
-    const int split = static_cast<int>(threadIdx.x) % kWarp;
-    const float* part = of_unit + (split * kGroup + g) * size;
-    const float most = split < splits ? __ldcg(part + dim) : kNone;
-    float largest = most;
-    for (int step = kWarp / 2; step > 0; step /= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, step));
-    const float weight = share(most, largest);
-    float total = split < splits ? __ldcg(part + dim + 1) * weight : 0.0f;
-    for (int step = kWarp / 2; step > 0; step /= 2)
-      total += __shfl_xor_sync(kAllLanes, total, step);
-    weights[g][split] = weight / total;
-  }
-  __syncthreads();
-  for (int index = threadIdx.x; index < here * dim; index += kThreads) {
-    const int g = index / dim, d = index % dim;
-    float value = 0;
-#pragma unroll 8
-    for (int split = 0; split < splits; ++split)
-      value += __ldcg(of_unit + (split * kGroup + g) * size + d) * weights[g][split];
-    output(g, d) = static_cast<T>(value);
-  }
-  // For the next call.
-  if (threadIdx.x == 0) params.counters[unit] = 0;
+  finish<T>(params, unit, parts, kWarps);
 }
 
 template <typename T, int kGroup>
-void start(const AttentionDecode& params, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned int>(params.splits),
-                  static_cast<unsigned int>(params.kv_heads * params.chunks),
-                  static_cast<unsigned int>(params.batch));
+void start_group(const AttentionDecode& params, cudaStream_t stream) {
   const size_t shared = kWarps * kGroup * (params.head_dim + 2) * sizeof(float);
-  hopper::launch_early(decode_kernel<T, kGroup>, grid, dim3(kThreads), shared, stream, params);
+  start(decode_kernel<T, kGroup>, params, shared, stream);
 }
 
 template <typename T>
 void start_for(const AttentionDecode& params, cudaStream_t stream) {
   switch (params.per_chunk) {
     case 1:
-      return start<T, 1>(params, stream);
+      return start_group<T, 1>(params, stream);
     case 2:
-      return start<T, 2>(params, stream);
+      return start_group<T, 2>(params, stream);
     case 4:
-      return start<T, 4>(params, stream);
+      return start_group<T, 4>(params, stream);
     default:
-      return start<T, 8>(params, stream);
+      return start_group<T, 8>(params, stream);
   }
 }
 
@@ -274,6 +194,10 @@ void start_for(const AttentionDecode& params, cudaStream_t stream) {
 extern "C" tch_extension::LaunchStatus tch_extension_attention_decode_cuda(
     const AttentionDecode* params, cudaStream_t stream) {
   using namespace tch_extension;
+  if (attention::is_for_tensor_cores(*params)) {
+    attention::start_tensor(*params, stream);
+    return launch_status("attention_decode");
+  }
   for_kind(params->kind, [&](auto type) {
     using T = typename decltype(type)::type;
     // Rust takes other ways for double.

@@ -173,9 +173,11 @@ char* tch_extension_gemm_run(const GemmDescription* described,
                              GemmWay way,
                              at::Tensor** result);
 // Computes products of one lhs in one launch: all outputs, or with a gate silu(first) second. They
-// are null if the driver refuses.
+// are null if the driver refuses. The weight `[K]` of the RMS norm of lhs may be null.
 char* tch_extension_gemm_run_together(const GemmDescription* described,
                                       int32_t count,
+                                      const void* norm_weight,
+                                      float norm_eps,
                                       bool is_gated,
                                       at::Tensor** results);
 // gelu(z) of the product z, with tanh, and z itself if it is wanted, by one call of cuBLASLt. Both
@@ -203,9 +205,12 @@ tch_extension::LaunchStatus tch_extension_gemm_hopper_cuda(const GemmProduct* pr
 tch_extension::LaunchStatus tch_extension_gemm_skinny_cuda(const GemmProduct* product,
                                                            cudaStream_t stream);
 // Up to three products of one lhs, whose few rows tensor cores read, in one launch. With a gate,
-// the first output is silu(first) second, and there are no others.
+// the first output is silu(first) second, and there are no others. If the weight `[K]` of an RMS norm is
+// not null, the products are those of the norm of lhs, and of kind BFloat16.
 tch_extension::LaunchStatus tch_extension_gemm_skinny_together_cuda(const GemmProduct* products,
                                                                     int32_t count,
+                                                                    const void* norm_weight,
+                                                                    float norm_eps,
                                                                     bool is_gated,
                                                                     cudaStream_t stream);
 // Pads lhs, rhs and bias in one launch.

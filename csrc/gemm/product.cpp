@@ -292,7 +292,8 @@ TCH_EXTENSION_API Message tch_extension_gemm_run(const GemmDescription* describe
 }
 
 TCH_EXTENSION_API Message tch_extension_gemm_run_together(const GemmDescription* described,
-                                                          int32_t count, bool is_gated,
+                                                          int32_t count, const void* norm_weight,
+                                                          float norm_eps, bool is_gated,
                                                           at::Tensor** results) {
   return guard([&] {
     std::fill_n(results, count, nullptr);
@@ -307,7 +308,8 @@ TCH_EXTENSION_API Message tch_extension_gemm_run_together(const GemmDescription*
       products.back().out = outputs.back().mutable_data_ptr();
     }
     if (!started(tch_extension_gemm_skinny_together_cuda(
-            products.data(), count, is_gated, c10::cuda::getCurrentCUDAStream(device).stream())))
+            products.data(), count, norm_weight, norm_eps, is_gated,
+            c10::cuda::getCurrentCUDAStream(device).stream())))
       return;
     for (at::Tensor& output : outputs) hand_over(std::move(output), results++);
   });

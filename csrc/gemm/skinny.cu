@@ -318,7 +318,7 @@ extern "C" LaunchStatus tch_extension_gemm_skinny_cuda(const GemmProduct* produc
                                                        cudaStream_t stream) {
   const Skinny skinny = skinny_of(*product);
   if (is_for_tensor_cores(skinny, product->kind)) {
-    start_skinny_tensor({{skinny}, 1, false}, product->kind, product->batch, stream);
+    start_skinny_tensor({{skinny}, 1, false, nullptr, 0}, product->kind, product->batch, stream);
     return launch_status("skinny_product");
   }
   if (!is_by_rows(skinny)) {
@@ -340,11 +340,13 @@ extern "C" LaunchStatus tch_extension_gemm_skinny_cuda(const GemmProduct* produc
 }
 
 extern "C" LaunchStatus tch_extension_gemm_skinny_together_cuda(const GemmProduct* products,
-                                                                int32_t count, bool is_gated,
+                                                                int32_t count,
+                                                                const void* norm_weight,
+                                                                float norm_eps, bool is_gated,
                                                                 cudaStream_t stream) {
   constexpr const char* kName = "skinny_products";
   if (count < 1 || count > kMostTogether) return {kName, "internal error: too many products"};
-  SkinnyGroup group{{}, count, is_gated};
+  SkinnyGroup group{{}, count, is_gated, norm_weight, norm_eps};
   for (int which = 0; which < count; ++which) group.each[which] = skinny_of(products[which]);
   start_skinny_tensor(group, products[0].kind, 1, stream);
   return launch_status(kName);

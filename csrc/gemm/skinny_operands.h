@@ -76,6 +76,9 @@ struct SkinnyGroup {
   int32_t count;
   // Whether the output is silu(each[0]) each[1], which have as many rows; it is that of each[0].
   int32_t is_gated;
+  // The weight `[K]` of an RMS norm of the short factor, of kind bfloat16; null if there is none.
+  const void* norm_weight;
+  float norm_eps;
 };
 
 // Whether tensor cores compute it: half kinds whose rows of both factors can be read in 16 bytes.

@@ -9,6 +9,10 @@
 // Several products of one short factor share a launch: each block belongs to one of them. With a
 // gate, a block computes 8 rows of each of two, and multiplies.
 //
+// With a norm, the short factor x is multiplied by the norm's weight as it is read, and the sums
+// are divided by the root of its mean square, which the same loop adds up: no pass comes before it.
+// That rounds as often as a norm of its own does.
+//
 // The kernel may start before the previous one has ended. Until then it only asks L2 for the long
 // factor, which is right even if that kernel writes it: all writes of a GPU meet in L2.
 #include "../hopper/dependent_launch.h"
@@ -16,6 +20,7 @@
 #include "../hopper/mma.h"
 #include "../hopper/silu.h"
 #include "skinny_operands.h"
+#include "tch_extension/cuda_vector.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -36,6 +41,21 @@ constexpr int kTileRows = 16;
 #endif
 }
 
+// x g, rounded, of 8 values; adds their x² to `squares`.
+template <typename T>
+__device__ __forceinline__ uint4 weighted(uint4 x, uint4 g, float& squares) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  auto& lanes = reinterpret_cast<Vector<T, kLanes>&>(x);
+  const auto from = unpack<T, kLanes>(lanes);
+  const auto by = unpack<T, kLanes>(reinterpret_cast<const Vector<T, kLanes>&>(g));
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) {
+    squares += from.lane[i] * from.lane[i];
+    lanes.lane[i] = static_cast<T>(from.lane[i] * by.lane[i]);
+  }
+  return x;
+}
+
 // The number of tiles of a group, or of one of its products.
 __host__ __device__ inline int64_t tiles_of(const Skinny& skinny) {
   return ceil_div(skinny.rows, int64_t{kTileRows});
@@ -48,7 +68,7 @@ inline int64_t tiles_of(const SkinnyGroup& group) {
   return tiles;
 }
 
-template <typename T, int kWarps>
+template <typename T, int kWarps, bool kIsNormed>
 __global__ void __launch_bounds__(kWarps* kWarp)
     skinny_tensor_kernel(const __grid_constant__ SkinnyGroup group) {
 #if __CUDA_ARCH__ >= 800
@@ -58,6 +78,7 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   constexpr int kStep = 32, kAhead = 4, kAsked = 2;
   constexpr int kHalf = kTileRows / 2;
   __shared__ float parts[kWarps][kMostShortByTensor][kTileRows];
+  [[maybe_unused]] __shared__ float squares_of[kWarps][kMostShortByTensor];
   hopper::allow_next_kernel();
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int warp = static_cast<int>(threadIdx.x) / kWarp;
@@ -92,20 +113,23 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 
   const bool is_there = quad < skinny.shorts;
   const T* const few = of_batch<T>(skinny.few) + (is_there ? quad : 0) * skinny.few.row + at;
-  float sums[4] = {};
+  const T* const weight = kIsNormed ? static_cast<const T*>(group.norm_weight) + at : nullptr;
+  float sums[4] = {}, squares = 0;
   for (int begin = warp * kStep; begin < inner; begin += kAhead * kBy) {
-    uint4 above[kAhead], below[kAhead], other[kAhead];
+    uint4 above[kAhead], below[kAhead], other[kAhead], norm[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int k = begin + i * kBy;
-      above[i] = below[i] = other[i] = uint4{0, 0, 0, 0};
+      above[i] = below[i] = other[i] = norm[i] = uint4{0, 0, 0, 0};
       if (k + at >= inner) continue;
       above[i] = load_once(upper + k);
       below[i] = load_once(lower + k);
       if (is_there) other[i] = *reinterpret_cast<const uint4*>(few + k);
+      if (kIsNormed && is_there) norm[i] = *reinterpret_cast<const uint4*>(weight + k);
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
+      if (kIsNormed) other[i] = weighted<T>(other[i], norm[i], squares);
       const uint32_t left[4] = {above[i].x, below[i].x, above[i].y, below[i].y};
       hopper::warp_multiply_add<T>(sums, left, other[i].x, other[i].y);
       const uint32_t right[4] = {above[i].z, below[i].z, above[i].w, below[i].w};
@@ -117,6 +141,11 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   parts[warp][s + 1][quad] = sums[1];
   parts[warp][s][quad + kHalf] = sums[2];
   parts[warp][s + 1][quad + kHalf] = sums[3];
+  if (kIsNormed) {
+    squares += __shfl_xor_sync(kAllLanes, squares, 1);
+    squares += __shfl_xor_sync(kAllLanes, squares, 2);
+    if (lane % 4 == 0) squares_of[warp][quad] = squares;
+  }
   __syncthreads();
   // Whole warps are left, because 8 × 16 outputs are.
   static_assert(kMostShortByTensor * kTileRows % kWarp == 0);
@@ -126,6 +155,12 @@ __global__ void __launch_bounds__(kWarps* kWarp)
   float sum = 0;
 #pragma unroll
   for (int of = 0; of < kWarps; ++of) sum += parts[of][short_row][row];
+  if (kIsNormed) {
+    float square = 0;
+#pragma unroll
+    for (int of = 0; of < kWarps; ++of) square += squares_of[of][short_row];
+    sum *= rsqrtf(square / static_cast<float>(inner) + group.norm_eps);
+  }
   if (group.is_gated) {
     // Rounded as the products would be that a kernel of its own multiplies.
     const float value = static_cast<float>(static_cast<T>(sum));
@@ -140,8 +175,12 @@ __global__ void __launch_bounds__(kWarps* kWarp)
 template <typename T, int kWarps>
 void start(const SkinnyGroup& group, int64_t batch, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned int>(tiles_of(group)), 1, static_cast<unsigned int>(batch));
-  hopper::launch_early(skinny_tensor_kernel<T, kWarps>, grid, dim3(kWarps * kWarp), 0, stream,
-                       group);
+  // In half, x g could overflow before it is divided.
+  constexpr bool kCanNorm = std::is_same_v<T, __nv_bfloat16>;
+  const auto kernel = kCanNorm && group.norm_weight != nullptr
+                          ? skinny_tensor_kernel<T, kWarps, kCanNorm>
+                          : skinny_tensor_kernel<T, kWarps, false>;
+  hopper::launch_early(kernel, grid, dim3(kWarps * kWarp), 0, stream, group);
 }
 
 // Several small blocks for each multiprocessor hide each other's ends. Few blocks have many warps,
@@ -158,7 +197,7 @@ void start_for(const SkinnyGroup& group, int64_t batch, cudaStream_t stream) {
 // Code that the driver compiles from an older architecture's PTX is empty.
 bool has_tensor_cores() {
   static hopper::CodeFor<8> code;
-  return code.is_there(reinterpret_cast<const void*>(skinny_tensor_kernel<__half, 4>));
+  return code.is_there(reinterpret_cast<const void*>(skinny_tensor_kernel<__half, 4, false>));
 }
 
 }  // namespace

@@ -181,6 +181,12 @@ pub fn swiglu<'a, T: Borrow<Path<'a>>>(
 }
 
 impl SwiGlu {
+    /// How the module is computed.
+    #[cfg(feature = "norm")]
+    pub(super) fn op(&self) -> MlpOp {
+        self.config.op
+    }
+
     /// The linear layers with their names, for example for [`Linear::add_lora`].
     pub fn linears_mut(&mut self) -> [(&'static str, &mut Linear); 3] {
         let [gate, up, down] = self.config.names;

@@ -1,5 +1,7 @@
 //! RMS normalisation as a module.
 
+#[cfg(all(feature = "gemm", feature = "mlp"))]
+use crate::ops::InputNorm;
 use crate::ops::{
     AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm, f_rms_norm, rms_norm_reference,
 };
@@ -85,6 +87,14 @@ pub fn rms_norm<'a, T: Borrow<Path<'a>>>(
 }
 
 impl RmsNorm {
+    /// As a part of the product that follows it, if it is one of rows with a weight.
+    #[cfg(all(feature = "gemm", feature = "mlp"))]
+    pub(super) fn as_input_norm(&self) -> Option<InputNorm<'_>> {
+        let is_known = self.config.op == RmsNormOp::Fused && self.normalized_shape.len() == 1;
+        let weight = self.weight.as_ref().filter(|_| is_known)?;
+        Some(InputNorm { weight, eps: self.config.eps? })
+    }
+
     /// The sizes of the dimensions that are normalised over.
     pub fn normalized_shape(&self) -> &[i64] {
         &self.normalized_shape

@@ -1,5 +1,7 @@
 //! A block of a transformer, and the residual stream between blocks.
 
+mod decode;
+
 use super::{
     Attention, AttentionCall, AttentionConfig, LayerNorm, LayerNormConfig, LayerNormOp, Linear,
     Mlp, MlpConfig, MlpOp, RmsNorm, RmsNormConfig, RmsNormOp, SwiGlu, SwiGluConfig, attention,
@@ -270,10 +272,10 @@ impl TransformerBlock {
     /// When the stream does not fit this block, as for [`Attention::f_attend`], or if libtorch or CUDA
     /// fails. The call's cache is then as after an error of `f_attend`.
     pub fn f_forward(&self, stream: &Residual, call: AttentionCall<'_>) -> Result<Residual> {
-        let AttentionCall { train, attn_mask, mut cache, transform, places } = call;
+        let AttentionCall { train, attn_mask, mut cache, transform, places, rope } = call;
         let before = cache.as_ref().map(|cache| cache.mark());
         let cached = cache.as_deref_mut();
-        let call = AttentionCall { train, attn_mask, cache: cached, transform, places };
+        let call = AttentionCall { train, attn_mask, cache: cached, transform, places, rope };
         let output = self.branches(stream, call);
         if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
             cache.rewind(before);
@@ -281,7 +283,10 @@ impl TransformerBlock {
         output
     }
 
-    fn branches(&self, stream: &Residual, call: AttentionCall<'_>) -> Result<Residual> {
+    fn branches(&self, stream: &Residual, mut call: AttentionCall<'_>) -> Result<Residual> {
+        if let Some(output) = self.f_decode(stream, &mut call)? {
+            return Ok(output);
+        }
         let dropout = if call.train { self.dropout } else { 0.0 };
         let (mut stream, normal) = self.norms[0].f_forward(stream)?;
         stream.branch = Some((self.attention.f_attend(&normal, call)?, dropout));

@@ -93,6 +93,8 @@ pub use gelu_mlp::GeluMlpOptions;
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
+#[cfg(all(feature = "norm", feature = "mlp"))]
+pub(crate) use linear::{InputNorm, linear_add, normed_gate, normed_linear_each};
 #[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use linear::{f_linear_each, f_linear_parts};

@@ -3,9 +3,10 @@
 use super::{KINDS, unchanged};
 use tch::{Device, Kind, Tensor};
 use tch_extension::nn::{
-    AttentionCall, AttentionConfig, AttentionOptions, KvCache, attention,
+    AttentionCall, AttentionConfig, AttentionOptions, DecodeOptions, KvCache, attention,
     scaled_dot_product_attention_reference,
 };
+use tch_extension::ops::{RopeOptions, f_rope, f_rope_tables};
 use tch_extension::testing::{assert_close, cuda_or_skip, devices, tolerance};
 
 /// The shapes of a step: rows, heads of keys, how many heads of queries share one, values, memory.
@@ -84,7 +85,8 @@ fn each_row_sees_its_own_tokens() {
                     let (q, k, v) =
                         (heads(0, group * kv), heads(group * kv, kv), heads((group + 1) * kv, kv));
                     let before = (keys.copy(), values.copy());
-                    let y = cache.f_decode(&q, &k, &v, &on_device, scale).expect("a step");
+                    let options = DecodeOptions { scale, ..Default::default() };
+                    let y = cache.f_decode(&q, &k, &v, &on_device, options).expect("a step");
                     assert_eq!(y.size(), [b, group * kv, 1, d]);
                     assert_eq!(cache.len(), length - 3);
                     for (memory, before, new) in [(&keys, &before.0, &k), (&values, &before.1, &v)]
@@ -96,11 +98,81 @@ fn each_row_sees_its_own_tokens() {
                         assert!(memory.equal(before), "{kind:?} {:?}", [b, kv, group, d, length]);
                     }
                     near(&y, &expected(&q, &keys, &values, &places, scale), kind);
-                    let again = cache.f_decode(&q, &k, &v, &on_device, scale).expect("a step");
+                    let again = cache.f_decode(&q, &k, &v, &on_device, options).expect("again");
                     assert!(again.equal(&y), "the same bits");
                 }
             }
         }
+    }
+}
+
+#[test]
+fn queries_and_new_keys_are_rotated() {
+    let _unchanged = unchanged();
+    let _guard = tch::no_grad_guard();
+    // Rows, heads of keys, heads of queries for each, values, and how many of them are rotated.
+    let shapes = [[2, 2, 4, 64, 64], [1, 3, 1, 128, 128], [3, 1, 2, 80, 80], [1, 2, 2, 64, 32]];
+    for device in devices() {
+        for kind in KINDS {
+            for [b, kv, group, d, rotated] in shapes.into_iter().chain([[2, 1, 3, 20, 12]]) {
+                let new = |heads| randn(&[b, heads, 1, d], kind, device);
+                let (q, k, v) = (new(group * kv), new(kv), new(kv));
+                let places = Tensor::from_slice(&[7_i64, 0, 2][..b as usize]).to_device(device);
+                let tables = f_rope_tables(9, rotated, 100.0, (Kind::Float, device));
+                let (cos, sin) = tables.expect("tables");
+                let rows = [&cos, &sin].map(|table| table.index_select(0, &places));
+                let [of_cos, of_sin] = &rows;
+
+                let tokens_first = |heads: &Tensor| heads.permute([2, 0, 1, 3]);
+                let heads_first = |tokens: &Tensor| tokens.permute([1, 2, 0, 3]).contiguous();
+                let options = RopeOptions::default();
+                let (wide, table_kind) = match kind {
+                    Kind::Double => (Kind::Double, Kind::Double),
+                    kind => (kind, Kind::Float),
+                };
+                let [of_q, of_k] = [&q, &k].map(|heads| tokens_first(heads).to_kind(wide));
+                let [to_cos, to_sin] = [of_cos, of_sin].map(|table| table.to_kind(table_kind));
+                let apart = f_rope(&of_q, &of_k, &to_cos, &to_sin, &options).expect("rotated");
+                let (of_q, of_k) = (heads_first(&apart.0), heads_first(&apart.1));
+
+                let prompt = randn(&[b, kv, 8, d], kind, device);
+                let step = |q: &Tensor, k: &Tensor, options: DecodeOptions<'_>| {
+                    let mut cache = KvCache::new(9);
+                    let (keys, _) = cache.f_append(&prompt, &prompt).expect("appended");
+                    (cache.f_decode(q, k, &v, &places, options).expect("a step"), keys)
+                };
+                let rope = Some([of_cos, of_sin]);
+                let (y, keys) = step(&q, &k, DecodeOptions { rope, ..Default::default() });
+                let (expected, expected_keys) = step(&of_q, &of_k, DecodeOptions::default());
+                let what = format!("{kind:?} {:?}", [b, kv, group, d, rotated]);
+                assert!(
+                    !keys.equal(&prompt) && !y.equal(&step(&q, &k, Default::default()).0),
+                    "{what}"
+                );
+                let bound = if kind == Kind::Double { 1e-12 } else { 2.0 * tolerance(kind).0 };
+                assert_close(&keys, &expected_keys, bound, bound);
+                assert_close(&y, &expected, bound, bound);
+                // The kernels round alike.
+                if device.is_cuda() && kind != Kind::Double && d % 8 == 0 {
+                    assert!(keys.equal(&expected_keys) && y.equal(&expected), "{what}");
+                }
+            }
+        }
+    }
+    let (table, wide) =
+        (Tensor::zeros([1, 8], tch::kind::FLOAT_CPU), Tensor::zeros([1, 9], tch::kind::FLOAT_CPU));
+    let (double, rows) = (table.to_kind(Kind::Double), Tensor::zeros([2, 8], tch::kind::FLOAT_CPU));
+    let new = Tensor::zeros([1, 2, 1, 16], tch::kind::FLOAT_CPU);
+    let places = Tensor::zeros([1], tch::kind::INT64_CPU);
+    for (rope, text) in [
+        ([&table, &double], "rope's sin: expected kind Float"),
+        ([&wide, &wide], "rope's cos: expected from 1 to 8 columns"),
+        ([&rows, &rows], "rope's cos: expected shape [B, R/2] = [1, 8]"),
+    ] {
+        let options = DecodeOptions { rope: Some(rope), ..Default::default() };
+        let error = KvCache::new(4).f_decode(&new, &new, &new, &places, options);
+        let error = error.expect_err(text).to_string();
+        assert!(error.contains(text), "{error}");
     }
 }
 
@@ -119,7 +191,8 @@ fn cuda_a_captured_step_goes_on_from_place_to_place() {
     let whole = |part: &Tensor| part.as_strided([2, 2, 400, 64], part.stride(), 0);
     let (keys, values) = (whole(&keys), whole(&values));
     let part = |from, count| new.narrow(1, from, count);
-    let mut step = || cache.f_decode(&part(0, 8), &part(8, 2), &part(10, 2), &places, None);
+    let mut step =
+        || cache.f_decode(&part(0, 8), &part(8, 2), &part(10, 2), &places, Default::default());
     let _ = step().expect("a step before the capture");
     let (graph, y) = tch_extension::cuda::Graph::capture(device, step).expect("a graph");
     for place in [3, 4, 5, 300, 398] {
@@ -146,11 +219,11 @@ fn cuda_a_place_outside_of_the_cache_changes_nothing() {
         let (keys, values) = cache.f_append(&prompt, &prompt).expect("the prompt");
         for place in [-1_i64, 5, i64::MAX, i64::MIN] {
             let places = Tensor::from_slice(&[place]).to_device(device);
-            let _ = cache.f_decode(&new, &new, &new, &places, None).expect("a step");
+            let _ = cache.f_decode(&new, &new, &new, &places, Default::default()).expect("a step");
             assert!(keys.equal(&prompt) && values.equal(&prompt), "{place}");
         }
         let places = Tensor::from_slice(&[2_i64]).to_device(device);
-        let y = cache.f_decode(&new, &new, &new, &places, None).expect("a step");
+        let y = cache.f_decode(&new, &new, &new, &places, Default::default()).expect("a step");
         near(&y, &expected(&new, &keys, &values, &[2], None), kind);
     }
 }
@@ -216,13 +289,16 @@ fn what_does_not_fit_is_refused_and_changes_nothing() {
         (q.copy(), k.copy(), Tensor::new(), "places: expected a tensor, got an undefined one"),
     ];
     for (query, key, places, text) in cases {
-        let error = cache.f_decode(&query, &key, &key, &places, None).expect_err(text).to_string();
+        let error = cache
+            .f_decode(&query, &key, &key, &places, Default::default())
+            .expect_err(text)
+            .to_string();
         assert!(error.starts_with(&format!("nn::KvCache: {text}")), "{error}");
         assert!(!error.contains('\n') && keys.equal(&before), "{error}");
     }
     // A new cache takes tensors of other sizes after an error.
     let mut cache = KvCache::new(4);
-    assert!(cache.f_decode(&q, &k, &k, &places(&[4, 0]), None).is_err());
+    assert!(cache.f_decode(&q, &k, &k, &places(&[4, 0]), Default::default()).is_err());
     let other = new([1, 1, 1, 6]);
     assert!(cache.f_append(&other, &other).is_ok());
 

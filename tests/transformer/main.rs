@@ -10,8 +10,8 @@ use tch_extension::nn::{
     AttentionCall, KvCache, Residual, RopeConfig, TransformerBlock, TransformerBlockConfig, norm,
     rope, transformer_block,
 };
-use tch_extension::ops::{LinearCrossEntropyOptions, f_linear_cross_entropy};
-use tch_extension::testing::{assert_close, devices};
+use tch_extension::ops::{LinearCrossEntropyOptions, f_linear_cross_entropy, f_rope_tables};
+use tch_extension::testing::{assert_close, cuda_or_skip, devices, tolerance};
 
 const DIM: i64 = 32;
 const HEADS: i64 = 4;
@@ -414,6 +414,69 @@ fn adapters_act_as_parts_of_the_weights() {
                 layer.f_merge_lora().expect("merged");
             }
             assert_close(&adapted, &block.forward_t(&x, false), 1e-4, 1e-4);
+        }
+    }
+}
+
+/// A block for one token of each row computes norms and sums with products, where there are kernels.
+#[test]
+fn cuda_a_token_of_few_rows_agrees() {
+    let Some(device) = cuda_or_skip("cuda_a_token_of_few_rows_agrees") else { return };
+    let _guard = tch::no_grad_guard();
+    let (dim, hidden, heads, head_dim) = (512, 1024, 8, 64);
+    for kind in [Kind::BFloat16, Kind::Half, Kind::Float] {
+        for (bias, rows) in [(false, 1), (true, 3), (false, 8), (true, 9)] {
+            let mut vs = VarStore::new(device);
+            let mut config = TransformerBlockConfig::llama(2, hidden);
+            config.attention.bias = bias;
+            let block = transformer_block(vs.root(), dim, heads, config);
+            for mut weight in
+                vs.trainable_variables().into_iter().filter(|weight| weight.dim() == 1)
+            {
+                let _ = weight.uniform_(0.5, 2.0);
+            }
+            vs.set_kind(kind);
+            let token = || Tensor::randn([rows, 1, dim], (Kind::Float, device)).to_kind(kind);
+            let (prompt, sum) = (Tensor::randn([rows, 20, dim], (Kind::Float, device)), token());
+            let places: Vec<i64> = (0..rows).map(|row| 20 - row).collect();
+            let places = Tensor::from_slice(&places).to_device(device);
+            let (cos, sin) =
+                f_rope_tables(21, head_dim, 1e4, (Kind::Float, device)).expect("tables");
+            let angles = [cos, sin].map(|table| table.index_select(0, &places));
+            let step = |block: &TransformerBlock, stream: &Residual| {
+                let kind = stream.sum.kind();
+                let mut cache = KvCache::new(32);
+                let call = AttentionCall { cache: Some(&mut cache), ..Default::default() };
+                let prompt = Residual::new(prompt.to_kind(kind));
+                let _ = block.f_forward(&prompt, call).expect("the prompt");
+                let rope = Some([&angles[0], &angles[1]]);
+                let (cache, places) = (Some(&mut cache), Some(&places));
+                let call = AttentionCall { cache, places, rope, ..Default::default() };
+                block.f_forward(stream, call).expect("a step")
+            };
+            let total = |stream: &Residual| stream.f_total().expect("a sum").to_kind(Kind::Double);
+            // The sum of a branch is left to a norm of its own.
+            let with_branch =
+                |sum: &Tensor| Residual { sum: sum.copy(), branch: Some((sum.zeros_like(), 0.0)) };
+            let found = step(&block, &Residual::new(sum.copy()));
+            let apart = step(&block, &with_branch(&sum));
+            assert!(apart.branch.is_some());
+            let is_fused = kind == Kind::BFloat16 && rows <= 8;
+            assert_eq!(found.branch.is_none(), is_fused, "{kind:?} {rows}");
+            let again = step(&block, &Residual::new(sum.copy()));
+            assert!(total(&again).equal(&total(&found)), "the same bits");
+            // Neither is further from the block in double precision.
+            let mut wide = VarStore::new(device);
+            let exact = transformer_block(wide.root(), dim, heads, config);
+            wide.copy(&vs).expect("the same weights");
+            wide.double();
+            let expected = total(&step(&exact, &with_branch(&sum.to_kind(Kind::Double))));
+            let error = |stream: &Residual| {
+                (total(stream) - &expected).square().mean(Kind::Double).sqrt().double_value(&[])
+            };
+            let (of_found, of_apart) = (error(&found), error(&apart));
+            assert!(of_found <= 1.2 * of_apart, "{kind:?} {rows}: {of_found}, apart {of_apart}");
+            assert!(of_apart < tolerance(kind).0, "{kind:?} {rows}: {of_apart}");
         }
     }
 }

@@ -493,13 +493,18 @@ impl Model {
         let rows = rotary.zip(places).map(|(rotary, places)| rotary.rows(places)).transpose()?;
         let rows = rows.as_ref();
         let mut stream = Residual::new(sum);
+        // Without norms of heads, attention rotates by itself.
+        let rope = rotary.filter(|rotary| rotary.norms.is_empty()).and(rows);
+        let rope = rope.map(|[cos, sin]| [cos, sin]);
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
             let rotated = rotary.map(|rotary| {
                 move |q: &Tensor, k: &Tensor, offset| rotary.rotated(index, q, k, offset, rows)
             });
             let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
-            let call = AttentionCall { train, cache, transform, places, ..Default::default() };
+            let transform = transform.filter(|_| rope.is_none());
+            let attn_mask = None;
+            let call = AttentionCall { train, attn_mask, cache, transform, places, rope };
             stream = block.f_forward(&stream, call)?;
         }
         Ok(self.norm.f_forward(&stream)?.1)

@@ -51,6 +51,17 @@ pub(in crate::nn) struct Mark {
     has_memory: bool,
 }
 
+/// Options of [`KvCache::f_decode`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct DecodeOptions<'a> {
+    /// What products of queries and keys are multiplied with; by default `1 / sqrt(D)`.
+    pub scale: Option<f64>,
+    /// Cosines and sines, `[B, R / 2]` of kind `Float` each: the rows of
+    /// [`rope_tables`](crate::ops::rope_tables()) at each row's place. The pairs (i, i + R / 2) of the query's
+    /// and the new key's heads are rotated by these angles first, as by [`rope`](crate::ops::rope()).
+    pub rope: Option<[&'a Tensor; 2]>,
+}
+
 impl KvCache {
     /// A cache for at most `max_length` tokens.
     ///
@@ -124,7 +135,7 @@ impl KvCache {
     /// * `key`, `value`: of the new tokens, `[B, Hkv, 1, D]` and `[B, Hkv, 1, Dv]`
     /// * `places`: `[B]`, of kind `Int64`, on the same device: how many tokens of each row are in the
     ///   cache. So rows may have prompts of different lengths: append them padded at their ends.
-    /// * `scale`: by default `1 / sqrt(D)`
+    /// * `options`: see [`DecodeOptions`]
     ///
     /// Returns y, `[B, H, 1, Dv]`. [`len`](KvCache::len) stays, because the host does not know the places, and a
     /// later [`f_append`](KvCache::f_append) writes over what was decoded. The first call makes memory that a
@@ -142,7 +153,7 @@ impl KvCache {
     /// # let (prompt, q, k, v) = (new(2, 5), new(4, 1), new(2, 1), new(2, 1));
     /// let mut cache = KvCache::new(16);
     /// cache.f_append(&prompt, &prompt)?;
-    /// let y = cache.f_decode(&q, &k, &v, &Tensor::from_slice(&[5_i64]), None)?;
+    /// let y = cache.f_decode(&q, &k, &v, &Tensor::from_slice(&[5_i64]), Default::default())?;
     ///
     /// let (keys, values) = cache.f_append(&k, &v)?;
     /// let (keys, values) = (keys.repeat_interleave_self_int(2, 1, None), values.repeat_interleave_self_int(2, 1, None));
@@ -160,9 +171,11 @@ impl KvCache {
         key: &Tensor,
         value: &Tensor,
         places: &Tensor,
-        scale: Option<f64>,
+        options: DecodeOptions<'_>,
     ) -> Result<Tensor> {
+        let DecodeOptions { scale, rope } = options;
         self.check_decode(query, key, value, places)?;
+        check_rope(query, rope)?;
         let _guard = tch::no_grad_guard();
         let (keys, values) = self.memory_for(key, value)?;
         let (b, h, _, d) = query.size4()?;
@@ -184,11 +197,18 @@ impl KvCache {
             cache: [&keys, &values],
             places: &places.f_contiguous()?,
             counters: &counters,
+            rope,
             scale,
         });
         let output = match output {
             Ok(Some(output)) => Ok(output),
-            Ok(None) => decode_by_operations(query, [key, value], [&keys, &values], places, scale),
+            Ok(None) => {
+                let [query, key] = match rope {
+                    Some(rope) => [rotated(query, rope)?, rotated(key, rope)?],
+                    None => [query, key].map(Tensor::shallow_clone),
+                };
+                decode_by_operations(&query, [&key, value], [&keys, &values], places, scale)
+            }
             Err(error) => Err(error),
         };
         if output.is_ok() || self.memory.is_some() {
@@ -276,6 +296,36 @@ fn without_grad(argument: &Check<'_>) -> Result<()> {
         return Err(argument.refuse("a tensor without grad", "one that requires grad", hint));
     }
     Ok(())
+}
+
+/// The tables' rows fit the query `[B, H, 1, D]`.
+fn check_rope(query: &Tensor, rope: Option<[&Tensor; 2]>) -> Result<()> {
+    let (batch, _, _, head_dim) = query.size4()?;
+    let Some([cos, sin]) = rope else { return Ok(()) };
+    let of_cos = check!(OP, "rope's cos", cos).defined()?.dim(2, "[B, R/2]")?;
+    let half = cos.size2()?.1;
+    if half == 0 || 2 * half > head_dim {
+        let expected = format!("from 1 to {} columns, half of a head's values", head_dim / 2);
+        return Err(of_cos.refuse(expected, half.to_string(), ""));
+    }
+    for table in [of_cos, check!(OP, "rope's sin", sin).defined()?] {
+        table.shape("[B, R/2]", &[batch, half])?.kind_in(&[Kind::Float])?;
+        table.same_device_as(&check!(OP, query))?;
+    }
+    Ok(())
+}
+
+/// Heads `[B, H, 1, D]`, whose pairs (i, i + R / 2) are rotated by the angles of their row.
+fn rotated(heads: &Tensor, [cos, sin]: [&Tensor; 2]) -> Result<Tensor> {
+    let (batch, half) = cos.size2()?;
+    let part = |from, count| heads.f_narrow(-1, from, count);
+    let [cos, sin] = [cos.f_view([batch, 1, 1, half])?, sin.f_view([batch, 1, 1, half])?];
+    let [a, b] = [part(0, half)?, part(half, half)?];
+    let first = a.f_mul(&cos)?.f_sub(&b.f_mul(&sin)?)?;
+    let second = b.f_mul(&cos)?.f_add(&a.f_mul(&sin)?)?;
+    let kind = heads.f_kind()?;
+    let rest = part(2 * half, heads.size4()?.3 - 2 * half)?;
+    Ok(Tensor::f_cat(&[first.f_to_kind(kind)?, second.f_to_kind(kind)?, rest], -1)?)
 }
 
 /// [`KvCache::f_decode`] for what the kernel does not do.

@@ -1,7 +1,7 @@
 //! Multi-head attention as a module.
 
 use super::super::{Linear, linear};
-use super::cache::KvCache;
+use super::cache::{DecodeOptions, KvCache};
 use super::functional::{AttentionOptions, Causal, f_scaled_dot_product_attention};
 use crate::{Error, Result, check};
 use std::borrow::Borrow;
@@ -114,6 +114,8 @@ pub struct AttentionCall<'a> {
     /// put there and see what is before them; see [`KvCache::f_decode`]. The transform gets the cache's
     /// length, which stays.
     pub places: Option<&'a Tensor>,
+    /// Next to places, the angles of [`DecodeOptions::rope`], in place of a transform that rotates.
+    pub rope: Option<[&'a Tensor; 2]>,
 }
 
 #[derive(Debug)]
@@ -259,14 +261,30 @@ impl Attention {
         check!(OP, input).defined()?.dim(3, "[B, T, C]")?;
         let (b, t, _) = input.size3()?;
         check!(OP, input).shape("[B, T, C]", &[b, t, self.embed_dim])?;
-        let AttentionCall { train, attn_mask, mut cache, transform, places } = call;
-        if let Some(places) = places {
-            let drops = train && self.config.dropout > 0.0;
-            self.check_places(places, t, attn_mask.is_some() || drops, cache.is_some())?;
-        }
-        let first = cache.as_ref().map_or(0, |cache| cache.len());
+        let AttentionCall { train, attn_mask, mut cache, transform, places, rope } = call;
         let before = cache.as_ref().map(|cache| cache.mark());
-        let (mut q, mut k, v) = self.project(input, [b, t])?;
+        let cached = cache.as_deref_mut();
+        let call = AttentionCall { train, attn_mask, cache: cached, transform, places, rope };
+        let output = self
+            .check_call(&call, t)
+            .and_then(|()| self.attended(self.project(input)?, call))
+            .and_then(|attended| self.out.f_forward(&attended));
+        if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
+            cache.rewind(before);
+        }
+        output
+    }
+
+    /// What the output layer gets, `[B, T, H D]`, for projections `[B, T, …]`.
+    pub(in crate::nn) fn attended(
+        &self,
+        projections: [Tensor; 3],
+        call: AttentionCall<'_>,
+    ) -> Result<Tensor> {
+        let AttentionCall { train, attn_mask, mut cache, transform, places, rope } = call;
+        let (b, t, _) = projections[0].size3()?;
+        let [mut q, mut k, v] = self.heads(projections)?;
+        let first = cache.as_ref().map_or(0, |cache| cache.len());
         if let Some(transform) = transform {
             (q, k) = transformed(transform, [q, k], first)?;
         }
@@ -274,10 +292,11 @@ impl Attention {
         let (q, k, v) = (q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?);
         let merged = |output: Tensor| {
             let size = [b, t, self.num_heads * self.head_dim];
-            self.out.f_forward(&output.f_transpose(1, 2)?.f_reshape(size)?)
+            Ok(output.f_transpose(1, 2)?.f_reshape(size)?)
         };
         if let (Some(places), Some(cache)) = (places, cache.as_mut()) {
-            return merged(cache.f_decode(&q, &k, &v, places, self.config.scale)?);
+            let options = DecodeOptions { scale: self.config.scale, rope };
+            return merged(cache.f_decode(&q, &k, &v, places, options)?);
         }
         let (k, v) = match cache.as_mut() {
             Some(cache) => cache.f_append(&k, &v)?,
@@ -290,22 +309,23 @@ impl Attention {
             scale: self.config.scale,
             enable_gqa: self.num_kv_heads != self.num_heads,
         };
-        let output = f_scaled_dot_product_attention(&q, &k, &v, &options).and_then(merged);
-        if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
-            cache.rewind(before);
-        }
-        output
+        f_scaled_dot_product_attention(&q, &k, &v, &options).and_then(merged)
     }
 
-    fn check_places(
-        &self,
-        places: &Tensor,
-        tokens: i64,
-        is_masked: bool,
-        has_cache: bool,
-    ) -> Result<()> {
+    /// Checks what a call may have next to places, for so many tokens of each row.
+    pub(in crate::nn) fn check_call(&self, call: &AttentionCall<'_>, tokens: i64) -> Result<()> {
+        let Some(places) = call.places else {
+            return match call.rope {
+                None => Ok(()),
+                Some([cos, _]) => {
+                    let hint = "rotate in the call's transform";
+                    Err(check!(OP, "rope", cos).refuse("places next to it", "none", hint))
+                }
+            };
+        };
         let places = check!(OP, places);
-        if !has_cache || is_masked || !self.config.causal {
+        let drops = call.train && self.config.dropout > 0.0;
+        if call.cache.is_none() || call.attn_mask.is_some() || drops || !self.config.causal {
             let expected =
                 "places only in a causal layer with a cache, and without a mask and dropout";
             return Err(places.refuse(expected, "places", "leave them out"));
@@ -317,31 +337,38 @@ impl Attention {
         Ok(())
     }
 
-    /// Queries `[B, T, H, D]`, keys and values `[B, T, Hkv, D]`.
-    fn project(&self, input: &Tensor, [b, t]: [i64; 2]) -> Result<(Tensor, Tensor, Tensor)> {
-        let split = |tensor: &Tensor, heads| -> Result<Tensor> {
-            Ok(tensor.f_view([b, t, heads, self.head_dim])?)
-        };
+    /// The projections of the input `[B, T, C]` to queries, keys and values.
+    fn project(&self, input: &Tensor) -> Result<[Tensor; 3]> {
         match &self.qkv {
             Qkv::Packed(layer) => {
                 let (of_q, of_kv) =
                     (self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim);
-                let [q, k, v] = layer.f_forward_parts(input, [of_q, of_kv, of_kv])?;
-                Ok((
-                    split(&q, self.num_heads)?,
-                    split(&k, self.num_kv_heads)?,
-                    split(&v, self.num_kv_heads)?,
-                ))
+                layer.f_forward_parts(input, [of_q, of_kv, of_kv])
             }
-            Qkv::Separate { q, k, v } => {
-                let [q, k, v] = Linear::f_forward_each([q, k, v], input)?;
-                Ok((
-                    split(&q, self.num_heads)?,
-                    split(&k, self.num_kv_heads)?,
-                    split(&v, self.num_kv_heads)?,
-                ))
-            }
+            Qkv::Separate { q, k, v } => Linear::f_forward_each([q, k, v], input),
         }
+    }
+
+    /// The three layers of the projections and that of the output, if no two of them are one.
+    #[cfg(all(feature = "norm", feature = "mlp"))]
+    pub(in crate::nn) fn layers(&self) -> Option<([&Linear; 3], &Linear)> {
+        match &self.qkv {
+            Qkv::Separate { q, k, v } => Some(([q, k, v], &self.out)),
+            Qkv::Packed(_) => None,
+        }
+    }
+
+    /// Queries `[B, T, H, D]`, keys and values `[B, T, Hkv, D]`.
+    fn heads(&self, [q, k, v]: [Tensor; 3]) -> Result<[Tensor; 3]> {
+        let split = |tensor: &Tensor, heads: i64| -> Result<Tensor> {
+            let (b, t, _) = tensor.size3()?;
+            Ok(tensor.f_view([b, t, heads, self.head_dim])?)
+        };
+        Ok([
+            split(&q, self.num_heads)?,
+            split(&k, self.num_kv_heads)?,
+            split(&v, self.num_kv_heads)?,
+        ])
     }
 }
 

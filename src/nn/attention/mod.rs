@@ -9,7 +9,7 @@ mod layer;
 pub use backend::{
     SdpaBackend, enabled_sdpa_backends, f_sdpa_backend, sdpa_kernel, sdpa_kernel_by_priority,
 };
-pub use cache::KvCache;
+pub use cache::{DecodeOptions, KvCache};
 pub use functional::{
     AttentionOptions, Causal, f_scaled_dot_product_attention, scaled_dot_product_attention,
     scaled_dot_product_attention_reference,

@@ -27,7 +27,7 @@ struct Decode {
     lanes: i64,
     /// L, the number of tokens for which the cache has memory.
     length: i64,
-    /// At most so many thread blocks share the tokens of a unit: 32 or fewer.
+    /// So many thread blocks share the tokens of a unit: at most 8, as many as a cluster may have.
     splits: i64,
     /// Of a row and of a head.
     query_strides: [i64; 2],
@@ -37,6 +37,11 @@ struct Decode {
     scale: f32,
     /// Half, BFloat16 or Float.
     kind: i32,
+    /// R, the values of a head that are rotated: 0, or a multiple of 32 bytes. The others stay.
+    rotated: i64,
+    /// `[B, R / 2]`, contiguous: the angles of each row's new token.
+    cos: *const f32,
+    sin: *const f32,
     /// The number of tokens in the cache before the new one, `[B]`.
     places: *const i64,
     /// `[B, H, D]`.
@@ -75,15 +80,15 @@ pub(crate) struct Operands<'a> {
     pub places: &'a Tensor,
     /// At least `B · H` zeros of kind `Int`.
     pub counters: &'a Tensor,
+    /// Cosines and sines, `[B, R / 2]`, by which the query and the new key are rotated.
+    pub rope: Option<[&'a Tensor; 2]>,
     pub scale: f64,
 }
 
-/// Blocks that fill a GPU of any size several times.
-const BLOCKS: i64 = 512;
-/// A lane of a warp merges each.
-const MOST_SPLITS: i64 = 32;
-/// The kernel gives no split fewer tokens, if there are several.
-const TOKENS: i64 = 64;
+/// A block for each multiprocessor of a large GPU: more of them would merge more than they save.
+const BLOCKS: i64 = 132;
+/// The blocks of a cluster.
+const MOST_SPLITS: i64 = 8;
 /// Of a grid's second and third dimension.
 const MOST_IN_GRID: i64 = 65535;
 
@@ -118,10 +123,22 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
             && are_whole(1)
     };
     let all = [&of.query, &of.new[0], &of.new[1]];
-    if !device.is_cuda() || !is_known || !fits || !all.into_iter().all(is_readable) {
+    let half = of.rope.map_or(0, |[cos, _]| cos.size().last().copied().unwrap_or(0));
+    let is_rotated_in_vectors = 2 * half <= head_dim
+        && half % in_16_bytes == 0
+        && of.rope.iter().flatten().all(|table| {
+            table.size() == [batch, half]
+                && table.is_contiguous()
+                && table.kind() == Kind::Float
+                && table.data_ptr().addr().is_multiple_of(16)
+        });
+    let all_are_readable = all.into_iter().all(is_readable) && is_rotated_in_vectors;
+    if !device.is_cuda() || !is_known || !fits || !all_are_readable {
         return Ok(None);
     }
-    let splits = (BLOCKS / units).min((length + TOKENS - 1) / TOKENS).clamp(1, MOST_SPLITS);
+    let splits = (BLOCKS / units).min(length).clamp(1, MOST_SPLITS);
+    let table =
+        |which: usize| of.rope.map_or(std::ptr::null(), |rope| rope[which].data_ptr().cast());
     let output = empty_of(&[batch, heads, 1, head_dim], (kind, device))?;
     let size = [units, splits, per_chunk, head_dim + 2];
     let partial = (splits > 1).then(|| empty_of(&size, (Kind::Float, device))).transpose()?;
@@ -141,6 +158,9 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
         value_strides: strides(of.new[1]),
         scale: (of.scale * std::f64::consts::LOG2_E) as f32,
         kind: kind_code(kind)?,
+        rotated: 2 * half,
+        cos: table(0),
+        sin: table(1),
         places: of.places.data_ptr().cast(),
         query: of.query.data_ptr(),
         key: of.new[0].data_ptr(),

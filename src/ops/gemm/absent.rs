@@ -1,6 +1,6 @@
 //! The functions of `kernels.rs` for a build without CUDA, where all products are left to libtorch.
 
-use super::{Counters, Described, Operands, Way, WithZ};
+use super::{Counters, Described, InputNorm, Operands, Way, WithZ};
 use crate::Result;
 use tch::Tensor;
 
@@ -23,6 +23,7 @@ pub(super) fn run_gelu(_: &Described<'_>, _: bool) -> Result<Option<WithZ>> {
 
 pub(super) fn run_together<const N: usize>(
     _: [&Described<'_>; N],
+    _: Option<InputNorm<'_>>,
     _: bool,
 ) -> Result<[Option<Tensor>; N]> {
     Ok([const { None }; N])

@@ -1,10 +1,10 @@
 //! Calls of the functions of `csrc/gemm`.
 
 use super::plan::Description;
-use super::{Counters, Described, Operands, Way, WithZ};
+use super::{Counters, Described, InputNorm, Operands, Way, WithZ};
 use crate::ffi::take_message;
 use crate::{Error, Result};
-use std::ffi::c_char;
+use std::ffi::{c_char, c_void};
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 use std::ptr::{null, null_mut};
@@ -33,10 +33,12 @@ unsafe extern "C" {
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     /// Computes products of one lhs in one launch: all outputs, or with a gate silu(first) second. They
-    /// are null if the driver refuses.
+    /// are null if the driver refuses. The weight `[K]` of the RMS norm of lhs may be null.
     fn tch_extension_gemm_run_together(
         described: *const Description,
         count: i32,
+        norm_weight: *const c_void,
+        norm_eps: f32,
         is_gated: bool,
         results: *mut *mut C_tensor,
     ) -> *mut c_char;
@@ -120,13 +122,24 @@ pub(super) fn run_gelu(described: &Described<'_>, wants_z: bool) -> Result<Optio
 /// Products of one lhs that can be computed together. `None` if the driver refuses.
 pub(super) fn run_together<const N: usize>(
     described: [&Described<'_>; N],
+    norm: Option<InputNorm<'_>>,
     is_gated: bool,
 ) -> Result<[Option<Tensor>; N]> {
     let facts = described.map(|each| each.facts);
     let mut results = [null_mut(); N];
-    // SAFETY: as in `run`; there is room for as many results as there are products.
+    let (weight, eps) =
+        norm.map_or((null(), 0.0), |norm| (norm.weight.data_ptr().cast_const(), norm.eps as f32));
+    // SAFETY: as in `run`; there is room for as many results as there are products, and `fits` has
+    // checked the norm's weight.
     let message = unsafe {
-        tch_extension_gemm_run_together(facts.as_ptr(), N as i32, is_gated, results.as_mut_ptr())
+        tch_extension_gemm_run_together(
+            facts.as_ptr(),
+            N as i32,
+            weight,
+            eps,
+            is_gated,
+            results.as_mut_ptr(),
+        )
     };
     if let Some(message) = take_message(message) {
         return Err(Error::Torch(message));

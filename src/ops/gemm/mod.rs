@@ -20,10 +20,11 @@ pub use plan::{Counters, Way};
 use super::costs::multiprocessors;
 use super::kinds;
 use crate::Result;
+use crate::ffi::tensor::is_in_memory;
 use costs::COSTS;
 use plan::{Description, choose};
 use std::marker::PhantomData;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 #[cfg(not(tch_extension_cuda))]
 use absent as calls;
@@ -73,47 +74,94 @@ pub(crate) fn linear(
     compute(Operands { lhs: input, rhs: weight, bias, is_linear: true, relu: false }, way)
 }
 
-/// `input @ weightᵀ + bias` of several layers, for few rows, in one launch. `None` where their products
-/// are not faster together.
+/// An RMS norm of a product's input x, which is not computed apart: Σ w x g / ‖x‖ = (Σ w (x g)) / ‖x‖.
+#[derive(Clone, Copy)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
+pub(crate) struct InputNorm<'a> {
+    pub weight: &'a Tensor,
+    pub eps: f64,
+}
+
+impl InputNorm<'_> {
+    /// Whether the kernel computes it. In `Half`, an input times its weight could overflow before it is divided
+    /// by the norm.
+    fn fits(&self, input: &Tensor) -> Result<bool> {
+        let Self { weight, .. } = self;
+        let is_row = weight.size() == [input.size().last().copied().unwrap_or(0)];
+        Ok(is_row
+            && input.f_kind()? == Kind::BFloat16
+            && weight.f_kind()? == Kind::BFloat16
+            && weight.device() == input.device()
+            && is_in_memory(weight)
+            && weight.is_contiguous()
+            && weight.data_ptr().addr().is_multiple_of(16))
+    }
+}
+
+/// `input @ weightᵀ + sum` of a sum of the output's size, under the same conditions.
+#[cfg_attr(not(all(feature = "norm", feature = "mlp")), allow(dead_code))]
+pub(crate) fn linear_add(
+    input: &Tensor,
+    weight: &Tensor,
+    sum: &Tensor,
+    way: Way,
+) -> Result<Option<Tensor>> {
+    if !input.is_contiguous() || !sum.is_contiguous() {
+        return Ok(None);
+    }
+    let rows = |tensor: &Tensor| tensor.f_view([-1, tensor.size().last().copied().unwrap_or(1)]);
+    let (lhs, rhs, bias) = (&rows(input)?, &weight.f_tr()?, &rows(sum)?);
+    let operands = Operands { lhs, rhs, bias: Some(bias), is_linear: false, relu: false };
+    let output = compute(operands, way)?;
+    Ok(output.map(|output| output.f_view(sum.size().as_slice())).transpose()?)
+}
+
+/// `input @ weightᵀ + bias` of several layers, for few rows, in one launch, or that of the input's norm.
+/// `None` where their products are not faster together.
 pub(crate) fn linear_together<const N: usize>(
     input: &Tensor,
+    norm: Option<InputNorm<'_>>,
     layers: [(&Tensor, Option<&Tensor>); N],
     way: Way,
 ) -> Result<Option<[Tensor; N]>> {
-    let Some(described) = describe_together(input, layers, way)? else { return Ok(None) };
-    let outputs = calls::run_together(described.each_ref(), false)?;
+    let Some(described) = describe_together(input, norm, layers, way)? else { return Ok(None) };
+    let outputs = calls::run_together(described.each_ref(), norm, false)?;
     match outputs.iter().all(Option::is_some) {
         true => Ok(Some(outputs.map(|output| output.unwrap_or_default()))),
         false => Ok(None),
     }
 }
 
-/// `silu(input @ gateᵀ) (input @ upᵀ)` under the same conditions.
+/// `silu(input @ gateᵀ) (input @ upᵀ)`, or that of the input's norm, under the same conditions.
 #[cfg_attr(not(feature = "mlp"), allow(dead_code))]
 pub(crate) fn linear_gated(
     input: &Tensor,
+    norm: Option<InputNorm<'_>>,
     gate: &Tensor,
     up: &Tensor,
     way: Way,
 ) -> Result<Option<Tensor>> {
     let layers = [(gate, None), (up, None)];
-    let Some(described) = describe_together(input, layers, way)? else { return Ok(None) };
+    let Some(described) = describe_together(input, norm, layers, way)? else { return Ok(None) };
     if described[0].facts.product.n != described[1].facts.product.n {
         return Ok(None);
     }
-    let [output, _] = calls::run_together(described.each_ref(), true)?;
+    let [output, _] = calls::run_together(described.each_ref(), norm, true)?;
     Ok(output)
 }
 
 /// The products of these layers, if they can be computed together and the largest is faster so.
 fn describe_together<'a, const N: usize>(
     input: &'a Tensor,
+    norm: Option<InputNorm<'_>>,
     layers: [(&'a Tensor, Option<&'a Tensor>); N],
     way: Way,
 ) -> Result<Option<[Described<'a>; N]>> {
     let size = input.size();
     let rows: i64 = size.iter().rev().skip(1).product();
-    if rows > plan::MOST_SHORT_BY_TENSOR || !matches!(way, Way::Automatic | Way::Skinny) {
+    let normed = norm.as_ref().map_or(Ok(true), |norm| norm.fits(input))?;
+    if !normed || rows > plan::MOST_SHORT_BY_TENSOR || !matches!(way, Way::Automatic | Way::Skinny)
+    {
         return Ok(None);
     }
     let mut all = Vec::with_capacity(N);

@@ -89,7 +89,7 @@ impl Operator for LinearEach {
         call.check()?;
         let (layers, way) = (layers(call.of.clone()), call.plan);
         let together = layers.each_ref().map(|layer| (layer.weight, layer.bias));
-        let outputs = match gemm::linear_together(call.of.input, together, way)? {
+        let outputs = match gemm::linear_together(call.of.input, None, together, way)? {
             Some(outputs) => outputs,
             None => {
                 let one =

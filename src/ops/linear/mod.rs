@@ -12,10 +12,15 @@ use crate::operator::{
 use tch::{Kind, Tensor};
 
 mod each;
+#[cfg(all(feature = "norm", feature = "mlp"))]
+mod few_rows;
 mod kernels;
 mod parts;
 
+use each::Layer;
 pub use each::f_linear_each;
+#[cfg(all(feature = "norm", feature = "mlp"))]
+pub(crate) use few_rows::{InputNorm, linear_add, normed_gate, normed_linear_each};
 pub(super) use kernels::bias_grad;
 pub use parts::f_linear_parts;
 

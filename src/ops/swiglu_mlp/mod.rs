@@ -184,7 +184,7 @@ impl Operator for SwigluMlp {
         let (matrix, way) = (rows(input)?, call.plan);
         let together = match kept.g {
             Some(_) => None,
-            None => gemm::linear_gated(&matrix, w_gate, w_up, way)?,
+            None => gemm::linear_gated(&matrix, None, w_gate, w_up, way)?,
         };
         let (g, u, h) = match together {
             Some(h) => (None, None, h),

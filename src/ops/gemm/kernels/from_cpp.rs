@@ -74,10 +74,13 @@ unsafe extern "C" {
         stream: cudaStream_t,
     ) -> LaunchStatus;
     /// Up to three products of one lhs, whose few rows tensor cores read, in one launch. With a gate,
-    /// the first output is silu(first) second, and there are no others.
+    /// the first output is silu(first) second, and there are no others. If the weight `[K]` of an RMS norm is
+    /// not null, the products are those of the norm of lhs, and of kind BFloat16.
     fn tch_extension_gemm_skinny_together_cuda(
         products: *const Product,
         count: i32,
+        norm_weight: *const c_void,
+        norm_eps: f32,
         is_gated: bool,
         stream: cudaStream_t,
     ) -> LaunchStatus;
