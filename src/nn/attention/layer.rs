@@ -3,6 +3,7 @@
 use super::super::{Linear, linear};
 use super::cache::KvCache;
 use super::functional::{AttentionOptions, Causal, f_scaled_dot_product_attention};
+use super::packed::Packed;
 use crate::{Error, Result, check};
 use std::borrow::Borrow;
 use tch::Tensor;
@@ -114,6 +115,9 @@ pub struct AttentionCall<'a> {
     /// put there and see what is before them; see [`KvCache::f_decode`]. The transform gets the cache's
     /// length, which stays.
     pub places: Option<&'a Tensor>,
+    /// Where sequences begin in the rows of the input, none of which sees another one; see
+    /// [`AttentionOptions::packed`]. There is no mask and no cache then.
+    pub packed: Option<&'a Packed>,
 }
 
 #[derive(Debug)]
@@ -259,10 +263,15 @@ impl Attention {
         check!(OP, input).defined()?.dim(3, "[B, T, C]")?;
         let (b, t, _) = input.size3()?;
         check!(OP, input).shape("[B, T, C]", &[b, t, self.embed_dim])?;
-        let AttentionCall { train, attn_mask, mut cache, transform, places } = call;
+        let AttentionCall { train, attn_mask, mut cache, transform, places, packed } = call;
         if let Some(places) = places {
             let drops = train && self.config.dropout > 0.0;
             self.check_places(places, t, attn_mask.is_some() || drops, cache.is_some())?;
+        }
+        if packed.is_some() && (cache.is_some() || attn_mask.is_some()) {
+            let expected = "packed sequences without a cache and a mask";
+            let got = if cache.is_some() { "a cache" } else { "a mask" };
+            return Err(Error::argument(OP, "packed", expected, got, "leave one of them out"));
         }
         let first = cache.as_ref().map_or(0, |cache| cache.len());
         let before = cache.as_ref().map(|cache| cache.mark());
@@ -289,6 +298,7 @@ impl Attention {
             causal: self.config.causal.then_some(Causal::LowerRight),
             scale: self.config.scale,
             enable_gqa: self.num_kv_heads != self.num_heads,
+            packed,
         };
         let output = f_scaled_dot_product_attention(&q, &k, &v, &options).and_then(merged);
         if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
