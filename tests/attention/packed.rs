@@ -34,7 +34,7 @@ fn options(packed: Option<&Packed>, causal: bool, enable_gqa: bool) -> Attention
 
 /// Each sequence by itself.
 fn by_itself(inputs: &[Tensor], causal: bool) -> Result<Vec<Tensor>> {
-    let mut rows = vec![vec![], vec![], vec![]];
+    let mut rows = [const { Vec::new() }; 3];
     for [row, first, count] in PARTS.into_iter().chain([LAST]) {
         let part = |x: &Tensor| x.narrow(0, row, 1).narrow(2, first, count);
         let [q, k, v] = [0, 1, 2].map(|index| part(&inputs[index]));

@@ -186,8 +186,8 @@ fn tables_may_have_a_row_for_each_token() {
             let mut alone = Tensor::zeros([], (Kind::Double, device));
             for (found, rival) in [(&of_q, &by_reference.0), (&of_k, &by_reference.1)] {
                 assert_close(found, rival, 1e-2, 1e-2);
-                sum = sum + found.to_kind(Kind::Double).square().sum(Kind::Double) * 0.5;
-                sum = sum + found.to_kind(Kind::Double).sum(Kind::Double);
+                sum += found.to_kind(Kind::Double).square().sum(Kind::Double) * 0.5;
+                sum += found.to_kind(Kind::Double).sum(Kind::Double);
             }
             for (place, at) in [0_i64, 1, 0, 7, 2, 2].into_iter().enumerate() {
                 let part =
@@ -195,8 +195,8 @@ fn tables_may_have_a_row_for_each_token() {
                 let (one_q, one_k) = layer.forward(&part(q), &part(k), at);
                 assert!(one_q.equal(&part(&of_q)) && one_k.equal(&part(&of_k)), "the same bits");
                 for one in [one_q, one_k] {
-                    alone = alone + one.to_kind(Kind::Double).square().sum(Kind::Double) * 0.5;
-                    alone = alone + one.to_kind(Kind::Double).sum(Kind::Double);
+                    alone += one.to_kind(Kind::Double).square().sum(Kind::Double) * 0.5;
+                    alone += one.to_kind(Kind::Double).sum(Kind::Double);
                 }
             }
             let gradients = |sum: Tensor| Tensor::run_backward(&[sum], &[q, k], false, false);
