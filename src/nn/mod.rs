@@ -31,7 +31,7 @@ pub use attention::{
     Attention, AttentionCall, AttentionConfig, Projections, QkTransform, attention,
 };
 pub use attention::{
-    AttentionOptions, Causal, DecodeOptions, KvCache, SdpaBackend, enabled_sdpa_backends,
+    AttentionOptions, Causal, DecodeOptions, KvCache, Packed, SdpaBackend, enabled_sdpa_backends,
     f_scaled_dot_product_attention, f_sdpa_backend, scaled_dot_product_attention,
     scaled_dot_product_attention_reference, sdpa_kernel, sdpa_kernel_by_priority,
 };

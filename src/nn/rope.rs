@@ -1,7 +1,7 @@
 //! Rotary position embedding as a layer.
 
-use crate::Result;
 use crate::ops::{RopeOptions, RopeScaling, f_rope, f_scaled_rope_tables, rope_reference};
+use crate::{Result, check};
 use tch::{Device, Kind, Tensor};
 
 /// How the layer is computed.
@@ -77,6 +77,20 @@ pub fn rope(dim: i64, device: Device, config: RopeConfig) -> Rope {
 }
 
 impl Rope {
+    /// The layer for tokens at positions `[B, T]`, of kind `Int64` and on its device, for example
+    /// [`Packed::f_positions`](crate::nn::Packed::f_positions): its tables have a row for each token, and its
+    /// offset is 0. Make it once for all layers of a model. A position that the tables do not have is an error
+    /// on the CPU, and ends the process' use of CUDA.
+    ///
+    /// # Errors
+    /// When the positions have another kind, device or shape than stated, and if libtorch fails.
+    pub fn f_at(&self, positions: &Tensor) -> Result<Rope> {
+        let of = check!("nn::Rope", positions).defined()?.kind_in(&[Kind::Int64])?;
+        of.dim(2, "[B, T]")?.same_device_as(&check!("nn::Rope", "cos", self.cos))?;
+        let rows = |table: &Tensor| table.f_index(&[Some(positions)]);
+        Ok(Rope { cos: rows(&self.cos)?, sin: rows(&self.sin)?, config: self.config })
+    }
+
     /// Rotates `q` `[B, T, H, D]` and `k` `[B, T, Hk, D]`, whose first token has position `offset`.
     ///
     /// # Panics

@@ -265,19 +265,17 @@ impl TransformerBlock {
     }
 
     /// Computes the block for a stream of tokens `[B, T, C]`, with what the call adds to attention: a
-    /// mask, a cache, rotary positions. The call also says whether dropout is on, the returned
+    /// mask, a cache, rotary positions, packed sequences. The call also says whether dropout is on, the returned
     /// stream's, too.
     ///
     /// # Errors
     /// When the stream does not fit this block, as for [`Attention::f_attend`], or if libtorch or CUDA
     /// fails. The call's cache is then as after an error of `f_attend`.
-    pub fn f_forward(&self, stream: &Residual, call: AttentionCall<'_>) -> Result<Residual> {
-        let AttentionCall { train, attn_mask, mut cache, transform, places, rope } = call;
-        let before = cache.as_ref().map(|cache| cache.mark());
-        let cached = cache.as_deref_mut();
-        let call = AttentionCall { train, attn_mask, cache: cached, transform, places, rope };
-        let output = self.branches(stream, call);
-        if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
+    pub fn f_forward(&self, stream: &Residual, mut call: AttentionCall<'_>) -> Result<Residual> {
+        let before = call.cache.as_ref().map(|cache| cache.mark());
+        let inner = AttentionCall { cache: call.cache.as_deref_mut(), ..call };
+        let output = self.branches(stream, inner);
+        if let (Err(_), Some(cache), Some(before)) = (&output, call.cache, before) {
             cache.rewind(before);
         }
         output

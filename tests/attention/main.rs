@@ -6,6 +6,7 @@ mod cache;
 mod cuda;
 mod decode;
 mod layer;
+mod packed;
 mod refusals;
 
 use proptest::prelude::*;
@@ -93,7 +94,7 @@ impl Case {
             },
             scale: self.scale,
             enable_gqa: self.group != 1,
-            dropout_p: 0.0,
+            ..Default::default()
         };
         // Some back ends return a transposed tensor.
         Ok(vec![op(q, k, v, &options)?.contiguous()])

@@ -46,10 +46,10 @@ fn bad_input_is_refused_by_name() {
             ),
             (
                 "rope: cos",
-                ["2 dimensions", "[5, 1, 4]"],
+                ["2 dimensions", "[5, 1, 1, 4]"],
                 &q,
                 &k,
-                &table.unsqueeze(1),
+                &table.view([5, 1, 1, 4]),
                 &table,
                 default,
             ),

@@ -164,3 +164,79 @@ fn tables_are_exact() {
         });
     }
 }
+
+/// Tokens at positions of their own, by the operator and by the layer.
+#[test]
+fn tables_may_have_a_row_for_each_token() {
+    for device in devices() {
+        let positions = Tensor::from_slice(&[0_i64, 1, 0, 7, 2, 2]).view([2, 3]).to_device(device);
+        for (kind, interleaved) in KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)])
+        {
+            let of = |heads| Tensor::randn([2, heads, 3, 16], (kind, device)).transpose(1, 2);
+            let inputs = leaves(&[of(4), of(2).contiguous()]);
+            let [q, k] = &inputs[..] else { unreachable!("two") };
+            let config = RopeConfig { positions: 8, interleaved, ..Default::default() };
+            let layer = layer(12, device, config);
+            let at = layer.f_at(&positions).expect("positions");
+            assert_eq!(at.cos.size(), [2, 3, 6]);
+            let options = RopeOptions { interleaved, ..Default::default() };
+            let (of_q, of_k) = at.forward(q, k, 0);
+            let by_reference = rope_reference(q, k, &at.cos, &at.sin, &options).expect("it");
+            let mut sum = Tensor::zeros([], (Kind::Double, device));
+            let mut alone = Tensor::zeros([], (Kind::Double, device));
+            for (found, rival) in [(&of_q, &by_reference.0), (&of_k, &by_reference.1)] {
+                assert_close(found, rival, 1e-2, 1e-2);
+                sum += found.to_kind(Kind::Double).square().sum(Kind::Double) * 0.5;
+                sum += found.to_kind(Kind::Double).sum(Kind::Double);
+            }
+            for (place, at) in [0_i64, 1, 0, 7, 2, 2].into_iter().enumerate() {
+                let part =
+                    |x: &Tensor| x.narrow(0, place as i64 / 3, 1).narrow(1, place as i64 % 3, 1);
+                let (one_q, one_k) = layer.forward(&part(q), &part(k), at);
+                assert!(one_q.equal(&part(&of_q)) && one_k.equal(&part(&of_k)), "the same bits");
+                for one in [one_q, one_k] {
+                    alone += one.to_kind(Kind::Double).square().sum(Kind::Double) * 0.5;
+                    alone += one.to_kind(Kind::Double).sum(Kind::Double);
+                }
+            }
+            let gradients = |sum: Tensor| Tensor::run_backward(&[sum], &[q, k], false, false);
+            for (found, expected) in gradients(sum).iter().zip(&gradients(alone)) {
+                assert_close(found, expected, 2e-2, 2e-2);
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_of_tokens_that_do_not_fit_are_named() {
+    let of = |size: &[i64]| Tensor::zeros(size, (Kind::Float, Device::Cpu));
+    let (q, k, table) = (of(&[2, 3, 4, 8]), of(&[2, 3, 2, 8]), of(&[2, 3, 4]));
+    let default = RopeOptions::default();
+    for (place, text, [q, k, cos, sin], options) in [
+        ("rope: cos", "[2, 3, 4]", [&q, &k, &of(&[1, 3, 4]), &of(&[1, 3, 4])], default),
+        ("rope: sin", "[2, 3, 4]", [&q, &k, &table, &of(&[3, 4])], default),
+        ("rope: k", "[2, 3, 2, 8]", [&q, &of(&[2, 1, 2, 8]), &table, &table], default),
+        ("rope: q", "4 dimensions", [&of(&[6, 4, 8]), &k, &table, &table], default),
+        ("rope: cos", "4 columns", [&q, &k, &of(&[2, 3, 5]), &of(&[2, 3, 5])], default),
+        (
+            "rope: options",
+            "offset 1",
+            [&q, &k, &table, &table],
+            RopeOptions { offset: 1, ..default },
+        ),
+        (
+            "rope: options",
+            "in_place true",
+            [&q, &k, &table, &table],
+            RopeOptions { in_place: true, ..default },
+        ),
+    ] {
+        let found = f_rope(q, k, cos, sin, &options);
+        assert_refused(place, &[text], found, || rope(q, k, cos, sin, &options));
+    }
+    let layer = layer(8, Device::Cpu, RopeConfig::default());
+    for (positions, text) in [(of(&[2, 3]), "Int64"), (of(&[6]).to_kind(Kind::Int64), "[B, T]")] {
+        let error = layer.f_at(&positions).expect_err("refused").to_string();
+        assert!(error.starts_with("nn::Rope: positions: ") && error.contains(text), "{error}");
+    }
+}

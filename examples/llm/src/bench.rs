@@ -121,7 +121,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     let windows_needed = (settings.steps * settings.batch) as u64;
     let starts: Vec<usize> = (0..windows_needed).map(|window| order.start(window)).collect();
     let context = settings.model.context as usize;
-    let all = windows(&tokens, Part::Train, starts.into_iter(), context)?;
+    let all = windows(&tokens, Part::Train, starts.into_iter(), context, None)?;
     let shape = [2, settings.steps, settings.batch, settings.model.context];
     let batches = all.f_view(shape)?.f_to_kind(Kind::Int)?;
     write_whole(&options.inputs.join(BATCHES), |path| {
@@ -222,7 +222,7 @@ impl Bench {
             sharded: options.sharded,
             bucket_mb: options.bucket_mb,
         };
-        let trainer = Trainer::new(Rc::new(model), &settings, &ranks, division, &how)?;
+        let trainer = Trainer::new(Rc::new(model), &settings, None, &ranks, division, &how)?;
         let ready = begun.elapsed().as_secs_f64();
         let (first_step, step) = (None, 0);
         Ok(Bench { ranks, device, settings, rates, trainer, loader, ready, first_step, step })
@@ -333,7 +333,7 @@ fn loader(file: &Path, settings: &Settings, division: Division, device: Device) 
     );
     let source = move |index: u64| {
         let index = (division.number(index) % size[1] as u64) as i64;
-        Ok(batches.f_select(1, index)?.f_to_kind(Kind::Int64)?.f_contiguous()?)
+        Ok(batches.f_select(1, index)?.f_to_kind(Kind::Int64)?.f_reshape([-1])?)
     };
-    Loader::from(Box::new(source), rows, context, device)
+    Loader::from(Box::new(source), [rows, context, 0], device)
 }

@@ -1,5 +1,6 @@
 //! Which tokens a step is trained on, and how they come to the device.
 
+use crate::apart::Apart;
 use crate::ranks::{Division, Ranks};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Result, ensure};
@@ -70,40 +71,64 @@ pub fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// The inputs and the targets of a step, `[B, T]` each, of kind Int64.
-pub type Batch = (Tensor, Tensor);
+/// The inputs and the targets of a step, `[B, T]` each, and where documents begin, if they are apart:
+/// what is behind the others in the numbers of [`windows`]. They are of kind Int64.
+fn batch(numbers: &Tensor, context: i64, borders: i64) -> Result<Vec<Tensor>> {
+    let count = numbers.size1()?;
+    let tokens = (count - borders) / 2;
+    let part =
+        |at| -> Result<Tensor> { Ok(numbers.f_narrow(0, at, tokens)?.f_view([-1, context])?) };
+    let mut batch = vec![part(0)?, part(tokens)?];
+    if borders > 0 {
+        batch.push(numbers.f_narrow(0, 2 * tokens, borders)?);
+    }
+    Ok(batch)
+}
 
-/// Takes a window and the token after it apart.
-fn batch(tokens: &Tensor) -> Result<Batch> {
-    Ok((tokens.f_get(0)?, tokens.f_get(1)?))
+/// How many numbers say where documents begin in so many rows. It depends on nothing else, so that a
+/// captured step fits every batch.
+fn borders(apart: Option<Apart>, rows: usize) -> usize {
+    apart.map_or(0, |apart| (rows * apart.borders).max(1))
 }
 
 /// The target of a token that is not learned.
 pub const IGNORED: i64 = -100;
 
-/// Fills `[2, B, T]` with the inputs and the targets of windows that begin at `starts`.
+/// The inputs, the targets, `[B, T]` each, and the [`borders`] of windows that begin at `starts`, one after
+/// the other.
 pub fn windows(
     tokens: &Tokens,
     part: Part,
     starts: impl ExactSizeIterator<Item = usize>,
     context: usize,
+    apart: Option<Apart>,
 ) -> Result<Tensor> {
     let rows = starts.len();
     let (mut inputs, mut targets) = (vec![0; rows * context], vec![0; rows * context]);
     let mut window = vec![0; context + 1];
+    let mut begins = Vec::new();
     for (row, start) in starts.enumerate() {
         tokens.read(part, start, &mut window);
         for (place, pair) in (row * context..).zip(window.windows(2)) {
             // Tokens that are not learned are inverted.
             inputs[place] = pair[0].max(!pair[0]);
             targets[place] = if pair[1] < 0 { IGNORED } else { pair[1] };
+            if apart.is_some_and(|apart| apart.end == inputs[place]) {
+                // The next token is another document's.
+                targets[place] = IGNORED;
+                begins.push(place as i64 + 1);
+            }
         }
     }
+    // Rows begin documents in any case.
+    begins.retain(|place| place % context as i64 != 0);
+    begins.resize(borders(apart, rows), (rows * context) as i64);
     inputs.append(&mut targets);
-    Ok(Tensor::f_from_slice(&inputs)?.f_view([2, rows as i64, context as i64])?)
+    inputs.append(&mut begins);
+    Ok(Tensor::f_from_slice(&inputs)?)
 }
 
-/// The inputs and targets of the `index`-th batch, `[2, B, T]` on the CPU.
+/// The numbers of the `index`-th batch, as those of [`windows`], on the CPU.
 type Source = Box<dyn Fn(u64) -> Result<Tensor>>;
 
 /// Brings batches to the device. On a GPU, the next batch is copied from pinned memory, on a stream
@@ -111,6 +136,8 @@ type Source = Box<dyn Fn(u64) -> Result<Tensor>>;
 /// waits for the copy that used the pinned memory last.
 pub struct Loader {
     source: Source,
+    context: i64,
+    borders: i64,
     ahead: Option<Ahead>,
 }
 
@@ -122,38 +149,44 @@ impl Loader {
         order: Order,
         division: Division,
         context: i64,
+        apart: Option<Apart>,
         device: Device,
     ) -> Result<Loader> {
         let source = move |index: u64| {
             let first = division.first_row(index);
             let starts: Vec<usize> =
                 (first..first + division.rows as u64).map(|window| order.start(window)).collect();
-            windows(&tokens, Part::Train, starts.into_iter(), context as usize)
+            windows(&tokens, Part::Train, starts.into_iter(), context as usize, apart)
         };
-        Loader::from(Box::new(source), division.rows, context, device)
+        let borders = borders(apart, division.rows as usize) as i64;
+        Loader::from(Box::new(source), [division.rows, context, borders], device)
     }
 
-    /// Loads the batches of a source, `[2, rows, context]` each.
-    pub fn from(source: Source, rows: i64, context: i64, device: Device) -> Result<Loader> {
+    /// Loads the batches of a source, of so many rows, tokens of each and borders.
+    pub fn from(
+        source: Source,
+        [rows, context, borders]: [i64; 3],
+        device: Device,
+    ) -> Result<Loader> {
         let ahead = match device {
-            Device::Cuda(_) => Some(Ahead::new(rows, context, device)?),
+            Device::Cuda(_) => Some(Ahead::new(2 * rows * context + borders, device)?),
             _ => None,
         };
-        Ok(Loader { source, ahead })
+        Ok(Loader { source, context, borders, ahead })
     }
 
     /// The `index`-th batch of the training. On a GPU its tensors hold it until the next but one is
     /// asked for, and work on the current stream may use it at once.
-    pub fn batch(&mut self, index: u64) -> Result<Batch> {
+    pub fn batch(&mut self, index: u64) -> Result<Vec<Tensor>> {
         let Some(ahead) = &mut self.ahead else {
-            return batch(&(self.source)(index)?);
+            return batch(&(self.source)(index)?, self.context, self.borders);
         };
         if !ahead.has(index) {
             ahead.fill(index, &(self.source)(index)?)?;
         }
         let current = ahead.wait_for(index)?;
         ahead.fill(index + 1, &(self.source)(index + 1)?)?;
-        batch(&current)
+        batch(&current, self.context, self.borders)
     }
 }
 
@@ -173,15 +206,14 @@ struct Slot {
 }
 
 impl Ahead {
-    fn new(rows: i64, context: i64, device: Device) -> Result<Ahead> {
+    fn new(numbers: i64, device: Device) -> Result<Ahead> {
         // tch's form passes a device, about which libtorch prints a warning.
         let pin = Operator::find("aten::pin_memory")?;
         let slot = || -> Result<Slot> {
-            let shape = [2, rows, context];
-            let pageable = Tensor::f_zeros(shape, (Kind::Int64, Device::Cpu))?;
+            let pageable = Tensor::f_zeros([numbers], (Kind::Int64, Device::Cpu))?;
             Ok(Slot {
                 pinned: pin.call(args![&pageable])?,
-                on_device: Tensor::f_zeros(shape, (Kind::Int64, device))?,
+                on_device: Tensor::f_zeros([numbers], (Kind::Int64, device))?,
                 copied: Event::without_timing(device)?,
                 holds: None,
             })
@@ -235,10 +267,17 @@ pub struct HeldOut {
     starts: Vec<usize>,
     rows: usize,
     context: usize,
+    pub apart: Option<Apart>,
 }
 
 impl HeldOut {
-    pub fn new(tokens: Rc<Tokens>, rows: i64, context: i64, count: i64) -> Result<HeldOut> {
+    pub fn new(
+        tokens: Rc<Tokens>,
+        rows: i64,
+        context: i64,
+        count: i64,
+        apart: Option<Apart>,
+    ) -> Result<HeldOut> {
         let (all, context) = (tokens.len(Part::HeldOut), context as usize);
         let windows = all.saturating_sub(1) / context;
         ensure!(
@@ -249,7 +288,7 @@ impl HeldOut {
         );
         let count = (count as usize).min(windows);
         let starts = (0..count).map(|index| index * windows / count * context).collect();
-        Ok(HeldOut { tokens, starts, rows: rows as usize, context })
+        Ok(HeldOut { tokens, starts, rows: rows as usize, context, apart })
     }
 
     /// This rank's part of the batches. The last one of all may have fewer rows.
@@ -257,12 +296,14 @@ impl HeldOut {
         &self,
         device: Device,
         ranks: &Ranks,
-    ) -> impl Iterator<Item = Result<Batch>> + '_ {
+    ) -> impl Iterator<Item = Result<Vec<Tensor>>> + '_ {
         let all = self.starts.chunks(self.rows);
         all.skip(ranks.rank()).step_by(ranks.size()).map(move |starts| {
+            let HeldOut { tokens, context, apart, .. } = self;
+            let borders = borders(*apart, starts.len()) as i64;
             let starts = starts.iter().copied();
-            let on_host = windows(&self.tokens, Part::HeldOut, starts, self.context)?;
-            batch(&on_host.f_to_device(device)?)
+            let on_host = windows(tokens, Part::HeldOut, starts, *context, *apart)?;
+            batch(&on_host.f_to_device(device)?, *context as i64, borders)
         })
     }
 }
@@ -319,20 +360,21 @@ mod tests {
         let (_folder, tokens) = tokens();
         let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
         let alone = Division::new(3, 1, 0, 1).unwrap();
-        let mut loader = Loader::new(tokens.clone(), order, alone, 8, Device::Cpu).unwrap();
-        let (x, y) = loader.batch(5).unwrap();
+        let mut loader = Loader::new(tokens.clone(), order, alone, 8, None, Device::Cpu).unwrap();
+        let batch = loader.batch(5).unwrap();
+        let [x, y] = &batch[..] else { panic!("{batch:?}") };
         assert_eq!((x.size(), x.kind()), (vec![3, 8], Kind::Int64));
-        assert_eq!(&x + 1, y);
-        assert_eq!(x, loader.batch(5).unwrap().0);
-        assert_ne!(x, loader.batch(6).unwrap().0);
+        assert_eq!(x + 1, *y);
+        assert_eq!(*x, loader.batch(5).unwrap()[0]);
+        assert_ne!(*x, loader.batch(6).unwrap()[0]);
 
-        let held_out = HeldOut::new(tokens, 3, 8, 100).unwrap();
+        let held_out = HeldOut::new(tokens, 3, 8, 100, None).unwrap();
         let (ranks, device) = Ranks::join("cpu", 10).unwrap();
-        let batches: Vec<Batch> = held_out.batches(device, &ranks).collect::<Result<_>>().unwrap();
-        let rows: Vec<i64> = batches.iter().map(|(x, _)| x.size()[0]).collect();
+        let batches: Vec<_> = held_out.batches(device, &ranks).collect::<Result<_>>().unwrap();
+        let rows: Vec<i64> = batches.iter().map(|batch| batch[0].size()[0]).collect();
         assert_eq!(rows, [3, 1]);
-        assert_eq!(&batches[0].0 + 1, batches[0].1);
-        assert_eq!(batches[0].0.int64_value(&[0, 0]), 160);
+        assert_eq!(&batches[0][0] + 1, batches[0][1]);
+        assert_eq!(batches[0][0].int64_value(&[0, 0]), 160);
     }
 
     #[test]
@@ -341,12 +383,12 @@ mod tests {
         let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
         let loader = |rank, size| {
             let division = Division::new(4, 1, rank, size).unwrap();
-            Loader::new(tokens.clone(), order.clone(), division, 8, Device::Cpu).unwrap()
+            Loader::new(tokens.clone(), order.clone(), division, 8, None, Device::Cpu).unwrap()
         };
         for index in [0, 5] {
-            let whole = loader(0, 1).batch(index).unwrap().0;
-            let parts = [0, 1].map(|rank| loader(rank, 2).batch(index).unwrap().0);
-            assert_eq!(Tensor::cat(&parts, 0), whole);
+            let whole = loader(0, 1).batch(index).unwrap();
+            let [a, b] = [0, 1].map(|rank| loader(rank, 2).batch(index).unwrap());
+            assert_eq!(Tensor::cat(&[&a[0], &b[0]], 0), whole[0]);
         }
     }
 
@@ -357,13 +399,17 @@ mod tests {
         let (_folder, tokens) = tokens();
         let order = Order::new(tokens.len(Part::Train), 8, 1).unwrap();
         let alone = Division::new(3, 1, 0, 1).unwrap();
-        let loader = |device| Loader::new(tokens.clone(), order.clone(), alone, 8, device).unwrap();
+        let apart = Some(Apart::scan(&tokens, 77, 8));
+        let loader =
+            |device| Loader::new(tokens.clone(), order.clone(), alone, 8, apart, device).unwrap();
         let (mut here, mut there) = (loader(Device::Cpu), loader(device));
         for index in [0, 1, 2, 3, 7, 8, 8, 2, 3, 4, 5, 6] {
-            let (x, y) = here.batch(index).unwrap();
-            let (gpu_x, gpu_y) = there.batch(index).unwrap();
-            assert_eq!((gpu_x.device(), gpu_y.device()), (device, device));
-            assert_eq!((x, y), (gpu_x.to_device(Device::Cpu), gpu_y.to_device(Device::Cpu)));
+            let (batch, of_gpu) = (here.batch(index).unwrap(), there.batch(index).unwrap());
+            assert_eq!((batch.len(), of_gpu.len()), (3, 3));
+            for (found, there) in batch.iter().zip(&of_gpu) {
+                assert_eq!(there.device(), device);
+                assert_eq!(*found, there.to_device(Device::Cpu));
+            }
         }
     }
 }

@@ -149,6 +149,7 @@ fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
         clip: 1.0,
         seed: 1,
         data,
+        documents: Default::default(),
         lora: None,
         source: Default::default(),
     }

@@ -8,6 +8,7 @@
 //! tch-run -n 2 target/debug/llm train ...           # on two processes, built with `--features distributed`
 //! ```
 
+mod apart;
 mod bench;
 mod checkpoint;
 mod data;

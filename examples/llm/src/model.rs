@@ -1,5 +1,6 @@
 //! The architectures of GPT-2 and Llama's family, made of this crate's layers.
 
+use crate::apart::Apart;
 use crate::export::name_in_files;
 use crate::family::{Llama, Member};
 use crate::lora::Lora;
@@ -11,9 +12,9 @@ use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::nn::{
-    AttentionCall, Embedding, FeedForwardConfig, KvCache, Norm, NormConfig, QkTransform, Residual,
-    RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig, embedding, norm, rms_norm,
-    transformer_block,
+    AttentionCall, Embedding, FeedForwardConfig, KvCache, Norm, NormConfig, Packed, QkTransform,
+    Residual, RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig, embedding, norm,
+    rms_norm, transformer_block,
 };
 use tch_extension::ops::{
     LinearCrossEntropyOptions, RopeOptions, f_linear, f_linear_cross_entropy, f_rope,
@@ -169,8 +170,8 @@ impl Rotary {
         Ok(Rotary { cos, sin, norms: norms.collect() })
     }
 
-    /// Queries and keys of a layer, the first of which are at this place, or of one token of each row
-    /// with its rows of the tables.
+    /// Queries and keys of a layer, the first of which are at this place, or whose tokens have rows of the
+    /// tables of their own.
     fn rotated(
         &self,
         layer: usize,
@@ -183,19 +184,21 @@ impl Rotary {
             Some([of_q, of_k]) => (of_q.f_forward(q)?, of_k.f_forward(k)?),
             None => (q.shallow_clone(), k.shallow_clone()),
         };
-        let Some([cos, sin]) = rows else {
-            let options = RopeOptions { offset, ..Default::default() };
-            return f_rope(&q, &k, &self.cos, &self.sin, &options);
+        let ([cos, sin], offset) = match rows {
+            Some([cos, sin]) => ([cos, sin], 0),
+            None => ([&self.cos, &self.sin], offset),
         };
-        // Rows take the part of tokens.
-        let swapped = |tensor: &Tensor| tensor.f_transpose(0, 1);
-        let (q, k) = f_rope(&swapped(&q)?, &swapped(&k)?, cos, sin, &RopeOptions::default())?;
-        Ok((swapped(&q)?, swapped(&k)?))
+        f_rope(&q, &k, cos, sin, &RopeOptions { offset, ..Default::default() })
     }
 
-    /// The tables' rows at places `[B]`.
-    fn rows(&self, places: &Tensor) -> tch_extension::Result<[Tensor; 2]> {
-        Ok([self.cos.f_index_select(0, places)?, self.sin.f_index_select(0, places)?])
+    /// The tables' rows at positions `[B, T]`.
+    fn rows(&self, positions: &Tensor) -> tch_extension::Result<[Tensor; 2]> {
+        let (b, t) = positions.size2()?;
+        let rows = |table: &Tensor| -> tch_extension::Result<Tensor> {
+            let rows = table.f_index_select(0, &positions.f_view([-1])?)?;
+            Ok(rows.f_view([b, t, -1])?)
+        };
+        Ok([rows(&self.cos)?, rows(&self.sin)?])
     }
 }
 
@@ -206,6 +209,8 @@ enum At<'a> {
     Start(i64),
     /// One token of each row, `[B]`, on the device.
     Places(&'a Tensor),
+    /// Rows have several sequences.
+    Packed(&'a Packed),
 }
 
 /// A weight that the model has in `Float` and computes with in a half kind.
@@ -380,21 +385,25 @@ impl Model {
         self.head.as_ref().unwrap_or(&self.tokens.ws)
     }
 
-    /// The mean or the sum of the losses of the targets `[B, T]`, which are the tokens after the inputs
-    /// `[B, T]`, without those that are not learned. With `half`, the products are computed in that kind,
+    /// The mean or the sum of the losses of a batch: of the targets `[B, T]`, which are the tokens after the
+    /// inputs `[B, T]`, without those that are not learned. Its documents may be apart. With `half`, the products are computed in that kind,
     /// under autocast. The logits are never whole in memory.
     pub fn loss(
         &self,
-        inputs: &Tensor,
-        targets: &Tensor,
+        batch: &[Tensor],
+        apart: Option<Apart>,
         half: Option<Kind>,
         train: bool,
         reduction: Reduction,
     ) -> tch_extension::Result<Tensor> {
         let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
+        let [inputs, targets, ..] = batch else {
+            return Err(tch_extension::Error::msg("a batch has inputs and targets"));
+        };
+        let packed = apart.map(|apart| apart.packed(batch)).transpose()?;
         // The gradient of an embedding that is also the output layer is then made once.
         let (rows, tied) = self.tokens.f_forward_tied(inputs)?;
-        let at = At::Start(0);
+        let at = packed.as_ref().map_or(At::Start(0), At::Packed);
         let hidden = self.hidden_of(rows, at, train, None)?.f_reshape([-1, self.config.dim])?;
         let targets = targets.f_reshape([-1])?;
         let options = LinearCrossEntropyOptions { reduction, ..Default::default() };
@@ -466,6 +475,11 @@ impl Model {
         mut caches: Option<&mut [KvCache]>,
     ) -> tch_extension::Result<Tensor> {
         let count = sum.size3()?.1;
+        let positions = match at {
+            At::Start(_) => None,
+            At::Places(places) => Some(places.f_unsqueeze(1)?),
+            At::Packed(packed) => Some(packed.f_positions()?),
+        };
         sum = match (&self.positions, at) {
             // The whole table needs no view, whose backward pass would copy its gradient.
             (Positions::Learned(table), At::Start(_)) if count == self.config.context => {
@@ -474,9 +488,10 @@ impl Model {
             (Positions::Learned(table), At::Start(start)) => {
                 sum.f_add(&table.ws.f_narrow(0, start, count)?)?
             }
-            (Positions::Learned(table), At::Places(places)) => {
-                sum.f_add(&table.f_forward(places)?.f_unsqueeze(1)?)?
-            }
+            (Positions::Learned(table), _) => match &positions {
+                Some(positions) => sum.f_add(&table.f_forward(positions)?)?,
+                None => sum,
+            },
             (Positions::Rotary(_), _) => sum,
         };
         if train && self.config.dropout > 0.0 {
@@ -486,15 +501,17 @@ impl Model {
             Positions::Rotary(rotary) => Some(rotary),
             Positions::Learned(_) => None,
         };
-        let places = match at {
-            At::Start(_) => None,
-            At::Places(places) => Some(places),
+        let (places, packed) = match at {
+            At::Start(_) => (None, None),
+            At::Places(places) => (Some(places), None),
+            At::Packed(packed) => (None, Some(packed)),
         };
-        let rows = rotary.zip(places).map(|(rotary, places)| rotary.rows(places)).transpose()?;
+        let rows =
+            rotary.zip(positions.as_ref()).map(|(rotary, at)| rotary.rows(at)).transpose()?;
         let rows = rows.as_ref();
         let mut stream = Residual::new(sum);
-        // Without norms of heads, attention rotates by itself.
-        let rope = rotary.filter(|rotary| rotary.norms.is_empty()).and(rows);
+        // Attention rotates a token by itself, unless heads have norms.
+        let rope = rotary.filter(|rotary| rotary.norms.is_empty()).and(places).and(rows);
         let rope = rope.map(|[cos, sin]| [cos, sin]);
         for (index, block) in self.blocks.iter().enumerate() {
             let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
@@ -504,7 +521,7 @@ impl Model {
             let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
             let transform = transform.filter(|_| rope.is_none());
             let attn_mask = None;
-            let call = AttentionCall { train, attn_mask, cache, transform, places, rope };
+            let call = AttentionCall { train, attn_mask, cache, transform, places, rope, packed };
             stream = block.f_forward(&stream, call)?;
         }
         Ok(self.norm.f_forward(&stream)?.1)

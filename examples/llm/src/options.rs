@@ -1,5 +1,6 @@
 //! The options of `train`, and what stands in for those that are not given.
 
+use crate::apart::Documents;
 use crate::checkpoint;
 use crate::device::Precision;
 use crate::family::{Llama, Member, Scaling};
@@ -130,6 +131,7 @@ impl Size {
             clip: 1.0,
             seed: 1,
             data,
+            documents: Default::default(),
             lora: None,
             source: Default::default(),
         }
@@ -254,6 +256,9 @@ pub struct Changes {
     /// Largest norm of all gradients together [default: 1]
     #[arg(long, value_name = "NORM")]
     clip: Option<f64>,
+    /// Whether the documents of a window see one another [default: together]
+    #[arg(long, value_enum)]
+    documents: Option<Documents>,
     /// Seed of the initial weights, the order of the text and dropout [default: 1]
     #[arg(long)]
     seed: Option<i64>,
@@ -290,6 +295,7 @@ impl Changes {
         set(&mut settings.warm_up, self.warm_up);
         set(&mut settings.weight_decay, self.weight_decay);
         set(&mut settings.clip, self.clip);
+        set(&mut settings.documents, self.documents);
         set(&mut settings.seed, self.seed);
         let lora = settings.lora.take();
         settings.lora = self.lora_of(&settings.model, lora);

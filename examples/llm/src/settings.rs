@@ -1,5 +1,6 @@
 //! What decides a run's curve, and the learning rate of each step.
 
+use crate::apart::Documents;
 use crate::device::Precision;
 use crate::lora::{Base, Lora};
 use crate::model::ModelConfig;
@@ -35,6 +36,8 @@ pub struct Settings {
     pub clip: f64,
     pub seed: i64,
     pub data: DataId,
+    #[serde(default)]
+    pub documents: Documents,
     /// The adapters that are trained in place of the weights.
     #[serde(default, skip_serializing_if = "Option::is_none", flatten)]
     pub lora: Option<Lora>,
@@ -191,6 +194,7 @@ pub mod tests {
             clip: 1.0,
             seed: 1,
             data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7, learned: None },
+            documents: Documents::Together,
             lora: None,
             source: Default::default(),
         }

@@ -1,6 +1,7 @@
 //! One training step: forward and backward passes of its batches, clipping, AdamW. On a GPU all of
 //! it is captured as CUDA graphs.
 
+use crate::apart::Apart;
 use crate::data::{Loader, mix};
 use crate::model::Model;
 use crate::ranks::{Division, Ranks};
@@ -45,6 +46,7 @@ impl Trainer {
     pub fn new(
         model: Rc<Model>,
         settings: &Settings,
+        apart: Option<Apart>,
         ranks: &Ranks,
         division: Division,
         options: &TrainerOptions,
@@ -55,7 +57,7 @@ impl Trainer {
         optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
         optimizer.set_clip_norm(Some(settings.clip))?;
         optimizer.set_masters(&model.masters())?;
-        let (optimizer, closure) = together(model, optimizer, settings, ranks, options)?;
+        let (optimizer, closure) = together(model, optimizer, settings, apart, ranks, options)?;
         let accumulate = division.accumulate as usize;
         let capture = options.capture;
         let options = StepOptions { capture, accumulate, ..Default::default() };
@@ -78,8 +80,8 @@ impl Trainer {
                 let number = self.division.number(index);
                 tch::manual_seed((mix(seed ^ mix(number)) >> 1) as i64);
             }
-            let (inputs, targets) = loader.batch(index)?;
-            losses.push(self.step.step(&[&inputs, &targets])?);
+            let batch = loader.batch(index)?;
+            losses.push(self.step.step(&batch.iter().collect::<Vec<_>>())?);
         }
         match losses.len() {
             1 => Ok(losses.remove(0)),
@@ -132,20 +134,21 @@ fn together(
     model: Rc<Model>,
     optimizer: FusedOptimizer,
     settings: &Settings,
+    apart: Option<Apart>,
     ranks: &Ranks,
     options: &TrainerOptions,
 ) -> Result<(Trained, Closure)> {
-    let (half, share) = (settings.precision.half(), settings.data.learned_share());
-    let loss = move |model: &Model, batch: &[Tensor]| match (batch, share) {
-        ([inputs, targets], None) => model.loss(inputs, targets, half, true, Reduction::Mean),
+    let half = settings.precision.half();
+    let share = apart.map(|apart| apart.learned_share()).or(settings.data.learned_share());
+    let loss = move |model: &Model, batch: &[Tensor]| match share {
+        None => model.loss(batch, None, half, true, Reduction::Mean),
         // Batches have different numbers of targets that are learned. By the expected number, losses of
         // batches and ranks add up to that of all of them, and none is divided by zero.
-        ([inputs, targets], Some(share)) => {
-            let expected = share * targets.numel() as f64;
-            let sum = model.loss(inputs, targets, half, true, Reduction::Sum)?;
+        Some(share) => {
+            let expected = share * batch[0].numel() as f64;
+            let sum = model.loss(batch, apart, half, true, Reduction::Sum)?;
             Ok(sum.f_div_scalar(expected)?)
         }
-        _ => Err(tch_extension::Error::msg("a batch is its inputs and its targets")),
     };
     #[cfg(feature = "distributed")]
     if let Some(group) = ranks.group() {

@@ -1,5 +1,6 @@
 //! The training loop.
 
+use crate::apart::Apart;
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
@@ -53,6 +54,7 @@ fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()>
 struct Main {
     _lock: File,
     settings: Settings,
+    apart: Option<Apart>,
     checkpoint: Option<Checkpoint>,
     init: Option<Origin>,
     tokens: Rc<Tokens>,
@@ -116,21 +118,23 @@ impl Main {
         let tokens = Rc::new(tokens);
         // What cannot work is refused before anything is computed.
         Division::new(settings.batch, settings.accumulate, 0, ranks)?;
-        windows(&settings, &tokens, options.eval_windows)?;
+        windows(&settings, None, &tokens, options.eval_windows)?;
+        let apart = Apart::of(settings.documents, &tokens, &tokenizer, settings.model.context)?;
         let folder = std::path::absolute(&folder).unwrap_or(folder);
-        Ok(Main { _lock: lock, settings, checkpoint, init, tokens, tokenizer, folder, new })
+        Ok(Main { _lock: lock, settings, apart, checkpoint, init, tokens, tokenizer, folder, new })
     }
 }
 
 /// The order of the windows to train on, and those held out.
 fn windows(
     settings: &Settings,
+    apart: Option<Apart>,
     tokens: &Rc<Tokens>,
     eval_windows: i64,
 ) -> Result<(Order, HeldOut)> {
     let (context, seed, rows) = (settings.model.context, settings.seed, settings.batch);
     let order = Order::new(tokens.len(Part::Train), context, seed)?;
-    Ok((order, HeldOut::new(Rc::clone(tokens), rows, context, eval_windows)?))
+    Ok((order, HeldOut::new(Rc::clone(tokens), rows, context, eval_windows, apart)?))
 }
 
 /// The checkpoint to continue from. Refuses to begin anew where a run is.
@@ -283,7 +287,8 @@ impl<'a> Run<'a> {
             sharded: options.sharded,
             bucket_mb: None,
         };
-        let mut trainer = Trainer::new(model.clone(), &settings, ranks, division, &how)?;
+        let apart = ranks.share(&main.as_ref().and_then(|main| main.apart))?;
+        let mut trainer = Trainer::new(model.clone(), &settings, apart, ranks, division, &how)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
             resume(checkpoint, &model, &mut trainer)?;
@@ -301,10 +306,10 @@ impl<'a> Run<'a> {
             Some(main) => Rc::clone(&main.tokens),
             None => tokens_of_others(&folder, &settings)?,
         };
-        let (order, held_out) = windows(&settings, &tokens, options.eval_windows)?;
+        let (order, held_out) = windows(&settings, apart, &tokens, options.eval_windows)?;
         let peak = peak(&settings, device).map(|peak| peak * ranks.size() as f64);
         let run = Run {
-            loader: Loader::new(tokens, order, division, context, device)?,
+            loader: Loader::new(tokens, order, division, context, apart, device)?,
             log: files.flatten(),
             peak: options.peak.or(peak),
             saved: checkpoint.map(|_| step),
@@ -538,10 +543,10 @@ fn held_out_loss(
     let _no_grad = tch::no_grad_guard();
     let mut sums = vec![Tensor::f_zeros([2], (Kind::Double, model.device()))?];
     for batch in held_out.batches(model.device(), ranks) {
-        let (inputs, targets) = batch?;
-        let loss =
-            model.loss(&inputs, &targets, half, false, Reduction::Sum)?.f_to_kind(Kind::Double)?;
-        let learned = targets.f_ne(IGNORED)?.f_sum(Kind::Double)?;
+        let batch = batch?;
+        let loss = model.loss(&batch, held_out.apart, half, false, Reduction::Sum)?;
+        let loss = loss.f_to_kind(Kind::Double)?;
+        let learned = batch[1].f_ne(IGNORED)?.f_sum(Kind::Double)?;
         sums.push(Tensor::f_stack(&[loss, learned], 0)?);
     }
     // The host waits once.

@@ -1,11 +1,12 @@
 //! libtorch's attention as a function.
 
 use super::backend::{SdpaBackend, refusal};
+use super::checks::{check_mask, check_options, sizes, takes_flash};
+use super::packed::Packed;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::register_hook;
-use crate::check::Check;
 use crate::ffi::tensor::{copy_in_vectors, is_in_vectors};
-use crate::{Error, Result, check};
+use crate::{Result, check};
 use tch::{Kind, Tensor};
 
 pub(super) const OP: &str = "scaled_dot_product_attention";
@@ -47,6 +48,9 @@ pub struct AttentionOptions<'a> {
     pub scale: Option<f64>,
     /// Whether several heads of the query may share one head of key and value.
     pub enable_gqa: bool,
+    /// Where sequences begin in the tokens, none of which sees another sequence's. There is no
+    /// `attn_mask` then, and query, key and value are `[B, H, T, E]` with the same B and T.
+    pub packed: Option<&'a Packed>,
 }
 
 /// Attention of queries to keys and values: torch.nn.functional.scaled_dot_product_attention, which
@@ -76,7 +80,9 @@ pub struct AttentionOptions<'a> {
 ///
 /// With [`Causal::LowerRight`] and `1 < L != S`, a `Bool` mask `[L, S]` is made, which
 /// FlashAttention does not take on CUDA. With `attn_mask` and `causal`, a mask is made that has
-/// both. Some arguments that libtorch accepts without a check are refused here: keys and values of
+/// both. With `packed`, FlashAttention's kernels for sequences of different lengths compute half kinds on
+/// CUDA from compute capability 8.0 on, with E = Ev a multiple of 8 up to 192, if that back end is
+/// enabled; elsewhere a `Bool` mask `[B, 1, T, T]` is made. Some arguments that libtorch accepts without a check are refused here: keys and values of
 /// different number, a scale that is not finite.
 ///
 /// Equivalent to:
@@ -119,7 +125,7 @@ pub fn f_scaled_dot_product_attention(
     value: &Tensor,
     options: &AttentionOptions<'_>,
 ) -> Result<Tensor> {
-    Prepared::new(query, key, value, options)?.run()
+    Prepared::new(query, key, value, options)?.run(options.packed)
 }
 
 /// [`scaled_dot_product_attention`] in plain tch operations, without checks of its own. It has no
@@ -147,7 +153,9 @@ pub fn scaled_dot_product_attention_reference(
 
     let mut scores = query.f_mul_scalar(scale)?.f_matmul(&key.f_transpose(-2, -1)?)?;
     let causal = options.causal.map(|causal| causal_mask(causal, [queries, keys], query));
-    for mask in options.attn_mask.into_iter().chain(&causal.transpose()?) {
+    let packed = options.packed.map(|packed| packed.mask(false));
+    let made = [causal.transpose()?, packed.transpose()?];
+    for mask in options.attn_mask.into_iter().chain(made.iter().flatten()) {
         scores = match mask.f_kind()? {
             Kind::Bool => scores.f_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?,
             _ => scores.f_add(mask)?,
@@ -173,6 +181,9 @@ fn masks(
     sizes: [i64; 2],
     query: &Tensor,
 ) -> Result<(bool, Option<Tensor>)> {
+    if let Some(packed) = options.packed {
+        return Ok((false, Some(packed.mask(options.causal.is_some())?)));
+    }
     let [queries, keys] = sizes;
     // The last of the queries sees all keys, so one query needs no mask.
     let is_needed = |causal: &Causal| *causal == Causal::UpperLeft || queries != 1;
@@ -254,6 +265,8 @@ pub(super) struct Prepared {
     dropout_p: f64,
     scale: Option<f64>,
     enable_gqa: bool,
+    /// Whether FlashAttention gets where sequences begin, in place of a mask.
+    is_packed: bool,
     /// The size of the result.
     size: Vec<i64>,
 }
@@ -295,7 +308,14 @@ impl Prepared {
         if let Some(mask) = options.attn_mask {
             check_mask(check!(OP, "attn_mask", mask), &query_checked, &size, keys)?;
         }
-        let (is_causal, mask) = masks(options, [queries, keys], query)?;
+        let is_packed = match options.packed {
+            Some(packed) => takes_flash(packed, [query, key, value], options)?,
+            None => false,
+        };
+        let (is_causal, mask) = match is_packed {
+            true => (options.causal.is_some(), None),
+            false => masks(options, [queries, keys], query)?,
+        };
         let mut query = match is_alone_with_grad(mask.as_ref(), [query, key, value]) {
             // EfficientAttention's backward pass reads memory that is not its own if nothing but the
             // mask requires grad (libtorch 2.11, CUDA).
@@ -316,16 +336,31 @@ impl Prepared {
             dropout_p: options.dropout_p,
             scale,
             enable_gqa: options.enable_gqa,
+            is_packed,
             size,
         })
     }
 
-    pub(super) fn run(&self) -> Result<Tensor> {
+    /// `packed` is that of the options.
+    pub(super) fn run(&self, packed: Option<&Packed>) -> Result<Tensor> {
         // If all weights are dropped, fused kernels for CUDA multiply zeros by infinity.
         if self.is_empty() || self.dropout_p == 1.0 {
             return self.zeros();
         }
-        let output = Tensor::f_scaled_dot_product_attention(
+        let (inputs, dropout_p) = ([&self.query, &self.key, &self.value], self.dropout_p);
+        let output = match packed.filter(|_| self.is_packed) {
+            Some(packed) => packed.flash(inputs, dropout_p, self.is_causal, self.scale)?,
+            None => self.dense()?,
+        };
+        if output.device().is_cuda() && output.requires_grad() {
+            // A fused backward pass reads the incoming gradient as it reads the inputs.
+            register_hook(&output, |grad| readable_gradient(grad).map(Some))?.forget();
+        }
+        self.without_hidden_rows(output)
+    }
+
+    fn dense(&self) -> Result<Tensor> {
+        Tensor::f_scaled_dot_product_attention(
             &self.query,
             &self.key,
             &self.value,
@@ -335,12 +370,7 @@ impl Prepared {
             self.scale,
             self.enable_gqa,
         )
-        .map_err(refusal)?;
-        if output.device().is_cuda() && output.requires_grad() {
-            // A fused backward pass reads the incoming gradient as it reads the inputs.
-            register_hook(&output, |grad| readable_gradient(grad).map(Some))?.forget();
-        }
-        self.without_hidden_rows(output)
+        .map_err(refusal)
     }
 
     /// The output with zeros for queries that see no key. cuDNN (libtorch 2.11) gives them the mean of
@@ -359,6 +389,9 @@ impl Prepared {
     pub(super) fn choice(&self) -> Result<Option<i64>> {
         if self.is_empty() || self.dropout_p == 1.0 {
             return Ok(None);
+        }
+        if self.is_packed {
+            return Ok(Some(SdpaBackend::FlashAttention.number() as i64));
         }
         Tensor::f_internal_fused_sdp_choice(
             &self.query,
@@ -390,108 +423,4 @@ impl Prepared {
         }
         Ok(result)
     }
-}
-
-/// The size of the result, `[…, H, L, Ev]`.
-fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, enable_gqa: bool) -> Result<Vec<i64>> {
-    let arguments = [check!(OP, query), check!(OP, key), check!(OP, value)];
-    let (least, names) = if enable_gqa { (3, "[…, H, L, E]") } else { (2, "[…, L, E]") };
-    for argument in arguments {
-        let size = argument.tensor().size();
-        if size.len() < least {
-            let expected = format!("{least} dimensions {names} or more");
-            return Err(argument.refuse(expected, format!("shape {size:?}"), ""));
-        }
-    }
-    let mut leading = vec![];
-    for argument in arguments {
-        broadcast(&mut leading, argument, enable_gqa)?;
-    }
-    // The leading sizes are in the order from the last to the first.
-    leading.reverse();
-
-    let last = |tensor: &Tensor| {
-        let size = tensor.size();
-        [size[size.len() - 2], size[size.len() - 1]]
-    };
-    let ([queries, features], [keys, of_key]) = (last(query), last(key));
-    let [values, of_value] = last(value);
-    let (of_keys, of_values) =
-        (format!("shape {:?}", key.size()), format!("shape {:?}", value.size()));
-    if of_key != features {
-        return Err(check!(OP, key).refuse(
-            format!("E = {features} features, as query"),
-            of_keys,
-            "",
-        ));
-    }
-    if values != keys {
-        return Err(check!(OP, value).refuse(
-            format!("S = {keys} values, as many as keys"),
-            of_values,
-            "",
-        ));
-    }
-    leading.extend([queries, of_value]);
-    Ok(leading)
-}
-
-/// Broadcasts the leading sizes of one more argument. `common` has those of the arguments before
-/// it, from the last to the first.
-fn broadcast(common: &mut Vec<i64>, argument: Check<'_>, enable_gqa: bool) -> Result<()> {
-    let size = argument.tensor().size();
-    for (place, &here) in size.iter().rev().skip(2).enumerate() {
-        let Some(before) = common.get_mut(place) else {
-            common.push(here);
-            continue;
-        };
-        if enable_gqa && place == 0 {
-            if *before != here && (here == 0 || *before % here != 0) {
-                let expected = format!("a number of heads that divides the query's {before}");
-                return Err(argument.refuse(expected, format!("{here} in shape {size:?}"), ""));
-            }
-        } else if *before == 1 {
-            *before = here;
-        } else if here != 1 && here != *before {
-            let expected = format!("a size of 1 or {before} in the place of {here}, as the others");
-            let hint = if place == 0 { "grouped heads need enable_gqa" } else { "" };
-            return Err(argument.refuse(expected, format!("shape {size:?}"), hint));
-        }
-    }
-    Ok(())
-}
-
-fn check_options(options: &AttentionOptions<'_>) -> Result<()> {
-    let AttentionOptions { dropout_p, scale, .. } = *options;
-    if !(0.0..=1.0).contains(&dropout_p) {
-        let got = dropout_p.to_string();
-        return Err(Error::argument(OP, "dropout_p", "a probability", got, ""));
-    }
-    if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
-        return Err(Error::argument(OP, "scale", "a finite number", scale.to_string(), ""));
-    }
-    Ok(())
-}
-
-/// `size` is that of the result.
-fn check_mask(mask: Check<'_>, query: &Check<'_>, size: &[i64], keys: i64) -> Result<()> {
-    let kind = query.tensor().f_kind()?;
-    let kinds = match kind {
-        Kind::Float => vec![Kind::Bool, Kind::Float],
-        _ => vec![Kind::Bool, kind, Kind::Float],
-    };
-    mask.same_device_as(query)?.kind_in(&kinds)?;
-    let mut weights = size.to_vec();
-    if let Some(last) = weights.last_mut() {
-        *last = keys;
-    }
-    let found = mask.tensor().size();
-    // libtorch reads the last two dimensions.
-    let fits = (2..=weights.len()).contains(&found.len())
-        && found.iter().rev().zip(weights.iter().rev()).all(|(&a, &b)| a == 1 || a == b);
-    if !fits {
-        let expected = format!("2 dimensions or more that broadcast to […, L, S] = {weights:?}");
-        return Err(mask.refuse(expected, format!("shape {found:?}"), ""));
-    }
-    Ok(())
 }

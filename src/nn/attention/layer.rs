@@ -3,6 +3,7 @@
 use super::super::{Linear, linear};
 use super::cache::{DecodeOptions, KvCache};
 use super::functional::{AttentionOptions, Causal, f_scaled_dot_product_attention};
+use super::packed::Packed;
 use crate::{Error, Result, check};
 use std::borrow::Borrow;
 use tch::Tensor;
@@ -116,6 +117,9 @@ pub struct AttentionCall<'a> {
     pub places: Option<&'a Tensor>,
     /// Next to places, the angles of [`DecodeOptions::rope`], in place of a transform that rotates.
     pub rope: Option<[&'a Tensor; 2]>,
+    /// Where sequences begin in the rows of the input, none of which sees another one; see
+    /// [`AttentionOptions::packed`]. There is no mask and no cache then.
+    pub packed: Option<&'a Packed>,
 }
 
 #[derive(Debug)]
@@ -257,19 +261,17 @@ impl Attention {
     /// When the input does not fit this layer, when the call's mask or cache does not fit the
     /// input, when the call's transform fails or changes a shape, or if libtorch or CUDA fails. The
     /// cache then holds what it held before, and an unused one takes tensors of other sizes.
-    pub fn f_attend(&self, input: &Tensor, call: AttentionCall<'_>) -> Result<Tensor> {
+    pub fn f_attend(&self, input: &Tensor, mut call: AttentionCall<'_>) -> Result<Tensor> {
         check!(OP, input).defined()?.dim(3, "[B, T, C]")?;
         let (b, t, _) = input.size3()?;
         check!(OP, input).shape("[B, T, C]", &[b, t, self.embed_dim])?;
-        let AttentionCall { train, attn_mask, mut cache, transform, places, rope } = call;
-        let before = cache.as_ref().map(|cache| cache.mark());
-        let cached = cache.as_deref_mut();
-        let call = AttentionCall { train, attn_mask, cache: cached, transform, places, rope };
+        let before = call.cache.as_ref().map(|cache| cache.mark());
+        let inner = AttentionCall { cache: call.cache.as_deref_mut(), ..call };
         let output = self
-            .check_call(&call, t)
-            .and_then(|()| self.attended(self.project(input)?, call))
+            .check_call(&inner, t)
+            .and_then(|()| self.attended(self.project(input)?, inner))
             .and_then(|attended| self.out.f_forward(&attended));
-        if let (Err(_), Some(cache), Some(before)) = (&output, cache, before) {
+        if let (Err(_), Some(cache), Some(before)) = (&output, call.cache, before) {
             cache.rewind(before);
         }
         output
@@ -281,7 +283,7 @@ impl Attention {
         projections: [Tensor; 3],
         call: AttentionCall<'_>,
     ) -> Result<Tensor> {
-        let AttentionCall { train, attn_mask, mut cache, transform, places, rope } = call;
+        let AttentionCall { train, attn_mask, mut cache, transform, places, rope, packed } = call;
         let (b, t, _) = projections[0].size3()?;
         let [mut q, mut k, v] = self.heads(projections)?;
         let first = cache.as_ref().map_or(0, |cache| cache.len());
@@ -308,12 +310,18 @@ impl Attention {
             causal: self.config.causal.then_some(Causal::LowerRight),
             scale: self.config.scale,
             enable_gqa: self.num_kv_heads != self.num_heads,
+            packed,
         };
         f_scaled_dot_product_attention(&q, &k, &v, &options).and_then(merged)
     }
 
-    /// Checks what a call may have next to places, for so many tokens of each row.
+    /// Checks what the parts of a call may have next to each other, for so many tokens of each row.
     pub(in crate::nn) fn check_call(&self, call: &AttentionCall<'_>, tokens: i64) -> Result<()> {
+        if call.packed.is_some() && (call.cache.is_some() || call.attn_mask.is_some()) {
+            let expected = "packed sequences without a cache and a mask";
+            let got = if call.cache.is_some() { "a cache" } else { "a mask" };
+            return Err(Error::argument(OP, "packed", expected, got, "leave one of them out"));
+        }
         let Some(places) = call.places else {
             return match call.rope {
                 None => Ok(()),

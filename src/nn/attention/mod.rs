@@ -2,9 +2,11 @@
 
 mod backend;
 mod cache;
+mod checks;
 mod functional;
 #[cfg(feature = "gemm")]
 mod layer;
+mod packed;
 
 pub use backend::{
     SdpaBackend, enabled_sdpa_backends, f_sdpa_backend, sdpa_kernel, sdpa_kernel_by_priority,
@@ -16,3 +18,4 @@ pub use functional::{
 };
 #[cfg(feature = "gemm")]
 pub use layer::{Attention, AttentionCall, AttentionConfig, Projections, QkTransform, attention};
+pub use packed::Packed;

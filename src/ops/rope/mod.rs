@@ -7,7 +7,7 @@ use crate::operator::{
     Second, Signature, Slots, call, metas_of,
 };
 use crate::ops::tch_kinds::compute_kind;
-use crate::{Error, Result};
+use crate::{Error, Result, check};
 use kernels::MOST_HEADS;
 use tch::{Kind, Tensor};
 use tensors::{Tables, Work, is_readable, rotate};
@@ -48,7 +48,8 @@ pub struct RopeOptions {
 /// * `q`: `[B, T, H, D]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
 /// * `k`: `[B, T, Hk, D]`, of q's kind; Hk may be another number, as for grouped queries; 2²⁹ at most
 /// * `cos`, `sin`: `[P, R / 2]` with P ≥ offset + T and R ≤ D, both of q's kind or both `Float`; see
-///   [`rope_tables`](super::rope_tables())
+///   [`rope_tables`](super::rope_tables()). Or `[B, T, R / 2]`: a row for each token, without an offset and
+///   not in place, which copies memory `[B, H, T, D]`
 ///
 /// Returns the rotated q and k, of the same shapes and kind. If R < D, the last D - R values of a head
 /// stay as they are. Sizes are arbitrary, and tensors may be empty. Half kinds are computed in `Float`
@@ -74,8 +75,8 @@ pub struct RopeOptions {
 /// `cos.narrow(-1, 0, R / 2)`, a view that is read without a copy. Interleaved tables repeat neighbours:
 /// make `cos.slice(-1, 0, None, 2).contiguous()` once and pass it, because every call copies the rows
 /// that it uses of tables whose columns are not adjacent, and of `Float` tables for q of kind `Double`.
-/// For positions that are not consecutive, pass rows of the tables:
-/// `cos.index_select(0, &positions)`.
+/// For positions that are not consecutive, pass rows of the tables: `cos.index_select(0, &positions)`, or,
+/// with positions `[B, T]`, `cos.index(&[Some(&positions)])`.
 ///
 /// Equivalent to:
 /// ```
@@ -124,6 +125,9 @@ pub fn f_rope(
     sin: &Tensor,
     options: &RopeOptions,
 ) -> Result<(Tensor, Tensor)> {
+    if cos.defined() && cos.dim() == 3 {
+        return of_each_token([q, k], [cos, sin], options);
+    }
     let RopeOptions { interleaved, offset, in_place } = *options;
     let (rope, of) = (Rope { interleaved, offset, inverse: false }, RopeIn { q, k, cos, sin });
     if in_place {
@@ -131,6 +135,30 @@ pub fn f_rope(
     }
     let RopeOut { q, k } = call(rope, &of)?;
     Ok((q, k))
+}
+
+/// [`rope`] by tables `[B, T, R / 2]`: all tokens are one sequence of the kernel's.
+fn of_each_token(
+    [q, k]: [&Tensor; 2],
+    [cos, sin]: [&Tensor; 2],
+    options: &RopeOptions,
+) -> Result<(Tensor, Tensor)> {
+    const OP: &str = Rope::NAME;
+    check!(OP, q).defined()?.dim(4, "[B, T, H, D]")?;
+    check!(OP, k).defined()?.dim(4, "[B, T, Hk, D]")?;
+    let ((b, t, _, size), heads) = (q.size4()?, k.size4()?.2);
+    check!(OP, k).shape("[B, T, Hk, D]", &[b, t, heads, size])?;
+    check!(OP, cos).shape("[B, T, R / 2]", &[b, t, cos.size3()?.2])?;
+    check!(OP, sin).defined()?.shape("[B, T, R / 2]", &cos.size())?;
+    if options.in_place || options.offset != 0 {
+        let expected = "neither in_place nor an offset, because tokens have rows of their own";
+        let got = format!("in_place {}, offset {}", options.in_place, options.offset);
+        return Err(Error::argument(OP, "options", expected, got, "pass tables [P, R / 2]"));
+    }
+    let row = |heads: &Tensor| heads.f_flatten(0, 1)?.f_unsqueeze(0);
+    let (cos, sin) = (cos.f_flatten(0, 1)?, sin.f_flatten(0, 1)?);
+    let (new_q, new_k) = f_rope(&row(q)?, &row(k)?, &cos, &sin, options)?;
+    Ok((new_q.f_view_as(q)?, new_k.f_view_as(k)?))
 }
 
 /// [`rope`] in plain tch operations, without checks of its own, and never in place. Half kinds are
@@ -146,10 +174,13 @@ pub fn rope_reference(
     options: &RopeOptions,
 ) -> Result<(Tensor, Tensor)> {
     let compute = compute_kind(q.f_kind()?);
-    let (tokens, pairs) = (q.size4()?.1, cos.size2()?.1);
+    let (tokens, pairs) = (q.size4()?.1, cos.size().last().copied().unwrap_or_default());
     let rows = |table: &Tensor| -> Result<Tensor> {
-        let rows = table.f_narrow(0, options.offset, tokens)?;
-        Ok(rows.f_to_kind(compute)?.f_unsqueeze(1)?)
+        let rows = match table.dim() {
+            3 => table.shallow_clone(),
+            _ => table.f_narrow(0, options.offset, tokens)?,
+        };
+        Ok(rows.f_to_kind(compute)?.f_unsqueeze(-2)?)
     };
     let (cos, sin) = (rows(cos)?, rows(sin)?);
     let rotated = |x: &Tensor| -> Result<Tensor> {

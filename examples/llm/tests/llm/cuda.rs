@@ -116,6 +116,31 @@ fn cuda_trains_adapters() {
     assert!(succeeded(&place.run(&line)).starts_with("the"));
 }
 
+/// A captured step follows the documents of each batch.
+#[test]
+fn cuda_documents_apart_are_those_of_the_cpu() {
+    if cuda_or_skip("cuda_documents_apart_are_those_of_the_cpu").is_none() {
+        return;
+    }
+    let place = crate::apart::with_lines();
+    for size in ["mini", "llama-mini"] {
+        let first = format!("first-{size}");
+        let of = |out: &str, more: &[&str]| {
+            let options = [SIZES, &["--size", size, "--overwrite"], more].concat();
+            succeeded(&place.run(&crate::apart::line(out, &options)));
+            place.losses(out)
+        };
+        of(&first, &["--steps", "2"]);
+        let options = ["--init", &first, "--lr", "1e-3"];
+        let captured = of("captured", &options);
+        assert_alike(&of("launched", &[&options[..], &["--no-capture"]].concat()), &captured);
+        let cpu = of("cpu", &[&options[..], &["--device", "cpu"]].concat());
+        for (gpu, cpu) in captured.iter().zip(&cpu) {
+            assert!((gpu - cpu).abs() < 0.03, "{captured:?} and {cpu:?}");
+        }
+    }
+}
+
 #[test]
 fn cuda_samples_and_benches() {
     if cuda_or_skip("cuda_samples_and_benches").is_none() {

@@ -30,9 +30,7 @@ fn line<'a>(out: &'a str, texts: &'a str, options: &[&'a str]) -> Vec<&'a str> {
 
 /// The last held-out loss of a run.
 fn held_out(place: &Place, out: &str) -> f64 {
-    let lines = fs::read_to_string(place.path(out).join("losses.jsonl")).unwrap();
-    let values = lines.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-    values.filter_map(|value| value["held_out"].as_f64()).next_back().unwrap()
+    place.values(out, "held_out").pop().unwrap()
 }
 
 fn tensors(file: &Path) -> Vec<(String, tch::Tensor)> {

@@ -1,5 +1,6 @@
 //! Runs the program in the way that its users do: on files, with good and bad input.
 
+mod apart;
 mod cuda;
 mod kills;
 mod lora;

@@ -84,10 +84,15 @@ impl Place {
 
     /// The training losses of a run.
     pub fn losses(&self, out: &str) -> Vec<f64> {
+        self.values(out, "loss")
+    }
+
+    /// What a run has written under a name.
+    pub fn values(&self, out: &str, name: &str) -> Vec<f64> {
         let text = fs::read_to_string(self.path(out).join("losses.jsonl")).unwrap();
         let lines =
             text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap());
-        lines.filter_map(|line| line["loss"].as_f64()).collect()
+        lines.filter_map(|line| line[name].as_f64()).collect()
     }
 
     pub fn checkpoints(&self, out: &str) -> Vec<String> {

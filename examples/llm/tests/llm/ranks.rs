@@ -30,9 +30,12 @@ fn tch_run(test: &str) -> Option<Command> {
 
 /// `llm train` on some processes.
 fn command(place: &Place, tch_run: Command, processes: &str, options: &[&str]) -> Command {
+    on_ranks(tch_run, processes, &place.train_command(options))
+}
+
+fn on_ranks(tch_run: Command, processes: &str, train: &Command) -> Command {
     let mut command = tch_run;
     command.args(["-n", processes, "--max-restarts", "20", "--grace", "2", "--"]);
-    let train = place.train_command(options);
     command.arg(train.get_program()).args(train.get_args()).args(["--timeout", "30"]);
     command.env("OMP_NUM_THREADS", "1");
     command
@@ -203,6 +206,23 @@ fn adapters_are_trained_by_several_processes() {
             succeeded(&output);
             assert_alike(&place.losses("out"), &expected);
         }
+    }
+}
+
+/// Processes have batches with different numbers of targets.
+#[test]
+fn documents_apart_have_the_curve_of_one_process() {
+    let test = "documents_apart_have_the_curve_of_one_process";
+    let place = crate::apart::with_lines();
+    for sizes in [["--batch", "4", "--accumulate", "1"], ["--batch", "2", "--accumulate", "4"]] {
+        let options = [&sizes[..], &["--steps", "20", "--overwrite"]].concat();
+        let line = crate::apart::line("out", &options);
+        succeeded(&place.run(&line));
+        let expected = place.losses("out");
+        let Some(tch_run) = tch_run(test) else { return };
+        let mut command = on_ranks(tch_run, "2", program().args(&line));
+        succeeded(&finish(start(command.current_dir(place.path("")))));
+        assert_alike(&place.losses("out"), &expected);
     }
 }
 

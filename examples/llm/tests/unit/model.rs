@@ -63,8 +63,9 @@ fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
         tch::manual_seed(5);
         let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
         let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
-        let loss =
-            model.loss(&inputs, &targets, Some(Kind::BFloat16), true, Reduction::Mean).unwrap();
+        let batch = [inputs.shallow_clone(), targets];
+        let half = Some(Kind::BFloat16);
+        let loss = model.loss(&batch, None, half, true, Reduction::Mean).unwrap();
         loss.backward();
         let variables = model.variables.variables().into_iter();
         let mut gradients: Vec<_> =
@@ -88,7 +89,8 @@ fn the_loss_is_that_of_the_logits() {
     let model = Model::new(&config(), Device::Cpu, 3).unwrap();
     let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
     let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
-    let loss = model.loss(&inputs, &targets, None, true, Reduction::Mean).unwrap();
+    let batch = [inputs.shallow_clone(), targets.shallow_clone()];
+    let loss = model.loss(&batch, None, None, true, Reduction::Mean).unwrap();
     let hidden = model.hidden(&inputs, At::Start(0), true, None).unwrap();
     let logits = hidden.linear::<&Tensor>(&model.tokens.ws, None);
     let expected = logits.flatten(0, 1).cross_entropy_for_logits(&targets.flatten(0, 1));
