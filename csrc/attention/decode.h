@@ -9,7 +9,7 @@
 namespace tch_extension::attention {
 
 constexpr float kNone = -INFINITY;
-// The splits of a unit, which are a cluster, and the warps of a block.
+// At most so many blocks are a cluster, and so many warps a block. Parts are merged by so many.
 constexpr int kMostParts = 8;
 
 // What a part with the largest exponent `most` counts beside one with `larger`.
@@ -24,26 +24,32 @@ struct Merged {
   float value;
 };
 
-// The value at `d` of up to kMostParts parts in memory, which are merged in their order. A part has
-// D values, its largest exponent and its total.
+// The value at `d` of parts in memory, which are merged in their order. A part has D values, its
+// largest exponent and its total.
 template <typename Load>
 __device__ __forceinline__ Merged merged(const float* parts, int count, int stride, int dim, int d,
                                          Load load) {
-  float most[kMostParts], total[kMostParts], value[kMostParts], larger = kNone;
+  Merged sum{kNone, 0, 0};
+  for (int begin = 0; begin < count; begin += kMostParts) {
+    // All loads are under way before the first is used.
+    float most[kMostParts], total[kMostParts], value[kMostParts], larger = sum.most;
 #pragma unroll
-  for (int i = 0; i < kMostParts; ++i) {
-    const float* part = parts + (i < count ? i : 0) * stride;
-    most[i] = i < count ? load(part + dim) : kNone;
-    total[i] = load(part + dim + 1);
-    value[i] = load(part + d);
-    larger = fmaxf(larger, most[i]);
-  }
-  Merged sum{larger, 0, 0};
+    for (int i = 0; i < kMostParts; ++i) {
+      const bool is_there = begin + i < count;
+      const float* part = parts + (is_there ? begin + i : begin) * stride;
+      most[i] = is_there ? load(part + dim) : kNone;
+      total[i] = is_there ? load(part + dim + 1) : 0;
+      value[i] = is_there ? load(part + d) : 0;
+      larger = fmaxf(larger, most[i]);
+    }
+    const float before = share(sum.most, larger);
+    sum = {larger, sum.total * before, sum.value * before};
 #pragma unroll
-  for (int i = 0; i < kMostParts; ++i) {
-    const float weight = share(most[i], larger);
-    sum.total += total[i] * weight;
-    sum.value += value[i] * weight;
+    for (int i = 0; i < kMostParts; ++i) {
+      const float weight = share(most[i], larger);
+      sum.total += total[i] * weight;
+      sum.value += value[i] * weight;
+    }
   }
   return sum;
 }
@@ -91,29 +97,31 @@ __device__ __forceinline__ Vector<T, kLanes> load_rotated(const AttentionDecode&
   const int64_t angle = blockIdx.z * static_cast<int64_t>(half) + pair;
   const auto mine = unpack<T, kLanes>(vector), its = unpack<T, kLanes>(other);
 #pragma unroll
-  for (int begin = 0; begin < kLanes; begin += 4) {
-    const auto cos = load_vector<float, 4>(params.cos, angle + begin);
-    const auto sin = load_vector<float, 4>(params.sin, angle + begin);
+  for (int i = 0; i < kLanes; i += 4) {
+    const auto cos = load_vector<float, 4>(params.cos, angle + i);
+    const auto sin = load_vector<float, 4>(params.sin, angle + i);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float product = its.lane[begin + i] * sin.lane[i];
-      vector.lane[begin + i] =
-          static_cast<T>(fmaf(mine.lane[begin + i], cos.lane[i], is_first ? -product : product));
+    for (int j = 0; j < 4; ++j) {
+      const float product = its.lane[i + j] * sin.lane[j];
+      vector.lane[i + j] =
+          static_cast<T>(fmaf(mine.lane[i + j], cos.lane[j], is_first ? -product : product));
     }
   }
   return vector;
 }
 
-// Whether this block is to merge the splits of its unit. All of its threads have written their
-// part.
+// Whether this block is to merge the splits of its unit: the first of a cluster, or the last to
+// finish. All of its threads have written their part.
 __device__ __forceinline__ bool merges(int* counter) {
 #if __CUDA_ARCH__ >= 900
-  __syncwarp();
-  hopper::cluster_arrive();
-  if (blockIdx.x != 0) return false;
-  hopper::cluster_wait();
-  return true;
-#else
+  if (hopper::cluster_size() == gridDim.x) {
+    __syncwarp();
+    hopper::cluster_arrive();
+    if (blockIdx.x != 0) return false;
+    hopper::cluster_wait();
+    return true;
+  }
+#endif
   __shared__ bool is_last;
   __threadfence();
   __syncthreads();
@@ -126,7 +134,6 @@ __device__ __forceinline__ bool merges(int* counter) {
   __syncthreads();
   if (is_last) __threadfence();
   return is_last;
-#endif
 }
 
 // Merges the parts of a block's warps, [warps, per_chunk, D + 2] in shared memory, and then those
@@ -161,7 +168,8 @@ __device__ __forceinline__ void finish(const AttentionDecode& params, const Unit
   }
 }
 
-// Launches a cluster for each unit, which may begin before the previous kernel has ended.
+// Launches the blocks of each unit, a cluster if it may have so many. They may begin before the
+// previous kernel has ended.
 template <typename Kernel>
 void start(Kernel kernel, const AttentionDecode& params, size_t shared, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2] = {};
@@ -179,7 +187,8 @@ void start(Kernel kernel, const AttentionDecode& params, size_t shared, cudaStre
   config.attrs = attributes;
   // Code that may be launched early also merges in a cluster.
   static hopper::DependentLaunches launches;
-  config.numAttrs = launches.are_possible(reinterpret_cast<const void*>(kernel)) ? 2 : 0;
+  if (launches.are_possible(reinterpret_cast<const void*>(kernel)))
+    config.numAttrs = params.splits <= kMostParts ? 2 : 1;
   (void)cudaLaunchKernelEx(&config, kernel, params);
 }
 

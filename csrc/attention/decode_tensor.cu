@@ -26,7 +26,7 @@ constexpr int kOfLine = 64, kOfBlock = 32;
 __device__ __forceinline__ uint32_t transposed(uint32_t pair) {
   uint32_t result = 0;
 #if __CUDA_ARCH__ >= 750
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(pair));
 #endif
   return result;
 }

@@ -23,7 +23,7 @@ struct AttentionDecode {
   int64_t lanes;
   // L, the number of tokens for which the cache has memory.
   int64_t length;
-  // So many thread blocks share the tokens of a unit: at most 8, as many as a cluster may have.
+  // So many thread blocks share the tokens of a unit.
   int64_t splits;
   // Of a row and of a head.
   int64_t query_strides[2];
@@ -33,7 +33,7 @@ struct AttentionDecode {
   float scale;
   // Half, BFloat16 or Float.
   int32_t kind;
-  // R, the values of a head that are rotated: 0, or a multiple of 32 bytes. The others stay.
+  // R, the number of values of a head that are rotated. R / 2 values are a multiple of 16 bytes.
   int64_t rotated;
   // `[B, R / 2]`, contiguous: the angles of each row's new token.
   const float* cos;

@@ -1,10 +1,10 @@
 //! RMS normalisation as a module.
 
-#[cfg(all(feature = "gemm", feature = "mlp"))]
-use crate::ops::InputNorm;
 use crate::ops::{
     AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm, f_rms_norm, rms_norm_reference,
 };
+#[cfg(feature = "mlp")]
+use crate::ops::{InputNorm, default_eps};
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, Module, Path};
@@ -88,11 +88,12 @@ pub fn rms_norm<'a, T: Borrow<Path<'a>>>(
 
 impl RmsNorm {
     /// As a part of the product that follows it, if it is one of rows with a weight.
-    #[cfg(all(feature = "gemm", feature = "mlp"))]
+    #[cfg(feature = "mlp")]
     pub(super) fn as_input_norm(&self) -> Option<InputNorm<'_>> {
         let is_known = self.config.op == RmsNormOp::Fused && self.normalized_shape.len() == 1;
         let weight = self.weight.as_ref().filter(|_| is_known)?;
-        Some(InputNorm { weight, eps: self.config.eps? })
+        let eps = self.config.eps.unwrap_or(default_eps(weight.kind()));
+        Some(InputNorm { weight, eps })
     }
 
     /// The sizes of the dimensions that are normalised over.

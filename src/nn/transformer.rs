@@ -190,7 +190,8 @@ pub struct TransformerBlock {
 ///
 /// Each sum is computed with the norm that follows it, by
 /// [`add_layer_norm`](crate::ops::add_layer_norm()) or [`add_rms_norm`](crate::ops::add_rms_norm()). So a
-/// block passes the [`Residual`] stream on with its last branch not yet added.
+/// block passes the [`Residual`] stream on with its last branch not yet added, except where kernels of
+/// generation add it to the product before.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::VarStore};

@@ -10,7 +10,7 @@ use tch_extension::ops::{RopeOptions, f_rope, f_rope_tables};
 use tch_extension::testing::{assert_close, cuda_or_skip, devices, tolerance};
 
 /// The shapes of a step: rows, heads of keys, how many heads of queries share one, values, memory.
-const SHAPES: [[i64; 5]; 12] = [
+const SHAPES: [[i64; 5]; 16] = [
     [1, 1, 1, 64, 40],
     [2, 2, 4, 64, 300],
     [1, 8, 4, 64, 1500],
@@ -23,6 +23,11 @@ const SHAPES: [[i64; 5]; 12] = [
     [2, 2, 2, 8, 17],
     [2, 2, 1, 20, 9],
     [1, 1, 2, 300, 12],
+    // Several numbers of thread blocks for a row and a head, and several tiles for a warp.
+    [8, 8, 4, 64, 900],
+    [4, 8, 2, 128, 1300],
+    [1, 2, 4, 128, 2600],
+    [6, 4, 5, 96, 2100],
 ];
 
 /// The next number of a fixed sequence, below `end`.
@@ -74,7 +79,10 @@ fn each_row_sees_its_own_tokens() {
                 let whole = |part: &Tensor| part.as_strided([b, kv, length, d], part.stride(), 0);
                 let (keys, values) = (whole(&keys), whole(&values));
                 for step in 0..4 {
-                    let places: Vec<i64> = (0..b).map(|_| drawn(&mut state, length)).collect();
+                    let mut places: Vec<i64> = (0..b).map(|_| drawn(&mut state, length)).collect();
+                    if step == 3 {
+                        places[0] = length - 1;
+                    }
                     let on_device = Tensor::from_slice(&places).to_device(device);
                     let scale = (step == 1).then_some(0.3);
                     // Queries, keys and values are views of one product, as in a layer.
@@ -107,6 +115,33 @@ fn each_row_sees_its_own_tokens() {
 }
 
 #[test]
+fn an_infinite_value_stays_infinite() {
+    let _unchanged = unchanged();
+    let _guard = tch::no_grad_guard();
+    for device in devices() {
+        for kind in KINDS {
+            for (b, kv, d) in [(4, 8, 64), (3, 2, 128), (1, 1, 64)] {
+                let prompt = randn(&[b, kv, 300, d], kind, device);
+                let mut cache = KvCache::new(301);
+                let (_, values) = cache.f_append(&prompt, &prompt.copy()).expect("appended");
+                let _ = values.get(0).get(0).get(0).narrow(0, 1, 1).fill_(f64::INFINITY);
+                let new = randn(&[b, kv, 1, d], kind, device);
+                let places = Tensor::full([b], 300, (Kind::Int64, device));
+                let y = cache.f_decode(&new, &new, &new, &places, Default::default());
+                let y = y.expect("a step").to_kind(Kind::Double);
+                assert_eq!(
+                    y.double_value(&[0, 0, 0, 1]),
+                    f64::INFINITY,
+                    "{kind:?} {:?}",
+                    [b, kv, d]
+                );
+                assert_eq!(y.isfinite().logical_not().sum(Kind::Int64).int64_value(&[]), 1);
+            }
+        }
+    }
+}
+
+#[test]
 fn queries_and_new_keys_are_rotated() {
     let _unchanged = unchanged();
     let _guard = tch::no_grad_guard();
@@ -120,7 +155,7 @@ fn queries_and_new_keys_are_rotated() {
                 let places = Tensor::from_slice(&[7_i64, 0, 2][..b as usize]).to_device(device);
                 let tables = f_rope_tables(9, rotated, 100.0, (Kind::Float, device));
                 let (cos, sin) = tables.expect("tables");
-                let rows = [&cos, &sin].map(|table| table.index_select(0, &places));
+                let rows = [&cos, &sin].map(|table| table.index_select(0, &places).unsqueeze(1));
                 let [of_cos, of_sin] = &rows;
 
                 let tokens_first = |heads: &Tensor| heads.permute([2, 0, 1, 3]);
@@ -131,7 +166,8 @@ fn queries_and_new_keys_are_rotated() {
                     kind => (kind, Kind::Float),
                 };
                 let [of_q, of_k] = [&q, &k].map(|heads| tokens_first(heads).to_kind(wide));
-                let [to_cos, to_sin] = [of_cos, of_sin].map(|table| table.to_kind(table_kind));
+                let [to_cos, to_sin] =
+                    [of_cos, of_sin].map(|table| table.squeeze_dim(1).to_kind(table_kind));
                 let apart = f_rope(&of_q, &of_k, &to_cos, &to_sin, &options).expect("rotated");
                 let (of_q, of_k) = (heads_first(&apart.0), heads_first(&apart.1));
 
@@ -159,15 +195,23 @@ fn queries_and_new_keys_are_rotated() {
             }
         }
     }
-    let (table, wide) =
-        (Tensor::zeros([1, 8], tch::kind::FLOAT_CPU), Tensor::zeros([1, 9], tch::kind::FLOAT_CPU));
-    let (double, rows) = (table.to_kind(Kind::Double), Tensor::zeros([2, 8], tch::kind::FLOAT_CPU));
+    let (table, wide) = (
+        Tensor::zeros([1, 1, 8], tch::kind::FLOAT_CPU),
+        Tensor::zeros([1, 1, 9], tch::kind::FLOAT_CPU),
+    );
+    let (double, rows) =
+        (table.to_kind(Kind::Double), Tensor::zeros([2, 1, 8], tch::kind::FLOAT_CPU));
+    let leaf = table.copy().set_requires_grad(true);
     let new = Tensor::zeros([1, 2, 1, 16], tch::kind::FLOAT_CPU);
     let places = Tensor::zeros([1], tch::kind::INT64_CPU);
     for (rope, text) in [
         ([&table, &double], "rope's sin: expected kind Float"),
-        ([&wide, &wide], "rope's cos: expected from 1 to 8 columns"),
-        ([&rows, &rows], "rope's cos: expected shape [B, R/2] = [1, 8]"),
+        (
+            [&wide, &wide],
+            "rope's cos: expected 1 or more columns, and no more than half of a head's 16",
+        ),
+        ([&rows, &rows], "rope's cos: expected shape [B, 1, R/2] = [1, 1, 8]"),
+        ([&leaf, &table], "rope's cos: expected a tensor without grad"),
     ] {
         let options = DecodeOptions { rope: Some(rope), ..Default::default() };
         let error = KvCache::new(4).f_decode(&new, &new, &new, &places, options);
@@ -212,10 +256,10 @@ fn cuda_a_place_outside_of_the_cache_changes_nothing() {
     };
     let _unchanged = unchanged();
     let _guard = tch::no_grad_guard();
-    for kind in [Kind::Half, Kind::Double] {
-        let new = Tensor::randn([1, 2, 1, 16], (kind, device));
+    for (kind, dim) in [(Kind::Half, 16), (Kind::BFloat16, 64), (Kind::Double, 16)] {
+        let new = Tensor::randn([1, 2, 1, dim], (kind, device));
         let mut cache = KvCache::new(5);
-        let prompt = Tensor::randn([1, 2, 5, 16], (kind, device));
+        let prompt = Tensor::randn([1, 2, 5, dim], (kind, device));
         let (keys, values) = cache.f_append(&prompt, &prompt).expect("the prompt");
         for place in [-1_i64, 5, i64::MAX, i64::MIN] {
             let places = Tensor::from_slice(&[place]).to_device(device);

@@ -3,7 +3,7 @@
 use super::functional::{AttentionOptions, f_scaled_dot_product_attention};
 use crate::check::Check;
 use crate::ops::attention::{self, Operands};
-use crate::{Result, check};
+use crate::{Error, Result, check};
 use tch::{Kind, Tensor};
 
 const OP: &str = "nn::KvCache";
@@ -56,7 +56,7 @@ pub(in crate::nn) struct Mark {
 pub struct DecodeOptions<'a> {
     /// What products of queries and keys are multiplied with; by default `1 / sqrt(D)`.
     pub scale: Option<f64>,
-    /// Cosines and sines, `[B, R / 2]` of kind `Float` each: the rows of
+    /// Cosines and sines, `[B, 1, R / 2]` of kind `Float` each, without grad: the rows of
     /// [`rope_tables`](crate::ops::rope_tables()) at each row's place. The pairs (i, i + R / 2) of the query's
     /// and the new key's heads are rotated by these angles first, as by [`rope`](crate::ops::rope()).
     pub rope: Option<[&'a Tensor; 2]>,
@@ -140,8 +140,8 @@ impl KvCache {
     /// Returns y, `[B, H, 1, Dv]`. [`len`](KvCache::len) stays, because the host does not know the places, and a
     /// later [`f_append`](KvCache::f_append) writes over what was decoded. The first call makes memory that a
     /// graph must not make, so it comes before a capture.
-    /// On CUDA, for `Half`, `BFloat16` and `Float` with D = Dv, a multiple of 16 bytes up to 512, it is one
-    /// kernel that reads the part of the cache that is in use, and never waits for the host; otherwise
+    /// On CUDA, for `Half`, `BFloat16` and `Float` with D = Dv, a multiple of 16 bytes up to 512, and R / 2 values
+    /// that are one, too, it is one kernel that reads the part of the cache that is in use, and never waits for the host; otherwise
     /// libtorch's operations on the whole memory. A place outside of the cache is an error on the CPU;
     /// on CUDA it changes nothing in the cache, and the row's output has no meaning.
     ///
@@ -186,11 +186,15 @@ impl KvCache {
             return Err(check!(OP, query).refuse("a step before the first capture", "none", hint));
         }
         let counters =
-            match self.counters.take().filter(|counters| counters.numel() as i64 >= b * h) {
-                Some(counters) => counters,
+            match self.counters.as_ref().filter(|counters| counters.numel() as i64 >= b * h) {
+                Some(counters) => counters.shallow_clone(),
                 None => Tensor::f_zeros([b * h], like)?,
             };
         let scale = scale.unwrap_or(1.0 / (d as f64).sqrt());
+        let rope =
+            rope.map(|[cos, sin]| Ok::<_, Error>([cos.f_contiguous()?, sin.f_contiguous()?]));
+        let rope = rope.transpose()?;
+        let rope = rope.as_ref().map(|[cos, sin]| [cos, sin]);
         let output = attention::decode(&Operands {
             query,
             new: [key, value],
@@ -302,22 +306,23 @@ fn without_grad(argument: &Check<'_>) -> Result<()> {
 fn check_rope(query: &Tensor, rope: Option<[&Tensor; 2]>) -> Result<()> {
     let (batch, _, _, head_dim) = query.size4()?;
     let Some([cos, sin]) = rope else { return Ok(()) };
-    let of_cos = check!(OP, "rope's cos", cos).defined()?.dim(2, "[B, R/2]")?;
-    let half = cos.size2()?.1;
+    let of_cos = check!(OP, "rope's cos", cos).defined()?.dim(3, "[B, 1, R/2]")?;
+    let half = cos.size3()?.2;
     if half == 0 || 2 * half > head_dim {
-        let expected = format!("from 1 to {} columns, half of a head's values", head_dim / 2);
+        let expected = format!("1 or more columns, and no more than half of a head's {head_dim}");
         return Err(of_cos.refuse(expected, half.to_string(), ""));
     }
     for table in [of_cos, check!(OP, "rope's sin", sin).defined()?] {
-        table.shape("[B, R/2]", &[batch, half])?.kind_in(&[Kind::Float])?;
+        table.shape("[B, 1, R/2]", &[batch, 1, half])?.kind_in(&[Kind::Float])?;
         table.same_device_as(&check!(OP, query))?;
+        without_grad(&table)?;
     }
     Ok(())
 }
 
 /// Heads `[B, H, 1, D]`, whose pairs (i, i + R / 2) are rotated by the angles of their row.
 fn rotated(heads: &Tensor, [cos, sin]: [&Tensor; 2]) -> Result<Tensor> {
-    let (batch, half) = cos.size2()?;
+    let (batch, _, half) = cos.size3()?;
     let part = |from, count| heads.f_narrow(-1, from, count);
     let [cos, sin] = [cos.f_view([batch, 1, 1, half])?, sin.f_view([batch, 1, 1, half])?];
     let [a, b] = [part(0, half)?, part(half, half)?];

@@ -357,7 +357,7 @@ impl Attention {
         }
     }
 
-    /// The three layers of the projections and that of the output, if no two of them are one.
+    /// The layers of the three projections and of the output; `None` if one layer makes all projections.
     #[cfg(all(feature = "norm", feature = "mlp"))]
     pub(in crate::nn) fn layers(&self) -> Option<([&Linear; 3], &Linear)> {
         match &self.qkv {

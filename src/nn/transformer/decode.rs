@@ -25,7 +25,7 @@ impl TransformerBlock {
         let Some(Parts { norms, projections, out, feed_forward }) = self.parts(call) else {
             return Ok(None);
         };
-        // What has a branch comes from a block without these kernels.
+        // What has a branch comes from a block without these kernels, which the next ones will hardly have.
         let sum = &stream.sum;
         if stream.branch.is_some() || sum.dim() != 3 {
             return Ok(None);
@@ -46,7 +46,9 @@ impl TransformerBlock {
     }
 
     fn parts(&self, call: &AttentionCall<'_>) -> Option<Parts<'_>> {
-        call.places?;
+        if call.places.is_none() || (call.train && self.dropout > 0.0) {
+            return None;
+        }
         let (Norm::Rms(first), Norm::Rms(second)) = (&self.norms[0], &self.norms[1]) else {
             return None;
         };

@@ -27,7 +27,7 @@ struct Decode {
     lanes: i64,
     /// L, the number of tokens for which the cache has memory.
     length: i64,
-    /// So many thread blocks share the tokens of a unit: at most 8, as many as a cluster may have.
+    /// So many thread blocks share the tokens of a unit.
     splits: i64,
     /// Of a row and of a head.
     query_strides: [i64; 2],
@@ -37,7 +37,7 @@ struct Decode {
     scale: f32,
     /// Half, BFloat16 or Float.
     kind: i32,
-    /// R, the values of a head that are rotated: 0, or a multiple of 32 bytes. The others stay.
+    /// R, the number of values of a head that are rotated. R / 2 values are a multiple of 16 bytes.
     rotated: i64,
     /// `[B, R / 2]`, contiguous: the angles of each row's new token.
     cos: *const f32,
@@ -80,15 +80,18 @@ pub(crate) struct Operands<'a> {
     pub places: &'a Tensor,
     /// At least `B · H` zeros of kind `Int`.
     pub counters: &'a Tensor,
-    /// Cosines and sines, `[B, R / 2]`, by which the query and the new key are rotated.
+    /// Cosines and sines, `[B, 1, R / 2]`, by which the query and the new key are rotated.
     pub rope: Option<[&'a Tensor; 2]>,
     pub scale: f64,
 }
 
 /// A block for each multiprocessor of a large GPU: more of them would merge more than they save.
 const BLOCKS: i64 = 132;
-/// The blocks of a cluster.
-const MOST_SPLITS: i64 = 8;
+/// The blocks of a cluster, which merge fast.
+const IN_CLUSTER: i64 = 8;
+/// Fewer blocks than this share their tokens with more than a cluster has.
+const FEW: i64 = 64;
+const MOST_SPLITS: i64 = 32;
 /// Of a grid's second and third dimension.
 const MOST_IN_GRID: i64 = 65535;
 
@@ -127,7 +130,8 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
     let is_rotated_in_vectors = 2 * half <= head_dim
         && half % in_16_bytes == 0
         && of.rope.iter().flatten().all(|table| {
-            table.size() == [batch, half]
+            table.size() == [batch, 1, half]
+                && is_in_memory(table)
                 && table.is_contiguous()
                 && table.kind() == Kind::Float
                 && table.data_ptr().addr().is_multiple_of(16)
@@ -136,7 +140,8 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
     if !device.is_cuda() || !is_known || !fits || !all_are_readable {
         return Ok(None);
     }
-    let splits = (BLOCKS / units).min(length).clamp(1, MOST_SPLITS);
+    let most = if units * IN_CLUSTER < FEW { (FEW / units).min(MOST_SPLITS) } else { IN_CLUSTER };
+    let splits = (BLOCKS / units).min(length).clamp(1, most);
     let table =
         |which: usize| of.rope.map_or(std::ptr::null(), |rope| rope[which].data_ptr().cast());
     let output = empty_of(&[batch, heads, 1, head_dim], (kind, device))?;

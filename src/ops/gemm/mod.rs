@@ -19,6 +19,7 @@ pub use plan::{Counters, Way};
 
 use super::costs::multiprocessors;
 use super::kinds;
+use super::{linear::reshaped, rows};
 use crate::Result;
 use crate::ffi::tensor::is_in_memory;
 use costs::COSTS;
@@ -74,7 +75,7 @@ pub(crate) fn linear(
     compute(Operands { lhs: input, rhs: weight, bias, is_linear: true, relu: false }, way)
 }
 
-/// An RMS norm of a product's input x, which is not computed apart: Σ w x g / ‖x‖ = (Σ w (x g)) / ‖x‖.
+/// An RMS norm of a product's input x, which is not computed apart: Σ w (x / r) g = (Σ w (x g)) / r.
 #[derive(Clone, Copy)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 pub(crate) struct InputNorm<'a> {
@@ -83,8 +84,8 @@ pub(crate) struct InputNorm<'a> {
 }
 
 impl InputNorm<'_> {
-    /// Whether the kernel computes it. In `Half`, an input times its weight could overflow before it is divided
-    /// by the norm.
+    /// Whether the kernel computes it. In `Half`, an input times its weight could overflow before the sum is
+    /// divided; in `BFloat16` only if their sum of squares does, too.
     fn fits(&self, input: &Tensor) -> Result<bool> {
         let Self { weight, .. } = self;
         let is_row = weight.size() == [input.size().last().copied().unwrap_or(0)];
@@ -109,11 +110,10 @@ pub(crate) fn linear_add(
     if !input.is_contiguous() || !sum.is_contiguous() {
         return Ok(None);
     }
-    let rows = |tensor: &Tensor| tensor.f_view([-1, tensor.size().last().copied().unwrap_or(1)]);
     let (lhs, rhs, bias) = (&rows(input)?, &weight.f_tr()?, &rows(sum)?);
     let operands = Operands { lhs, rhs, bias: Some(bias), is_linear: false, relu: false };
     let output = compute(operands, way)?;
-    Ok(output.map(|output| output.f_view(sum.size().as_slice())).transpose()?)
+    output.map(|output| reshaped(&output, &sum.size())).transpose()
 }
 
 /// `input @ weightᵀ + bias` of several layers, for few rows, in one launch, or that of the input's norm.

@@ -15,10 +15,10 @@ pub(crate) fn normed_linear_each(
     norm: InputNorm<'_>,
     layers: [Layer<'_>; 3],
 ) -> Result<Option<[Tensor; 3]>> {
-    match is_alone(input) {
-        true => gemm::linear_together(input, Some(norm), layers, forced()),
-        false => Ok(None),
+    if !can_bypass(input) {
+        return Ok(None);
     }
+    gemm::linear_together(input, Some(norm), layers, forced())
 }
 
 /// `silu(x gateᵀ) (x upᵀ)` of x = `rms_norm(input)`. `None` unless one kernel computes it.
@@ -27,15 +27,15 @@ pub(crate) fn normed_gate(
     norm: InputNorm<'_>,
     [gate, up]: [&Tensor; 2],
 ) -> Result<Option<Tensor>> {
-    match is_alone(input) {
-        true => gemm::linear_gated(input, Some(norm), gate, up, forced()),
-        false => Ok(None),
+    if !can_bypass(input) {
+        return Ok(None);
     }
+    gemm::linear_gated(input, Some(norm), gate, up, forced())
 }
 
 /// `input @ weightᵀ + sum`, in one launch where a kernel computes it. `sum` has the output's size.
 pub(crate) fn linear_add(input: &Tensor, weight: &Tensor, sum: &Tensor) -> Result<Tensor> {
-    if is_alone(input)
+    if can_bypass(input)
         && let Some(output) = gemm::linear_add(input, weight, sum, forced())?
     {
         return Ok(output);
@@ -43,8 +43,9 @@ pub(crate) fn linear_add(input: &Tensor, weight: &Tensor, sum: &Tensor) -> Resul
     Ok(super::f_linear(input, weight, None)?.f_add(sum)?)
 }
 
-/// Whether no graph is recorded, and autocast would cast nothing of BFloat16.
-fn is_alone(input: &Tensor) -> bool {
+/// Whether kernels may be called without autograd and autocast: no graph is recorded, and autocast would
+/// cast nothing of BFloat16.
+fn can_bypass(input: &Tensor) -> bool {
     !tch_extension_grad_mode()
         && Autocast::kind(input.device()).is_none_or(|kind| kind == Kind::BFloat16)
 }

@@ -88,7 +88,7 @@ pub fn f_rms_norm(
 
 /// libtorch's `eps` for an input of this kind: the machine epsilon of the kind in which the operator
 /// computes.
-pub(super) fn default_eps(kind: Kind) -> f64 {
+pub(crate) fn default_eps(kind: Kind) -> f64 {
     if compute_kind(kind) == Kind::Double { f64::EPSILON } else { f64::from(f32::EPSILON) }
 }
 
