@@ -103,6 +103,22 @@ fn sequences_are_as_if_each_were_alone() {
     }
 }
 
+#[test]
+fn a_token_by_itself_sees_its_value() {
+    let _unchanged = unchanged();
+    for device in devices() {
+        let packed = Packed::f_from_lengths(&[1; 36], SIZE, device).expect("lengths");
+        for (kind, causal) in KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+            let inputs: Vec<_> =
+                inputs(2, 2, 16, kind, device).iter().map(|input| input.transpose(1, 2)).collect();
+            let options = options(Some(&packed), causal, true);
+            let y = scaled_dot_product_attention(&inputs[0], &inputs[1], &inputs[2], &options);
+            let bound = if is_half(kind) { 1e-2 } else { 1e-6 };
+            assert_close(&y, &inputs[2].repeat_interleave_self_int(2, 1, None), bound, bound);
+        }
+    }
+}
+
 /// Numbers in any order, twice, and outside of the tokens.
 #[test]
 fn what_begins_sequences_is_a_set() {

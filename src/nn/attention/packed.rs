@@ -208,7 +208,8 @@ impl Packed {
             Ok(if is_readable { rows } else { rows.f_contiguous()? })
         };
         let [query, key, value] = inputs;
-        let (cu, most, debug) = (&self.cu_seqlens, self.max_seqlen, false);
+        // At 1, it would take the number of sequences for that of tokens if heads are shared.
+        let (cu, most, debug) = (&self.cu_seqlens, self.max_seqlen.max(2), false);
         let (query, key, value) = (rows(query)?, rows(key)?, rows(value)?);
         let Outputs(outputs) = flash.call(args![
             &query,

@@ -51,6 +51,31 @@ fn tokens_one_by_one_give_the_logits_of_the_whole() {
     }
 }
 
+/// Rows have tokens at places of their own, as with prompts of different lengths.
+#[test]
+fn tokens_at_places_give_the_logits_of_their_rows() {
+    let _no_grad = tch::no_grad_guard();
+    let llama = crate::options::Size::LlamaMini.model(11);
+    for config in [config(), ModelConfig { context: 8, layers: 2, ..llama }] {
+        let model = Model::new(&config, Device::Cpu, 3).unwrap();
+        let tokens = Tensor::randint(11, [2, 7], (Kind::Int64, Device::Cpu));
+        let mut caches = model.caches(8);
+        let _ = model.continued(&tokens.narrow(1, 0, 6), &mut caches).unwrap();
+        // The second row's last tokens are padding.
+        let places = [6_i64, 4];
+        let of_row = |row: i64| tokens.narrow(0, row, 1).narrow(1, 0, places[row as usize] + 1);
+        let last = [0, 1].map(|row| of_row(row).narrow(1, places[row as usize], 1));
+        let (last, at) = (Tensor::cat(&last, 0), Tensor::from_slice(&places));
+        let hidden = model.placed(&last, &at, &mut caches).unwrap();
+        let found = model.logits(&hidden).unwrap();
+        for row in 0..2 {
+            let expected = model.next_logits(&of_row(row), &mut model.caches(8)).unwrap();
+            let found = found.get(row);
+            assert!(found.allclose(&expected, 1e-4, 1e-5, false), "row {row}");
+        }
+    }
+}
+
 /// Autocast rounds in the same places, so the numbers are the same.
 #[test]
 fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
