@@ -149,6 +149,7 @@ fn what_begins_sequences_is_a_set() {
         let none = Tensor::zeros([0], (Kind::Int64, device));
         let whole = Packed::f_new(&none, SIZE, t).expect("packed");
         assert_eq!(places(&whole), Tensor::arange(t, (Kind::Int64, device)).expand([b, t], false));
+        let _ = Packed::f_from_lengths(&[], [3, 0], device).expect("packed");
         let empty = Packed::f_from_lengths(&[0, 0], [0, 5], device).expect("packed");
         assert_eq!(places(&empty).size(), [0, 5]);
         let q = Tensor::zeros([0, 2, 5, 8], (Kind::Float, device));
@@ -176,6 +177,7 @@ fn what_does_not_fit_is_named() {
     new("size", "[-1, 3]", &ints, [-1, 3], 12);
     new("size", "less than 2³¹", &ints, [1 << 20, 1 << 20], 12);
     new("size", "less than 2³¹", &ints, [i64::MAX, 2], 12);
+    new("size", "less than 2³¹", &ints, [i64::MAX, 0], 12);
     new("max_seqlen", "T is always enough", &ints, SIZE, 0);
     for (lengths, text) in [
         (&[12, 12][..], "B·T = 36, got 24"),

@@ -233,8 +233,9 @@ impl Packed {
 
 /// The number of tokens, B·T.
 fn total(op: &str, [b, t]: [i64; 2]) -> Result<i64> {
-    let total = (b >= 0 && t >= 0).then(|| b.checked_mul(t)).flatten();
-    total.filter(|total| *total <= MOST_TOKENS).ok_or_else(|| {
+    // Also if there are no tokens, sizes must be of that kind.
+    let most = b.max(1).checked_mul(t.max(1)).filter(|most| *most <= MOST_TOKENS);
+    most.filter(|_| b >= 0 && t >= 0).map(|_| b * t).ok_or_else(|| {
         let expected = "B and T that are not negative, with less than 2³¹ tokens";
         Error::argument(op, "size", expected, format!("[{b}, {t}]"), "")
     })
