@@ -87,3 +87,30 @@ fn an_optimizer_that_does_not_fit_is_refused_by_name() {
     }
     succeeded(&place.train(&["--resume", "--steps", "40"]));
 }
+
+/// All of them begin with the same model.
+#[test]
+fn bench_trains_by_muon_adapters_and_layers_again() {
+    let place = Place::new();
+    place.bench_inputs();
+    let [data, inputs] = ["data", "llama"].map(|name| text(&place.path(name)));
+    let write = ["bench", "--inputs", &inputs, "--write", &data, "--size", "llama-mini"];
+    succeeded(&place.run(&[&write[..], &["--steps", "4", "--lora", "2"]].concat()));
+    let losses = |options: &[&str]| {
+        let bench = ["bench", "--inputs", &inputs, "--device", "cpu"];
+        let printed = succeeded(&place.run(&[&bench[..], options].concat()));
+        let result: serde_json::Value = serde_json::from_str(&printed).unwrap();
+        let losses = result["losses"].as_array().unwrap().iter();
+        losses.map(|loss| loss.as_f64().unwrap()).collect::<Vec<_>>()
+    };
+    let adamw = losses(&[]);
+    assert_eq!(losses(&["--recompute-layers"]), adamw);
+    for options in [["--optimizer", "muon"], ["--lora", "2"]] {
+        let found = losses(&options);
+        assert!(
+            (found[0] - adamw[0]).abs() < 1e-6 && found[3] != adamw[3],
+            "{options:?}: {found:?}"
+        );
+        assert!(found[3] < found[0], "{options:?}: {found:?}");
+    }
+}
