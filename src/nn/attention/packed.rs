@@ -1,5 +1,6 @@
 //! Several sequences in a row of tokens, which do not see one another.
 
+use super::super::Functional;
 use super::backend::SdpaBackend;
 use super::functional::OP;
 use crate::cuda::device_properties;
@@ -228,6 +229,13 @@ impl Packed {
         let output = first.ok_or_else(|| Error::msg(format!("{OP}: libtorch gave no tensor")))?;
         let ([b, t], (_, heads, features)) = (self.size, output.size3()?);
         Ok(output.f_view([b, t, heads, features])?.f_transpose(1, 2)?)
+    }
+}
+
+impl Functional for Packed {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let [cu_seqlens, sequences] = [&self.cu_seqlens, &self.sequences].map(replace);
+        Packed { cu_seqlens, sequences, ..*self }
     }
 }
 
