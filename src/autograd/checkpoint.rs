@@ -22,7 +22,8 @@ use torch_sys::C_tensor;
 /// drops the same elements. Afterwards the random state is what it was before the second run. As in
 /// PyTorch, the random state belongs to the whole process: if another thread draws random numbers
 /// meanwhile, or runs such a backward pass, it may get some numbers twice and change the numbers
-/// that this one draws. Second derivatives (`create_graph`) are right.
+/// that this one draws. In the capture of a CUDA graph the random state cannot be set back, so the
+/// function must draw no numbers there. Second derivatives (`create_graph`) are right.
 ///
 /// Every tensor that requires grad must be an input, weights included. A closure cannot capture a
 /// bare `Tensor` (it is not `Sync`). A tensor that the closure reaches in another way, such as

@@ -1,5 +1,6 @@
 //! Layer normalisation as a module.
 
+use super::Functional;
 use crate::ops::{
     AddLayerNormOptions, add_layer_norm_reference, f_add_layer_norm, f_layer_norm,
     layer_norm_reference,
@@ -141,6 +142,17 @@ impl LayerNorm {
         let (shape, weight) = (&self.normalized_shape, self.weight.as_ref());
         let options = AddLayerNormOptions { eps: self.config.eps, dropout };
         op(input, residual, shape, weight, self.bias.as_ref(), &options)
+    }
+}
+
+impl Functional for LayerNorm {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        LayerNorm {
+            weight: self.weight.as_ref().map(&mut *replace),
+            bias: self.bias.as_ref().map(&mut *replace),
+            normalized_shape: self.normalized_shape.clone(),
+            config: self.config,
+        }
     }
 }
 

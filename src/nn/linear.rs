@@ -1,5 +1,6 @@
 //! A linear layer as a module.
 
+use super::Functional;
 use crate::ops::{f_linear, f_linear_each, f_linear_parts};
 use crate::{Error, Result, check};
 use std::borrow::Borrow;
@@ -158,6 +159,17 @@ impl Linear {
         // The weight is frozen as a rule, so that its gradient needs no concatenation.
         let parts = self.adapted(lora, input)?.f_split_with_sizes(sizes, -1)?;
         parts.try_into().map_err(|_| Error::msg("nn::Linear: internal error: expected three parts"))
+    }
+}
+
+impl Functional for Linear {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let lora = self.lora.as_ref().map(|Lora { a, b, scale }| Lora {
+            a: replace(a),
+            b: replace(b),
+            scale: *scale,
+        });
+        Linear { ws: replace(&self.ws), bs: self.bs.as_ref().map(replace), lora }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The feed-forward parts of transformers as modules.
 
-use super::{Linear, linear};
+use super::{Functional, Linear, linear};
 use crate::ops::{
     GeluMlpOptions, SwigluMlpOptions, f_gelu_mlp, f_swiglu_mlp, gelu_mlp_reference,
     swiglu_mlp_reference,
@@ -100,6 +100,13 @@ impl Mlp {
         };
         let (fc, proj) = (&self.fc, &self.proj);
         op(input, &fc.ws, fc.bs.as_ref(), &proj.ws, proj.bs.as_ref(), &self.config.options)
+    }
+}
+
+impl Functional for Mlp {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let [fc, proj] = [&self.fc, &self.proj].map(|layer| layer.with_tensors(replace));
+        Mlp { fc, proj, ..*self }
     }
 }
 
@@ -209,6 +216,14 @@ impl SwiGlu {
             MlpOp::Fused => f_swiglu_mlp(input, gate, up, down, &config.options),
             MlpOp::Composite => swiglu_mlp_reference(input, gate, up, down),
         }
+    }
+}
+
+impl Functional for SwiGlu {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let layers = [&self.gate, &self.up, &self.down];
+        let [gate, up, down] = layers.map(|layer| layer.with_tensors(replace));
+        SwiGlu { gate, up, down, ..*self }
     }
 }
 

@@ -2,6 +2,7 @@
 //! ends, and weights in PyTorch's files.
 
 mod attention;
+mod checkpoint;
 mod embedding;
 mod kernels;
 #[cfg(feature = "norm")]
@@ -35,6 +36,7 @@ pub use attention::{
     f_scaled_dot_product_attention, f_sdpa_backend, scaled_dot_product_attention,
     scaled_dot_product_attention_reference, sdpa_kernel, sdpa_kernel_by_priority,
 };
+pub use checkpoint::{Functional, checkpoint};
 pub use embedding::{Embedding, embedding};
 #[cfg(feature = "norm")]
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};

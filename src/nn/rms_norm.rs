@@ -1,5 +1,6 @@
 //! RMS normalisation as a module.
 
+use super::Functional;
 use crate::ops::{
     AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm, f_rms_norm, rms_norm_reference,
 };
@@ -142,6 +143,16 @@ impl RmsNorm {
         let (shape, weight) = (&self.normalized_shape, self.weight.as_ref());
         let options = AddRmsNormOptions { eps: self.config.eps, dropout };
         op(input, residual, shape, weight, &options)
+    }
+}
+
+impl Functional for RmsNorm {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        RmsNorm {
+            weight: self.weight.as_ref().map(&mut *replace),
+            normalized_shape: self.normalized_shape.clone(),
+            config: self.config,
+        }
     }
 }
 

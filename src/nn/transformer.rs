@@ -3,9 +3,9 @@
 mod decode;
 
 use super::{
-    Attention, AttentionCall, AttentionConfig, LayerNorm, LayerNormConfig, LayerNormOp, Linear,
-    Mlp, MlpConfig, MlpOp, RmsNorm, RmsNormConfig, RmsNormOp, SwiGlu, SwiGluConfig, attention,
-    layer_norm, mlp, rms_norm, swiglu,
+    Attention, AttentionCall, AttentionConfig, Functional, LayerNorm, LayerNormConfig, LayerNormOp,
+    Linear, Mlp, MlpConfig, MlpOp, RmsNorm, RmsNormConfig, RmsNormOp, SwiGlu, SwiGluConfig,
+    attention, layer_norm, mlp, rms_norm, swiglu,
 };
 use crate::Result;
 use std::borrow::Borrow;
@@ -61,6 +61,15 @@ impl Norm {
             Norm::Rms(norm) => norm.f_forward_add(branch, &stream.sum, *dropout)?,
         };
         Ok((Residual::new(sum), output))
+    }
+}
+
+impl Functional for Norm {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        match self {
+            Norm::Layer(norm) => Norm::Layer(norm.with_tensors(replace)),
+            Norm::Rms(norm) => Norm::Rms(norm.with_tensors(replace)),
+        }
     }
 }
 
@@ -305,6 +314,20 @@ impl TransformerBlock {
     pub fn f_forward_t(&self, input: &Tensor, train: bool) -> Result<Tensor> {
         let call = AttentionCall { train, ..Default::default() };
         self.f_forward(&Residual::new(input.shallow_clone()), call)?.f_total()
+    }
+}
+
+impl Functional for TransformerBlock {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        TransformerBlock {
+            norms: self.norms.each_ref().map(|norm| norm.with_tensors(replace)),
+            attention: self.attention.with_tensors(replace),
+            feed_forward: match &self.feed_forward {
+                FeedForward::Mlp(layer) => FeedForward::Mlp(layer.with_tensors(replace)),
+                FeedForward::SwiGlu(layer) => FeedForward::SwiGlu(layer.with_tensors(replace)),
+            },
+            ..*self
+        }
     }
 }
 

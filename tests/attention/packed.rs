@@ -103,6 +103,22 @@ fn sequences_are_as_if_each_were_alone() {
     }
 }
 
+#[test]
+fn a_token_by_itself_sees_its_value() {
+    let _unchanged = unchanged();
+    for device in devices() {
+        let packed = Packed::f_from_lengths(&[1; 36], SIZE, device).expect("lengths");
+        for (kind, causal) in KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+            let inputs: Vec<_> =
+                inputs(2, 2, 16, kind, device).iter().map(|input| input.transpose(1, 2)).collect();
+            let options = options(Some(&packed), causal, true);
+            let y = scaled_dot_product_attention(&inputs[0], &inputs[1], &inputs[2], &options);
+            let bound = if is_half(kind) { 1e-2 } else { 1e-6 };
+            assert_close(&y, &inputs[2].repeat_interleave_self_int(2, 1, None), bound, bound);
+        }
+    }
+}
+
 /// Numbers in any order, twice, and outside of the tokens.
 #[test]
 fn what_begins_sequences_is_a_set() {
@@ -133,6 +149,7 @@ fn what_begins_sequences_is_a_set() {
         let none = Tensor::zeros([0], (Kind::Int64, device));
         let whole = Packed::f_new(&none, SIZE, t).expect("packed");
         assert_eq!(places(&whole), Tensor::arange(t, (Kind::Int64, device)).expand([b, t], false));
+        let _ = Packed::f_from_lengths(&[], [3, 0], device).expect("packed");
         let empty = Packed::f_from_lengths(&[0, 0], [0, 5], device).expect("packed");
         assert_eq!(places(&empty).size(), [0, 5]);
         let q = Tensor::zeros([0, 2, 5, 8], (Kind::Float, device));
@@ -160,6 +177,7 @@ fn what_does_not_fit_is_named() {
     new("size", "[-1, 3]", &ints, [-1, 3], 12);
     new("size", "less than 2³¹", &ints, [1 << 20, 1 << 20], 12);
     new("size", "less than 2³¹", &ints, [i64::MAX, 2], 12);
+    new("size", "less than 2³¹", &ints, [i64::MAX, 0], 12);
     new("max_seqlen", "T is always enough", &ints, SIZE, 0);
     for (lengths, text) in [
         (&[12, 12][..], "B·T = 36, got 24"),

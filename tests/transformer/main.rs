@@ -1,14 +1,16 @@
 //! Tests of `nn::TransformerBlock`: against the same maths in plain tch operations, with a cache, and
 //! by training a small language model in bf16.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use tch::nn::{self, Module, ModuleT, OptimizerConfig, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::Result;
 use tch_extension::amp::Autocast;
-use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::autograd::{GradOptions, Tensors, grad, register_post_accumulate_grad_hook};
 use tch_extension::nn::{
-    AttentionCall, KvCache, Residual, RopeConfig, TransformerBlock, TransformerBlockConfig, norm,
-    rope, transformer_block,
+    AttentionCall, KvCache, Residual, RopeConfig, TransformerBlock, TransformerBlockConfig,
+    checkpoint, norm, rope, transformer_block,
 };
 use tch_extension::ops::{
     LinearCrossEntropyOptions, ProductWay, f_linear_cross_entropy, f_rope_tables, force,
@@ -126,6 +128,59 @@ fn a_stream_through_blocks_is_the_blocks_one_after_another() {
             assert_close(&total.sum.detach(), &one_by_one.detach(), 1e-5, 1e-5);
             let (_, expected) = last.f_forward(&Residual::new(one_by_one)).expect("a norm");
             assert_close(&output.detach(), &expected.detach(), 1e-5, 1e-5);
+        }
+    }
+}
+
+/// With a frozen parameter. The gradients come once.
+#[test]
+fn a_block_that_is_computed_again_has_the_same_gradients() {
+    for device in devices() {
+        for config in configs() {
+            let vs = VarStore::new(device);
+            let layer = block(&vs, config);
+            let mut all: Vec<_> = vs.variables().into_iter().collect();
+            all.sort_by(|a, b| a.0.cmp(&b.0));
+            let frozen = all.remove(0).1.set_requires_grad(false);
+            let x = Tensor::randn([2, 7, DIM], (Kind::Float, device)).set_requires_grad(true);
+            all.push(("x".to_string(), x.shallow_clone()));
+            let calls = Arc::new(AtomicUsize::new(0));
+            let hooks: Vec<_> = all
+                .iter()
+                .map(|(_, leaf)| {
+                    let calls = Arc::clone(&calls);
+                    let count = move |_: &Tensor| {
+                        calls.fetch_add(1, Ordering::SeqCst);
+                        Ok(())
+                    };
+                    register_post_accumulate_grad_hook(leaf, count).expect("a hook")
+                })
+                .collect();
+            let run = |layer: &TransformerBlock, inputs: &[Option<Tensor>]| match inputs {
+                [Some(x)] => Ok(layer.f_forward_t(x, true)?.into()),
+                _ => unreachable!("one input"),
+            };
+            let mut of = |is_kept: bool| {
+                let y = match is_kept {
+                    true => layer.f_forward_t(&x, true),
+                    false => checkpoint(&layer, run, &[Some(&x)]).and_then(Tensors::single),
+                }
+                .expect("an output");
+                y.square().sum(Kind::Float).backward();
+                let grads: Vec<Tensor> = all.iter().map(|(_, leaf)| leaf.grad().copy()).collect();
+                all.iter_mut().for_each(|(_, leaf)| leaf.zero_grad());
+                (y.detach(), grads)
+            };
+            let ((y, expected), (again, found)) = (of(true), of(false));
+            assert_eq!(y, again);
+            for (found, expected) in found.iter().zip(&expected) {
+                match device {
+                    Device::Cpu => assert_eq!(found, expected),
+                    _ => assert_close(found, expected, 1e-5, 1e-5),
+                }
+            }
+            assert!(!frozen.grad().defined());
+            assert_eq!(calls.load(Ordering::SeqCst), 2 * hooks.len());
         }
     }
 }

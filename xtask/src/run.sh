@@ -16,7 +16,8 @@ run.sh COMMAND [ARGUMENTS]
   tune [SEED] [OPERATOR…] [240s]   measures what each way costs on this GPU, and writes the table by which operators choose
   rivals [WORD…]                what a Python user would call instead (torch.compile; Liger, Quack where installed): rivals.json
   llm [ARGUMENTS]               language models: `llm train`, `llm sample` and others (examples/llm)
-  versus-pytorch [ARGUMENTS]    GPT-2 in Rust and in PyTorch, in turns: versus.json and versus.svg; --size char|124m, --steps N
+  versus-pytorch [ARGUMENTS]    language models in Rust and in PyTorch, in turns: versus.json and versus.svg; --size char|124m|llama-1b,
+                                --modes train,lora,muon,decode, --steps N
   criterion [ARGUMENTS]         the same with criterion's statistics
   demo [ARGUMENTS]              the character-level language model
   exec FILE [ARGUMENTS]         any program of the bundle, such as tests/lltm_cell
@@ -420,7 +421,7 @@ case $command in
     ;;
   versus-pytorch)
     prepare
-    exec "${PYTHON:-python3}" "$here/files/examples/llm/versus_pytorch.py" --llm "$here/examples/llm" --out "$out" "$@"
+    exec "${PYTHON:-python3}" "$here/files/examples/llm/versus_pytorch" --llm "$here/examples/llm" --out "$out" "$@"
     ;;
   exec)
     prepare

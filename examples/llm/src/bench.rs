@@ -4,11 +4,12 @@
 use crate::data::{Loader, Order, windows};
 use crate::device::{self, Precision};
 use crate::files::{prepare_folder, write_bytes, write_whole};
+use crate::lora::Lora;
 use crate::model::Model;
 use crate::options::Size;
 use crate::progress::say;
 use crate::ranks::{Division, Ranks};
-use crate::settings::{DataId, Settings};
+use crate::settings::{DataId, Optimizer, Settings};
 use crate::step::{Trainer, TrainerOptions};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Context, Result, bail, ensure};
@@ -24,6 +25,7 @@ use tch_extension::nn::state_dict;
 
 const SETTINGS: &str = "settings.json";
 const WEIGHTS: &str = "weights.safetensors";
+const ADAPTERS: &str = "adapters.safetensors";
 const BATCHES: &str = "batches.safetensors";
 /// Rounds of which each is timed. One before them is not.
 const ROUNDS: i64 = 5;
@@ -48,6 +50,12 @@ pub struct BenchOptions {
     /// With --write: seed of the weights and of the order of the batches
     #[arg(long, default_value_t = 1)]
     pub seed: i64,
+    /// Train adapters of this rank with frozen weights; --write writes those to begin with
+    #[arg(long, value_name = "RANK")]
+    pub lora: Option<i64>,
+    /// What updates the matrices of the blocks; AdamW updates all else
+    #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
+    pub optimizer: Optimizer,
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
@@ -58,6 +66,9 @@ pub struct BenchOptions {
     /// memory
     #[arg(long)]
     pub recompute: bool,
+    /// Keep only the input of each layer, and compute the layer again in the backward pass
+    #[arg(long)]
+    pub recompute_layers: bool,
     /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
     #[arg(long)]
     pub no_capture: bool,
@@ -113,11 +124,16 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     }
     (settings.steps, settings.accumulate, settings.seed) = (options.steps, 1, options.seed);
     settings.warm_up = settings.warm_up.min(options.steps / 10);
+    settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
     settings.check()?;
-    let model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
+    let mut model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
     let order = Order::new(tokens.len(Part::Train), settings.model.context, settings.seed)?;
     prepare_folder("--inputs", &options.inputs)?;
     state_dict::save(&model.variables, options.inputs.join(WEIGHTS), &Default::default())?;
+    if let Some(lora) = settings.lora.take() {
+        model.adapt(&lora, settings.seed)?;
+        state_dict::save(model.trained(), options.inputs.join(ADAPTERS), &Default::default())?;
+    }
     let windows_needed = (settings.steps * settings.batch) as u64;
     let starts: Vec<usize> = (0..windows_needed).map(|window| order.start(window)).collect();
     let context = settings.model.context as usize;
@@ -127,50 +143,17 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     write_whole(&options.inputs.join(BATCHES), |path| {
         Ok(Tensor::write_safetensors(&[("batches", &batches)], path)?)
     })?;
-    write_bytes(
-        &options.inputs.join(SETTINGS),
-        serde_json::to_string_pretty(&Inputs::of(&settings))?,
-    )?;
-    say(&format!("{} batches in {}", settings.steps, options.inputs.display()))
+    let rates = (0..settings.steps).map(|step| settings.learning_rate(step)).collect();
+    let inputs = serde_json::to_string_pretty(&Inputs { rates, settings })?;
+    write_bytes(&options.inputs.join(SETTINGS), inputs)?;
+    say(&format!("{} batches in {}", options.steps, options.inputs.display()))
 }
 
-/// The settings as another program reads them: with all numbers as numbers.
 #[derive(Debug, Serialize, Deserialize)]
 struct Inputs {
-    vocabulary: i64,
-    context: i64,
-    layers: i64,
-    heads: i64,
-    dim: i64,
-    batch: i64,
-    steps: i64,
-    warm_up: i64,
-    clip: f64,
-    weight_decay: f64,
     /// The learning rate of each step.
     rates: Vec<f64>,
-    /// For `--precision` and the rest of our own settings.
     settings: Settings,
-}
-
-impl Inputs {
-    fn of(settings: &Settings) -> Inputs {
-        let model = &settings.model;
-        Inputs {
-            vocabulary: model.vocabulary,
-            context: model.context,
-            layers: model.layers,
-            heads: model.heads,
-            dim: model.dim,
-            batch: settings.batch,
-            steps: settings.steps,
-            warm_up: settings.warm_up,
-            clip: settings.clip,
-            weight_decay: settings.weight_decay,
-            rates: (0..settings.steps).map(|step| settings.learning_rate(step)).collect(),
-            settings: settings.clone(),
-        }
-    }
 }
 
 struct Bench {
@@ -199,16 +182,24 @@ impl Bench {
         let text = std::fs::read_to_string(&file).with_context(|| {
             format!("cannot read {} (make --inputs with `bench --write`)", file.display())
         })?;
-        let Inputs { rates, mut settings, .. } = serde_json::from_str(&text)
+        let Inputs { rates, mut settings } = serde_json::from_str(&text)
             .with_context(|| format!("{} is not what --write makes", file.display()))?;
         settings.precision = options.precision.unwrap_or(Precision::of(device));
         settings.model.recompute = options.recompute;
+        settings.model.recompute_layers = options.recompute_layers;
+        settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
+        settings.updates.optimizer = options.optimizer;
         settings.check()?;
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
         }
         let mut model = Model::zeros(&settings.model, device)?;
         state_dict::load(&model.variables, &[options.inputs.join(WEIGHTS)], &Default::default())?;
+        if let Some(lora) = &settings.lora {
+            model.adapt(lora, settings.seed)?;
+            let file = options.inputs.join(ADAPTERS);
+            state_dict::load(model.trained(), &[file], &Default::default())?;
+        }
         if let Some(kind) = settings.precision.half().filter(|_| !options.float_weights) {
             model.round(kind)?;
         }

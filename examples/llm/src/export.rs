@@ -145,6 +145,7 @@ fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
         steps: 1,
         lr: 1e-4,
         warm_up: 0,
+        updates: Default::default(),
         weight_decay: 0.0,
         clip: 1.0,
         seed: 1,
@@ -290,9 +291,11 @@ mod tests {
             dim: 8,
             dropout: 0.0,
             recompute: false,
+            recompute_layers: false,
             llama: None,
             ends: vec![],
         };
+        let _alone = crate::sample::tests::alone();
         let model = Model::new(&config, Device::Cpu, 5).unwrap();
         let bytes = Tokenizer::bytes();
         let settings = settings_of(config, &bytes);

@@ -210,6 +210,7 @@ fn read_gpt2(config: &Value) -> Result<ModelConfig> {
         dim,
         dropout: given(config, "resid_pdrop")?.unwrap_or(0.0),
         recompute: false,
+        recompute_layers: false,
         llama: None,
         ends: vec![],
     })
@@ -248,6 +249,7 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
         dim,
         dropout: 0.0,
         recompute: false,
+        recompute_layers: false,
         llama: Some(Llama {
             member,
             kv_heads: given(config, "num_key_value_heads")?.unwrap_or(kv_heads),

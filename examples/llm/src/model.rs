@@ -12,9 +12,9 @@ use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::nn::{
-    AttentionCall, Embedding, FeedForwardConfig, KvCache, Norm, NormConfig, Packed, QkTransform,
-    Residual, RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig, embedding, norm,
-    rms_norm, transformer_block,
+    AttentionCall, Embedding, FeedForwardConfig, Functional, KvCache, Norm, NormConfig, Packed,
+    QkTransform, Residual, RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig,
+    checkpoint, embedding, norm, rms_norm, transformer_block,
 };
 use tch_extension::ops::{
     LinearCrossEntropyOptions, RopeOptions, f_linear, f_linear_cross_entropy, f_rope,
@@ -41,6 +41,9 @@ pub struct ModelConfig {
     /// of keeping them.
     #[serde(default)]
     pub recompute: bool,
+    /// Whether it computes whole layers again, of which only the inputs are kept.
+    #[serde(default)]
+    pub recompute_layers: bool,
     /// What makes it a member of Llama's family. Without it, it is a GPT-2.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub llama: Option<Llama>,
@@ -108,7 +111,11 @@ impl ModelConfig {
     /// An estimate of the bytes that training in Float takes: weights, gradients and two moments unless
     /// the weights are frozen, and what the backward pass needs of each token.
     pub fn training_bytes(&self, tokens: i64, is_frozen: bool) -> u64 {
-        let kept = 16 * self.dim as u64 * self.layers as u64;
+        let kept = match (self.layers as u64, self.recompute_layers) {
+            (layers, false) => 16 * layers,
+            // Those of the layer at work, and the inputs of all.
+            (layers, true) => 16 + 2 * layers,
+        } * self.dim as u64;
         let each = if is_frozen { 4 } else { 16 };
         each * self.parameters() as u64 + 4 * tokens as u64 * kept
     }
@@ -191,6 +198,13 @@ impl Rotary {
         f_rope(&q, &k, cos, sin, &RopeOptions { offset, ..Default::default() })
     }
 
+    /// What rotates queries and keys of one layer, as its first.
+    fn of_layer(&self, layer: usize) -> Rotary {
+        let mut one = self.with_tensors(&mut |tensor| tensor.shallow_clone());
+        one.norms = one.norms.into_iter().skip(layer).take(1).collect();
+        one
+    }
+
     /// The tables' rows at positions `[B, T]`.
     fn rows(&self, positions: &Tensor) -> tch_extension::Result<[Tensor; 2]> {
         let (b, t) = positions.size2()?;
@@ -199,6 +213,35 @@ impl Rotary {
             Ok(rows.f_view([b, t, -1])?)
         };
         Ok([rows(&self.cos)?, rows(&self.sin)?])
+    }
+}
+
+impl Functional for Rotary {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let (cos, sin) = (replace(&self.cos), replace(&self.sin));
+        let pairs = self.norms.iter();
+        let norms = pairs.map(|pair| pair.each_ref().map(|norm| norm.with_tensors(replace)));
+        Rotary { cos, sin, norms: norms.collect() }
+    }
+}
+
+/// A block and what rotates its queries and keys, to be computed again.
+struct Layer {
+    block: TransformerBlock,
+    rotary: Option<Rotary>,
+    /// The rows of the tables, if tokens have some of their own.
+    rows: Option<[Tensor; 2]>,
+    packed: Option<Packed>,
+}
+
+impl Functional for Layer {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        Layer {
+            block: self.block.with_tensors(replace),
+            rotary: self.rotary.as_ref().map(|rotary| rotary.with_tensors(replace)),
+            rows: self.rows.as_ref().map(|rows| rows.each_ref().map(&mut *replace)),
+            packed: self.packed.as_ref().map(|packed| packed.with_tensors(replace)),
+        }
     }
 }
 
@@ -514,6 +557,10 @@ impl Model {
         let rope = rotary.filter(|rotary| rotary.norms.is_empty()).and(places).and(rows);
         let rope = rope.map(|[cos, sin]| [cos, sin]);
         for (index, block) in self.blocks.iter().enumerate() {
+            if self.config.recompute_layers && caches.is_none() {
+                stream = self.recomputed(index, &stream, train, rows, packed)?;
+                continue;
+            }
             let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
             let rotated = rotary.map(|rotary| {
                 move |q: &Tensor, k: &Tensor, offset| rotary.rotated(index, q, k, offset, rows)
@@ -525,6 +572,50 @@ impl Model {
             stream = block.f_forward(&stream, call)?;
         }
         Ok(self.norm.f_forward(&stream)?.1)
+    }
+
+    /// What a layer makes of the stream, which the backward pass computes again.
+    fn recomputed(
+        &self,
+        index: usize,
+        stream: &Residual,
+        train: bool,
+        rows: Option<&[Tensor; 2]>,
+        packed: Option<&Packed>,
+    ) -> tch_extension::Result<Residual> {
+        let same = &mut |tensor: &Tensor| tensor.shallow_clone();
+        let rotary = match &self.positions {
+            Positions::Rotary(rotary) => Some(rotary.of_layer(index)),
+            Positions::Learned(_) => None,
+        };
+        let layer = Layer {
+            block: self.blocks[index].with_tensors(same),
+            rotary,
+            rows: rows.map(|rows| rows.each_ref().map(&mut *same)),
+            packed: packed.map(|packed| packed.with_tensors(same)),
+        };
+        let (branch, dropout) = stream.branch.as_ref().map(|(branch, p)| (branch, *p)).unzip();
+        let run = move |layer: &Layer, inputs: &[Option<Tensor>]| {
+            let [Some(sum), branch] = inputs else {
+                return Err(tch_extension::Error::msg("a stream is its sum and its branch"));
+            };
+            let branch = branch.as_ref().map(Tensor::shallow_clone).zip(dropout);
+            let stream = Residual { sum: sum.shallow_clone(), branch };
+            let rotated = layer.rotary.as_ref().map(|rotary| {
+                move |q: &Tensor, k: &Tensor, offset| {
+                    rotary.rotated(0, q, k, offset, layer.rows.as_ref())
+                }
+            });
+            let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
+            let packed = layer.packed.as_ref();
+            let call = AttentionCall { train, transform, packed, ..Default::default() };
+            let Residual { sum, branch } = layer.block.f_forward(&stream, call)?;
+            Ok([Some(sum), branch.map(|(branch, _)| branch)].into())
+        };
+        let outputs = checkpoint(&layer, run, &[Some(&stream.sum), branch])?;
+        let [sum, branch] = outputs.exactly()?;
+        let dropout = if train { self.config.dropout } else { 0.0 };
+        Ok(Residual { sum, branch: Some((branch, dropout)) })
     }
 }
 

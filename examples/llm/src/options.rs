@@ -9,7 +9,7 @@ use crate::model::ModelConfig;
 use crate::origin::Origin;
 use crate::prepare::TextOptions;
 use crate::sample::Drawing;
-use crate::settings::{DataId, Settings, Source};
+use crate::settings::{DataId, Optimizer, Settings, Source};
 use anyhow::{Result, anyhow, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -112,6 +112,7 @@ impl Size {
             dim,
             dropout: 0.0,
             recompute: false,
+            recompute_layers: false,
             llama: self.llama(),
             ends: vec![],
         }
@@ -128,6 +129,7 @@ impl Size {
             lr,
             warm_up,
             weight_decay: 0.1,
+            updates: Default::default(),
             clip: 1.0,
             seed: 1,
             data,
@@ -231,6 +233,10 @@ pub struct Changes {
     /// memory
     #[arg(long)]
     recompute: bool,
+    /// Keep only the input of each layer, and compute the layer again in the backward pass, which
+    /// saves most memory and takes a third more operations
+    #[arg(long)]
+    recompute_layers: bool,
     /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     precision: Option<Precision>,
@@ -243,7 +249,16 @@ pub struct Changes {
     /// Steps of the whole run
     #[arg(long, value_name = "N")]
     steps: Option<i64>,
-    /// Peak learning rate of AdamW, which falls to a tenth along a cosine [default: the size's, with
+    /// What updates the matrices of the blocks; AdamW updates all else [default: adamw]
+    #[arg(long, value_enum, value_name = "NAME")]
+    optimizer: Option<Optimizer>,
+    /// Peak learning rate of Muon's matrices, whose updates are as large as AdamW's [default: --lr]
+    #[arg(long, value_name = "RATE")]
+    muon_lr: Option<f64>,
+    /// How much of the mean of earlier gradients Muon keeps [default: 0.95]
+    #[arg(long, value_name = "SHARE")]
+    muon_momentum: Option<f64>,
+    /// Peak learning rate, which falls to a tenth along a cosine [default: the size's, with
     /// --init a tenth of it, unless adapters are trained]
     #[arg(long, value_name = "RATE")]
     lr: Option<f64>,
@@ -287,6 +302,7 @@ impl Changes {
         set(&mut model.dim, self.dim);
         set(&mut model.dropout, self.dropout);
         set(&mut model.recompute, self.recompute.then_some(true));
+        set(&mut model.recompute_layers, self.recompute_layers.then_some(true));
         set(&mut settings.precision, self.precision);
         set(&mut settings.batch, self.batch);
         set(&mut settings.accumulate, self.accumulate);
@@ -294,6 +310,10 @@ impl Changes {
         set(&mut settings.lr, self.lr);
         set(&mut settings.warm_up, self.warm_up);
         set(&mut settings.weight_decay, self.weight_decay);
+        let updates = &mut settings.updates;
+        set(&mut updates.optimizer, self.optimizer);
+        updates.muon_lr = self.muon_lr.or(updates.muon_lr);
+        updates.muon_momentum = self.muon_momentum.or(updates.muon_momentum);
         set(&mut settings.clip, self.clip);
         set(&mut settings.documents, self.documents);
         set(&mut settings.seed, self.seed);
@@ -319,16 +339,8 @@ impl Changes {
     /// as with the context of the `preset`.
     pub fn apply_to_preset(&self, settings: Settings, preset: i64, is_new: bool) -> Settings {
         let mut settings = self.apply(settings);
-        let ModelConfig { context, heads, dim, ref mut llama, .. } = settings.model;
-        if let Some(llama) = llama.as_mut().filter(|_| is_new) {
-            (llama.positions, llama.head_dim) = (context, dim / heads.max(1));
-            if self.dim.is_some() {
-                // As in Llama 2, and a multiple of 32.
-                llama.hidden = (dim.saturating_mul(8) / 3 + 31) & !31;
-            }
-            if self.heads.is_some() {
-                llama.kv_heads = heads;
-            }
+        if is_new {
+            self.fit_llama(&mut settings.model);
         }
         if self.batch.is_none() && !is_new {
             // As many tokens as the size's.
@@ -338,6 +350,20 @@ impl Changes {
             settings.warm_up = settings.warm_up.min(settings.steps / 10);
         }
         settings
+    }
+
+    /// Gives a size of Llama's architecture what follows from its other sizes.
+    fn fit_llama(&self, model: &mut ModelConfig) {
+        let ModelConfig { context, heads, dim, ref mut llama, .. } = *model;
+        let Some(llama) = llama else { return };
+        (llama.positions, llama.head_dim) = (context, dim / heads.max(1));
+        if self.dim.is_some() {
+            // As in Llama 2, and a multiple of 32.
+            llama.hidden = (dim.saturating_mul(8) / 3 + 31) & !31;
+        }
+        if self.heads.is_some() {
+            llama.kv_heads = heads;
+        }
     }
 }
 
@@ -368,6 +394,13 @@ impl TrainOptions {
                 1_i64 << 40
             );
         }
+        let Changes { optimizer, muon_lr, muon_momentum, .. } = &self.changes;
+        ensure!(
+            self.resume
+                || *optimizer == Some(Optimizer::Muon)
+                || muon_lr.or(*muon_momentum).is_none(),
+            "--muon-lr and --muon-momentum are for --optimizer muon: give it, or leave them out"
+        );
         if let Some(peak) = self.peak {
             ensure!(
                 peak > 0.0 && peak <= 1e9,
@@ -453,13 +486,30 @@ impl TrainOptions {
                 self.check_text(earlier)?;
                 let mut settings = Settings { data, ..earlier.clone() };
                 if let Some(size) = self.size {
-                    let ModelConfig { dropout, recompute, .. } = earlier.model;
-                    settings.model = ModelConfig { dropout, recompute, ..size.model(vocabulary) };
+                    let ModelConfig { dropout, recompute, recompute_layers, .. } = earlier.model;
+                    let size = size.model(vocabulary);
+                    settings.model = ModelConfig { dropout, recompute, recompute_layers, ..size };
                 }
-                self.changes.apply(settings)
+                settings = self.changes.apply(settings);
+                if self.size.is_some() {
+                    self.changes.fit_llama(&mut settings.model);
+                }
+                settings
             }
         };
         settings.check()?;
+        ensure!(
+            !self.sharded || settings.updates.optimizer == Optimizer::AdamW,
+            "--sharded divides matrices, which Muon needs as wholes: leave it out, or give --optimizer adamw"
+        );
+        ensure!(
+            self.no_capture
+                || !(device.is_cuda()
+                    && settings.model.recompute_layers
+                    && settings.model.dropout > 0.0),
+            "--recompute-layers would draw other random numbers for --dropout in a captured step: leave one of them \
+             out, or give --no-capture"
+        );
         if let Some((option, before, now)) =
             earlier.and_then(|earlier| settings.difference(earlier))
         {

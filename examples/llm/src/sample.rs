@@ -150,18 +150,19 @@ pub fn run(options: &SampleOptions) -> Result<()> {
         say(&format!("--- {} of {} ---\n{}", index + 1, rows.len(), text.whole(row)?))?;
     }
     if options.times {
-        eprintln!("{}", times_as_json(&times, options.count));
+        eprintln!("{}", times_as_json(&times, text.prompt.len(), options.count));
     }
     Ok(())
 }
 
 /// The seconds from the start of the program to the first token, and milliseconds for each other one.
-fn times_as_json(times: &[Duration], rows: usize) -> serde_json::Value {
+fn times_as_json(times: &[Duration], prompt: usize, rows: usize) -> serde_json::Value {
     let later = times.len().saturating_sub(1);
     let all = times.first().zip(times.last()).map(|(first, last)| (*last - *first).as_secs_f64());
     let of_token = all.filter(|_| later > 0).map(|all| all / later as f64);
     serde_json::json!({
         "rows": rows,
+        "prompt": prompt,
         "tokens": times.len(),
         "first_token_s": times.first().map(Duration::as_secs_f64),
         "ms_per_token": of_token.map(|seconds| 1e3 * seconds),
@@ -343,14 +344,14 @@ fn printable(c: char) -> char {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
     use crate::model::ModelConfig;
     use std::sync::{Mutex, MutexGuard, PoisonError};
     use tch::Device;
 
     /// Random numbers belong to the process, so tests that draw do so one after the other.
-    fn alone() -> MutexGuard<'static, ()> {
+    pub fn alone() -> MutexGuard<'static, ()> {
         static DRAWS: Mutex<()> = Mutex::new(());
         DRAWS.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -364,6 +365,7 @@ mod tests {
             dim: 8,
             dropout: 0.0,
             recompute: false,
+            recompute_layers: false,
             llama: None,
             ends: vec![],
         };

@@ -5,6 +5,7 @@ use crate::device::Precision;
 use crate::lora::{Base, Lora};
 use crate::model::ModelConfig;
 use anyhow::{Result, ensure};
+use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
@@ -31,6 +32,8 @@ pub struct Settings {
     pub warm_up: i64,
     #[serde(with = "exact")]
     pub weight_decay: f64,
+    #[serde(flatten)]
+    pub updates: Updates,
     /// The largest norm of all gradients together.
     #[serde(with = "exact")]
     pub clip: f64,
@@ -43,6 +46,29 @@ pub struct Settings {
     pub lora: Option<Lora>,
     #[serde(default)]
     pub source: Source,
+}
+
+/// What updates the matrices of blocks. AdamW updates all else.
+#[derive(Clone, Copy, Debug, Default, PartialEq, ValueEnum, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Optimizer {
+    #[default]
+    #[value(name = "adamw")]
+    AdamW,
+    /// Against the orthogonalised momentum
+    Muon,
+}
+
+/// How weights are updated, with the names of the options.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Updates {
+    #[serde(default)]
+    pub optimizer: Optimizer,
+    /// The peak of the learning rate of matrices, if not that of all else.
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "exact")]
+    pub muon_lr: Option<f64>,
+    #[serde(default, skip_serializing_if = "Option::is_none", with = "exact")]
+    pub muon_momentum: Option<f64>,
 }
 
 /// Where data and base came from, which a continued run looks at.
@@ -98,7 +124,8 @@ impl Settings {
                 "{option} {value} is out of range: give {low} to {high}"
             );
         }
-        for (option, value) in [("--lr", self.lr), ("--clip", self.clip)] {
+        let muon_lr = self.updates.muon_lr.unwrap_or(self.lr);
+        for (option, value) in [("--lr", self.lr), ("--muon-lr", muon_lr), ("--clip", self.clip)] {
             ensure!(
                 value > 0.0 && value <= 1e30,
                 "{option} {value:?} is out of range: give a number above 0, up to 1e30"
@@ -109,6 +136,11 @@ impl Settings {
             "--weight-decay {:?} is out of range: give a number from 0 to 1e30",
             self.weight_decay
         );
+        let momentum = self.updates.muon_momentum.unwrap_or(0.0);
+        ensure!(
+            (0.0..1.0).contains(&momentum),
+            "--muon-momentum {momentum:?} is out of range: give 0 or more, below 1"
+        );
         Ok(())
     }
 
@@ -117,6 +149,11 @@ impl Settings {
     pub fn learning_rate(&self, done: i64) -> f64 {
         let schedule = Schedule::cosine(self.warm_up as u64, self.steps as u64, LAST_RATE);
         self.lr * schedule.factor(done as u64)
+    }
+
+    /// What the learning rate of Muon's matrices is divided by for all else.
+    pub fn adamw_lr_ratio(&self) -> f64 {
+        self.updates.muon_lr.map_or(1.0, |rate| self.lr / rate)
     }
 
     /// The operations of a step per token, without those of adapters.
@@ -154,16 +191,25 @@ fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<(String,
     }
 }
 
-/// Keeps every bit of a number, which JSON's numbers need not.
+/// Keeps every bit of a number, or of one that may be missing, which JSON's numbers need not.
 pub mod exact {
     use serde::{Deserialize, Deserializer, Serializer, de::Error};
 
-    pub fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(&format!("{value:?}"))
+    pub fn serialize<T: Copy + Into<Option<f64>>, S: Serializer>(
+        value: &T,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        match (*value).into() {
+            Some(value) => serializer.serialize_str(&format!("{value:?}")),
+            None => serializer.serialize_none(),
+        }
     }
 
-    pub fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
-        String::deserialize(deserializer)?.parse().map_err(D::Error::custom)
+    pub fn deserialize<'de, T: From<f64>, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<T, D::Error> {
+        let number: f64 = String::deserialize(deserializer)?.parse().map_err(D::Error::custom)?;
+        Ok(number.into())
     }
 }
 
@@ -181,6 +227,7 @@ pub mod tests {
                 dim: 8,
                 dropout: 0.1,
                 recompute: false,
+                recompute_layers: false,
                 llama: None,
                 ends: vec![],
             },
@@ -191,6 +238,7 @@ pub mod tests {
             lr: 1e-3 / 3.0,
             warm_up: 10,
             weight_decay: 0.1,
+            updates: Default::default(),
             clip: 1.0,
             seed: 1,
             data: DataId { vocabulary: "ab".into(), tokens: 1000, checksum: 7, learned: None },
@@ -203,7 +251,8 @@ pub mod tests {
     #[test]
     fn settings_survive_a_file_bit_by_bit() {
         for lr in [1e-3 / 3.0, f64::MIN_POSITIVE, 0.1 + 0.2, 8.41e21] {
-            let settings = Settings { lr, ..settings() };
+            let updates = Updates { muon_lr: Some(lr), ..Default::default() };
+            let settings = Settings { lr, updates, ..settings() };
             let text = serde_json::to_string(&settings).unwrap();
             assert_eq!(serde_json::from_str::<Settings>(&text).unwrap(), settings);
         }

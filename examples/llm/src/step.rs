@@ -1,11 +1,11 @@
-//! One training step: forward and backward passes of its batches, clipping, AdamW. On a GPU all of
+//! One training step: forward and backward passes of its batches, clipping, AdamW or Muon. On a GPU all of
 //! it is captured as CUDA graphs.
 
 use crate::apart::Apart;
 use crate::data::{Loader, mix};
 use crate::model::Model;
 use crate::ranks::{Division, Ranks};
-use crate::settings::Settings;
+use crate::settings::{Optimizer, Settings};
 use crate::trained::{State, Trained};
 use anyhow::Result;
 use std::rc::Rc;
@@ -14,7 +14,7 @@ use tch::{Reduction, Tensor};
 use tch_extension::distributed::{
     CommHook, Compression, Ddp, DdpOptions, ShardedOptimizer, ShardedOptions,
 };
-use tch_extension::optim::{AdamW, FusedOptimizer, OptimizerConfig};
+use tch_extension::optim::{AdamW, AdjustLr, FusedOptimizer, Muon, OptimizerConfig};
 use tch_extension::train::{Step, StepOptions, StepStats};
 
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<Tensor>>;
@@ -37,6 +37,7 @@ pub struct TrainerOptions {
 pub struct Trainer {
     step: Step<Trained, Closure>,
     division: Division,
+    adamw_lr_ratio: f64,
     /// The seed of dropout, if there is any.
     seed: Option<u64>,
 }
@@ -51,12 +52,7 @@ impl Trainer {
         division: Division,
         options: &TrainerOptions,
     ) -> Result<Trainer> {
-        let config = AdamW { beta2: 0.95, wd: settings.weight_decay, ..Default::default() };
-        let mut optimizer = config.build(model.trained(), settings.lr)?;
-        // As in GPT-2: biases and norms do not decay.
-        optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
-        optimizer.set_clip_norm(Some(settings.clip))?;
-        optimizer.set_masters(&model.masters())?;
+        let optimizer = optimizer_of(&model, settings)?;
         let (optimizer, closure) = together(model, optimizer, settings, apart, ranks, options)?;
         let accumulate = division.accumulate as usize;
         let capture = options.capture;
@@ -64,13 +60,14 @@ impl Trainer {
         Ok(Trainer {
             step: Step::new(options, optimizer, closure)?,
             division,
+            adamw_lr_ratio: settings.adamw_lr_ratio(),
             seed: (settings.model.dropout > 0.0).then_some(settings.seed as u64),
         })
     }
 
     /// Trains the step after `done` steps and returns its loss, which is still on the device.
     pub fn step(&mut self, loader: &mut Loader, done: i64, rate: f64) -> Result<Tensor> {
-        self.step.optimizer_mut().set_lr(rate)?;
+        self.step.optimizer_mut().set_lr(rate / self.adamw_lr_ratio)?;
         let accumulate = self.division.accumulate as u64;
         let first = done as u64 * accumulate;
         let mut losses = Vec::new();
@@ -126,6 +123,34 @@ impl Trainer {
     pub fn stats(&self) -> StepStats {
         self.step.stats()
     }
+}
+
+/// What updates the weights that are trained, adapters or all.
+fn optimizer_of(model: &Model, settings: &Settings) -> Result<FusedOptimizer> {
+    let Settings { updates, weight_decay, .. } = *settings;
+    let adamw = AdamW { beta2: 0.95, wd: weight_decay, ..Default::default() };
+    let mut optimizer = match updates.optimizer {
+        Optimizer::AdamW => adamw.build(model.trained(), settings.lr)?,
+        Optimizer::Muon => {
+            let mut muon = Muon { weight_decay, adamw, ..Default::default() };
+            muon.momentum = updates.muon_momentum.unwrap_or(muon.momentum);
+            muon.adjust_lr_fn = AdjustLr::MatchRmsAdamw;
+            muon.adamw_lr_ratio = settings.adamw_lr_ratio();
+            let mut optimizer = muon.build(model.trained(), settings.lr)?;
+            let is_of_block = |name: &str| name.starts_with("h.") || name.starts_with("layers.");
+            optimizer.leave_to_adamw(|name, _| !is_of_block(name))?;
+            optimizer.split_matrices(|name, weight| match name.ends_with("c_attn.weight") {
+                true => vec![weight.size()[0] / 3; 3],
+                false => vec![],
+            })?;
+            optimizer
+        }
+    };
+    // As in GPT-2: biases and norms do not decay.
+    optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
+    optimizer.set_clip_norm(Some(settings.clip))?;
+    optimizer.set_masters(&model.masters())?;
+    Ok(optimizer)
 }
 
 /// The closure of a step, and its optimizer. With several ranks, the closure's gradients are averaged.

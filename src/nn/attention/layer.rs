@@ -1,6 +1,6 @@
 //! Multi-head attention as a module.
 
-use super::super::{Linear, linear};
+use super::super::{Functional, Linear, linear};
 use super::cache::{DecodeOptions, KvCache};
 use super::functional::{AttentionOptions, Causal, f_scaled_dot_product_attention};
 use super::packed::Packed;
@@ -398,6 +398,19 @@ fn transformed(
         }
     }
     Ok((new_q, new_k))
+}
+
+impl Functional for Attention {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let qkv = match &self.qkv {
+            Qkv::Packed(layer) => Qkv::Packed(layer.with_tensors(replace)),
+            Qkv::Separate { q, k, v } => {
+                let [q, k, v] = [q, k, v].map(|layer| layer.with_tensors(replace));
+                Qkv::Separate { q, k, v }
+            }
+        };
+        Attention { qkv, out: self.out.with_tensors(replace), ..*self }
+    }
 }
 
 impl ModuleT for Attention {

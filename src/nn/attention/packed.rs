@@ -1,5 +1,6 @@
 //! Several sequences in a row of tokens, which do not see one another.
 
+use super::super::Functional;
 use super::backend::SdpaBackend;
 use super::functional::OP;
 use crate::cuda::device_properties;
@@ -208,7 +209,8 @@ impl Packed {
             Ok(if is_readable { rows } else { rows.f_contiguous()? })
         };
         let [query, key, value] = inputs;
-        let (cu, most, debug) = (&self.cu_seqlens, self.max_seqlen, false);
+        // At 1, it would take the number of sequences for that of tokens if heads are shared.
+        let (cu, most, debug) = (&self.cu_seqlens, self.max_seqlen.max(2), false);
         let (query, key, value) = (rows(query)?, rows(key)?, rows(value)?);
         let Outputs(outputs) = flash.call(args![
             &query,
@@ -230,10 +232,18 @@ impl Packed {
     }
 }
 
+impl Functional for Packed {
+    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let [cu_seqlens, sequences] = [&self.cu_seqlens, &self.sequences].map(replace);
+        Packed { cu_seqlens, sequences, ..*self }
+    }
+}
+
 /// The number of tokens, B·T.
 fn total(op: &str, [b, t]: [i64; 2]) -> Result<i64> {
-    let total = (b >= 0 && t >= 0).then(|| b.checked_mul(t)).flatten();
-    total.filter(|total| *total <= MOST_TOKENS).ok_or_else(|| {
+    // Also if there are no tokens, sizes must be of that kind.
+    let most = b.max(1).checked_mul(t.max(1)).filter(|most| *most <= MOST_TOKENS);
+    most.filter(|_| b >= 0 && t >= 0).map(|_| b * t).ok_or_else(|| {
         let expected = "B and T that are not negative, with less than 2³¹ tokens";
         Error::argument(op, "size", expected, format!("[{b}, {t}]"), "")
     })

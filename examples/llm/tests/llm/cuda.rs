@@ -46,12 +46,19 @@ fn cuda_graphs_give_the_losses_of_single_launches() {
         ("dropout", &["--dropout", "0.1"]),
         ("accumulated", &["--accumulate", "3"]),
         ("float", &["--precision", "f32"]),
+        ("muon", &["--optimizer", "muon"]),
+        ("again", &["--recompute-layers"]),
     ] {
         let captured = losses(&place, &format!("{name}1"), options);
         let launched = losses(&place, &format!("{name}2"), &[options, &["--no-capture"]].concat());
         assert_alike(&captured, &launched);
         assert!(captured[39] < captured[0] - 0.5, "{name}: {captured:?}");
     }
+    assert_alike(&place.losses("again1"), &place.losses("plain1"));
+    let drops = ["--recompute-layers", "--dropout", "0.1", "--overwrite"];
+    let error = failed(&place.train(&[SIZES, &drops].concat()));
+    assert!(error.contains("give --no-capture"), "{error}");
+    losses(&place, "dropout2", &[&drops[..], &["--no-capture"]].concat());
 }
 
 #[test]

@@ -4,6 +4,7 @@ mod apart;
 mod cuda;
 mod kills;
 mod lora;
+mod muon;
 mod place;
 #[path = "../families/python.rs"]
 mod python;
@@ -51,6 +52,9 @@ fn the_seed_decides_everything() {
         fs::read(place.path(&out).join("losses.jsonl")).unwrap()
     };
     assert_eq!(curve("a", &[]), curve("b", &[]));
+    // The second run of a layer drops what the first one did.
+    let again = ["--layers", "2", "--recompute-layers"];
+    assert_eq!(curve("a3", &again[..2]), curve("b3", &again));
     assert_ne!(curve("a2", &["--seed", "2"]), curve("b2", &[]));
 }
 

@@ -226,6 +226,19 @@ fn documents_apart_have_the_curve_of_one_process() {
     }
 }
 
+/// Muon needs the mean gradient of whole matrices, which DDP gives.
+#[test]
+fn muon_has_the_curve_of_one_process() {
+    let test = "muon_has_the_curve_of_one_process";
+    let place = Place::new();
+    let options = ["--optimizer", "muon", "--steps", "20", "--recompute-layers", "--overwrite"];
+    succeeded(&place.train(&options));
+    let expected = place.losses("out");
+    let Some(output) = run(&place, test, "2", &options) else { return };
+    succeeded(&output);
+    assert_alike(&place.losses("out"), &expected);
+}
+
 fn copy_run(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap().map(Result::unwrap) {

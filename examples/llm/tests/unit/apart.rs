@@ -81,11 +81,15 @@ fn data_without_documents_are_one() {
     assert_eq!(window(&tokens, Part::Train, 3, apart)[2], [CONTEXT as i64]);
 }
 
-fn models() -> [ModelConfig; 2] {
-    [Size::Mini, Size::LlamaMini].map(|size| ModelConfig {
-        context: CONTEXT as i64,
-        layers: 2,
-        ..size.model(300)
+/// Layers may be computed again.
+fn models() -> impl Iterator<Item = ModelConfig> {
+    [Size::Mini, Size::LlamaMini].into_iter().flat_map(|size| {
+        [false, true].map(|recompute_layers| ModelConfig {
+            context: CONTEXT as i64,
+            layers: 2,
+            recompute_layers,
+            ..size.model(300)
+        })
     })
 }
 

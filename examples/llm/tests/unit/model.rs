@@ -1,6 +1,7 @@
 //! What a model computes, and how many numbers it has.
 
 use super::*;
+use crate::sample::tests::alone;
 
 fn config() -> ModelConfig {
     ModelConfig {
@@ -11,6 +12,7 @@ fn config() -> ModelConfig {
         dim: 8,
         dropout: 0.0,
         recompute: false,
+        recompute_layers: false,
         llama: None,
         ends: vec![],
     }
@@ -25,6 +27,7 @@ fn parameters_are_counted_as_they_are() {
 
 #[test]
 fn the_seed_decides_the_weights() {
+    let _alone = alone();
     let weights = |seed| Model::new(&config(), Device::Cpu, seed).unwrap().named_variables();
     let (first, again, other) = (weights(1), weights(1), weights(2));
     assert!(first.iter().zip(&again).all(|(a, b)| a == b));
@@ -39,6 +42,7 @@ fn the_seed_decides_the_weights() {
 
 #[test]
 fn tokens_one_by_one_give_the_logits_of_the_whole() {
+    let _alone = alone();
     let _no_grad = tch::no_grad_guard();
     let model = Model::new(&config(), Device::Cpu, 3).unwrap();
     let tokens = Tensor::randint(11, [2, 8], (Kind::Int64, Device::Cpu));
@@ -51,9 +55,35 @@ fn tokens_one_by_one_give_the_logits_of_the_whole() {
     }
 }
 
+/// Rows have tokens at places of their own, as with prompts of different lengths.
+#[test]
+fn tokens_at_places_give_the_logits_of_their_rows() {
+    let _no_grad = tch::no_grad_guard();
+    let llama = crate::options::Size::LlamaMini.model(11);
+    for config in [config(), ModelConfig { context: 8, layers: 2, ..llama }] {
+        let model = Model::new(&config, Device::Cpu, 3).unwrap();
+        let tokens = Tensor::randint(11, [2, 7], (Kind::Int64, Device::Cpu));
+        let mut caches = model.caches(8);
+        let _ = model.continued(&tokens.narrow(1, 0, 6), &mut caches).unwrap();
+        // The second row's last tokens are padding.
+        let places = [6_i64, 4];
+        let of_row = |row: i64| tokens.narrow(0, row, 1).narrow(1, 0, places[row as usize] + 1);
+        let last = [0, 1].map(|row| of_row(row).narrow(1, places[row as usize], 1));
+        let (last, at) = (Tensor::cat(&last, 0), Tensor::from_slice(&places));
+        let hidden = model.placed(&last, &at, &mut caches).unwrap();
+        let found = model.logits(&hidden).unwrap();
+        for row in 0..2 {
+            let expected = model.next_logits(&of_row(row), &mut model.caches(8)).unwrap();
+            let found = found.get(row);
+            assert!(found.allclose(&expected, 1e-4, 1e-5, false), "row {row}");
+        }
+    }
+}
+
 /// Autocast rounds in the same places, so the numbers are the same.
 #[test]
 fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
+    let _alone = alone();
     let of = |rounds: bool| {
         let mut model = Model::new(&config(), Device::Cpu, 3).unwrap();
         if rounds {
@@ -86,6 +116,7 @@ fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
 
 #[test]
 fn the_loss_is_that_of_the_logits() {
+    let _alone = alone();
     let model = Model::new(&config(), Device::Cpu, 3).unwrap();
     let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
     let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
@@ -104,4 +135,62 @@ fn sizes_that_do_not_fit_are_errors_that_name_the_option() {
     assert!(refused(ModelConfig { heads: 3, ..config() }).contains("--heads 3"));
     assert!(refused(ModelConfig { dim: 0, ..config() }).contains("--dim 0"));
     assert!(refused(ModelConfig { dropout: 1.0, ..config() }).contains("--dropout 1.0"));
+}
+
+/// With normalised queries and keys, and frozen or rounded weights.
+#[test]
+fn layers_that_are_computed_again_give_the_same_bits() {
+    let _alone = alone();
+    let qwen = Llama {
+        member: Member::Qwen3,
+        kv_heads: 1,
+        head_dim: 4,
+        hidden: 12,
+        eps: 1e-5,
+        theta: 1e4,
+        scaling: crate::family::Scaling::Default,
+        tied: true,
+        bias: false,
+        positions: 8,
+        window: None,
+    };
+    let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
+    let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
+    for llama in [None, Some(qwen)] {
+        for how in ["float", "autocast", "rounded", "adapted"] {
+            let config = ModelConfig { llama: llama.clone(), ..config() };
+            let mut model = Model::new(&config, Device::Cpu, 3).unwrap();
+            if how == "adapted" {
+                model.adapt(&Lora::new(2, &config), 7).unwrap();
+                let _no_grad = tch::no_grad_guard();
+                for (_, mut factor) in model.trained().variables() {
+                    let _ = factor.fill_(0.1);
+                }
+            }
+            let half = (how != "float").then_some(Kind::BFloat16);
+            if let Some(kind) = half.filter(|_| how != "autocast") {
+                model.round(kind).unwrap();
+            }
+            let mut of = |recompute_layers| {
+                model.config.recompute_layers = recompute_layers;
+                let batch = [inputs.shallow_clone(), targets.shallow_clone()];
+                let loss = model.loss(&batch, None, half, true, Reduction::Mean).unwrap();
+                loss.backward();
+                let mut all: Vec<_> = model.trained().variables().into_iter().collect();
+                all.sort_by(|a, b| a.0.cmp(&b.0));
+                let gradients = all.iter_mut().map(|(name, weight)| {
+                    let gradient = weight.grad().copy();
+                    weight.zero_grad();
+                    (name.clone(), gradient)
+                });
+                (loss.double_value(&[]), gradients.collect::<Vec<_>>())
+            };
+            let (kept, again) = (of(false), of(true));
+            assert_eq!(kept.0, again.0, "{how}");
+            for ((name, expected), (_, found)) in kept.1.iter().zip(&again.1) {
+                assert_eq!(found.kind(), expected.kind(), "{how}: {name}");
+                assert_eq!(found, expected, "{how}: {name}");
+            }
+        }
+    }
 }
