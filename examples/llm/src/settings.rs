@@ -259,6 +259,14 @@ pub mod tests {
     }
 
     #[test]
+    fn files_from_before_an_option_was_there_have_its_default() {
+        let mut file = serde_json::to_value(settings()).unwrap();
+        file.as_object_mut().unwrap().remove("optimizer").unwrap();
+        file["model"].as_object_mut().unwrap().remove("recompute_layers").unwrap();
+        assert_eq!(serde_json::from_value::<Settings>(file).unwrap(), settings());
+    }
+
+    #[test]
     fn a_difference_has_the_option_s_name() {
         let earlier = settings();
         let mut now = settings();
