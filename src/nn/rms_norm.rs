@@ -5,7 +5,7 @@ use crate::ops::{
     AddRmsNormOptions, add_rms_norm_reference, f_add_rms_norm, f_rms_norm, rms_norm_reference,
 };
 #[cfg(feature = "mlp")]
-use crate::ops::{InputNorm, default_eps};
+use crate::ops::{InputNorm, rms_norm::default_eps};
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, Module, Path};
