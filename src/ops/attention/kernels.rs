@@ -89,8 +89,8 @@ pub(crate) struct Operands<'a> {
 const BLOCKS: i64 = 132;
 /// The blocks of a cluster, which merge fast.
 const IN_CLUSTER: i64 = 8;
-/// Fewer blocks than this share their tokens with more than a cluster has.
-const FEW: i64 = 64;
+/// For so many tokens of the cache one more block may share a row and a head, beyond a cluster.
+const TOKENS: i64 = 1024;
 const MOST_SPLITS: i64 = 32;
 /// Of a grid's second and third dimension.
 const MOST_IN_GRID: i64 = 65535;
@@ -140,8 +140,7 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
     if !device.is_cuda() || !is_known || !fits || !all_are_readable {
         return Ok(None);
     }
-    let most = if units * IN_CLUSTER < FEW { (FEW / units).min(MOST_SPLITS) } else { IN_CLUSTER };
-    let splits = (BLOCKS / units).min(length).clamp(1, most);
+    let splits = splits(units, length);
     let table =
         |which: usize| of.rope.map_or(std::ptr::null(), |rope| rope[which].data_ptr().cast());
     let output = empty_of(&[batch, heads, 1, head_dim], (kind, device))?;
@@ -181,6 +180,13 @@ pub(crate) fn decode(of: &Operands<'_>) -> Result<Option<Tensor>> {
         bump_version(&mut cache.shallow_clone())?;
     }
     Ok(Some(output))
+}
+
+/// How many blocks share the tokens of each of so many rows and heads. The host does not know how many of
+/// the cache's tokens are in use.
+fn splits(units: i64, length: i64) -> i64 {
+    let few = (BLOCKS / units).min(length).clamp(1, IN_CLUSTER);
+    few.max((length / TOKENS).min(2 * BLOCKS / units).min(MOST_SPLITS))
 }
 
 #[cfg(tch_extension_cuda)]
