@@ -18,7 +18,8 @@ pub trait Functional: Sized {
 /// what it computes but the inputs and the outputs. The gradients are those of a plain call, bit by bit
 /// where operators are deterministic, and those of the module's parameters come once, as in a plain call.
 /// It is [`autograd::checkpoint`](crate::autograd::checkpoint()) with all tensors of the module as inputs,
-/// so what is said there of dropout, autocast and captured graphs holds here.
+/// so what is said there of autocast holds here, and of dropout: in a graph that is captured, it would drop
+/// other elements in the second call.
 ///
 /// `function` gets a module with tensors of its own, and must not use those of the original in another way.
 ///
@@ -60,11 +61,12 @@ where
     let all: Vec<_> = inputs.iter().copied().chain(own.iter().map(Some)).collect();
     let again = move |all: &[Option<Tensor>]| {
         let (inputs, own) = all.split_at(count);
-        let mut own = own.iter().flatten();
-        let module = like
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .with_tensors(&mut |before| own.next().unwrap_or(before).shallow_clone());
+        let mut own = own.iter();
+        let module =
+            like.lock().unwrap_or_else(PoisonError::into_inner).with_tensors(&mut |before| {
+                let given = own.next().and_then(Option::as_ref);
+                given.unwrap_or(before).shallow_clone()
+            });
         function(&module, inputs)
     };
     autograd::checkpoint(again, &all)

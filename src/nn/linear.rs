@@ -72,11 +72,13 @@ impl Linear {
 
     /// The outputs of three layers for one input.
     pub(super) fn f_forward_each(layers: [&Linear; 3], input: &Tensor) -> Result<[Tensor; 3]> {
+        let bases = layers.map(|layer| (&layer.ws, layer.bs.as_ref()));
         if layers.iter().all(|layer| layer.lora.is_none()) {
-            return f_linear_each(input, layers.map(|layer| (&layer.ws, layer.bs.as_ref())));
+            return f_linear_each(input, bases);
         }
-        let [first, second, third] = layers.map(|layer| layer.f_forward(input));
-        Ok([first?, second?, third?])
+        let (rows, size) = rows_of(input)?;
+        let outputs = f_linear_each(&rows, bases)?;
+        add_adapters(&rows, &size, outputs, layers.map(|layer| layer.lora.as_ref()))
     }
 
     /// Adds an adapter, whose output is zero at first, in place of one that the layer may have:
@@ -137,18 +139,10 @@ impl Linear {
 
     /// The output with an adapter.
     fn adapted(&self, lora: &Lora, input: &Tensor) -> Result<Tensor> {
-        check!("nn::Linear", input).defined()?;
-        let mut size = input.size();
-        let features = size.pop().unwrap_or(1);
-        // As rows, so that what is changed in place is no view.
-        let rows = input.f_reshape([-1, features])?;
-        let mut output = f_linear(&rows, &self.ws, self.bs.as_ref())?;
-        // Autocast does not see operations in place.
-        let kind = output.f_kind()?;
-        let low = f_linear(&rows, &lora.a.f_to_kind(kind)?, None)?.f_mul_scalar(lora.scale)?;
-        let output = output.f_addmm_(&low, &lora.b.f_to_kind(kind)?.f_tr()?)?;
-        size.push(output.size2()?.1);
-        Ok(output.f_view(size.as_slice())?)
+        let (rows, size) = rows_of(input)?;
+        let output = f_linear(&rows, &self.ws, self.bs.as_ref())?;
+        let [output] = add_adapters(&rows, &size, [output], [Some(lora)])?;
+        Ok(output)
     }
 
     /// The output in three parts of these sizes; see [`f_linear_parts`].
@@ -171,6 +165,41 @@ impl Functional for Linear {
         });
         Linear { ws: replace(&self.ws), bs: self.bs.as_ref().map(replace), lora }
     }
+}
+
+/// The input as rows, so that what is changed in place is no view, and its size without the features.
+fn rows_of(input: &Tensor) -> Result<(Tensor, Vec<i64>)> {
+    check!("nn::Linear", input).defined()?;
+    let mut size = input.size();
+    let features = size.pop().unwrap_or(1);
+    Ok((input.f_reshape([-1, features])?, size))
+}
+
+/// Adds the adapters of layers of one input to their outputs, in place. The factors A are one, so that the
+/// input is read once, and its gradient made once.
+fn add_adapters<const N: usize>(
+    rows: &Tensor,
+    size: &[i64],
+    outputs: [Tensor; N],
+    adapters: [Option<&Lora>; N],
+) -> Result<[Tensor; N]> {
+    let all: Vec<&Tensor> = adapters.iter().flatten().map(|lora| &lora.a).collect();
+    let ranks = all.iter().map(|a| a.size()[0]).collect::<Vec<_>>();
+    // Autocast does not see operations in place.
+    let kind = outputs[0].f_kind()?;
+    let a = if let [a] = all[..] { a.shallow_clone() } else { Tensor::f_cat(&all, 0)? };
+    let low = f_linear(rows, &a.f_to_kind(kind)?, None)?;
+    let mut low = low.f_split_with_sizes(&ranks, 1)?.into_iter();
+    let sums = outputs.into_iter().zip(adapters).map(|(mut output, lora)| {
+        if let Some((lora, low)) = lora.and_then(|lora| Some((lora, low.next()?))) {
+            let b = lora.b.f_mul_scalar(lora.scale)?.f_to_kind(kind)?;
+            output = output.f_addmm_(&low, &b.f_tr()?)?;
+        }
+        let size = [size, &[output.size2()?.1]].concat();
+        Ok(output.f_view(size.as_slice())?)
+    });
+    let found = sums.collect::<Result<Vec<_>>>()?;
+    found.try_into().map_err(|_| Error::msg("nn::Linear: internal error: a layer is missing"))
 }
 
 impl Module for Linear {

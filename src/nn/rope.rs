@@ -87,7 +87,11 @@ impl Rope {
     pub fn f_at(&self, positions: &Tensor) -> Result<Rope> {
         let of = check!("nn::Rope", positions).defined()?.kind_in(&[Kind::Int64])?;
         of.dim(2, "[B, T]")?.same_device_as(&check!("nn::Rope", "cos", self.cos))?;
-        let rows = |table: &Tensor| table.f_index(&[Some(positions)]);
+        let (b, t) = positions.size2()?;
+        let positions = positions.f_reshape([-1])?;
+        let rows = |table: &Tensor| -> Result<Tensor> {
+            Ok(table.f_index_select(0, &positions)?.f_view([b, t, -1])?)
+        };
         Ok(Rope { cos: rows(&self.cos)?, sin: rows(&self.sin)?, config: self.config })
     }
 

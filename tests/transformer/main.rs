@@ -9,8 +9,8 @@ use tch_extension::Result;
 use tch_extension::amp::Autocast;
 use tch_extension::autograd::{GradOptions, Tensors, grad, register_post_accumulate_grad_hook};
 use tch_extension::nn::{
-    AttentionCall, KvCache, Residual, RopeConfig, TransformerBlock, TransformerBlockConfig,
-    checkpoint, norm, rope, transformer_block,
+    AttentionCall, Functional, KvCache, Residual, RopeConfig, TransformerBlock,
+    TransformerBlockConfig, checkpoint, norm, rope, transformer_block,
 };
 use tch_extension::ops::{
     LinearCrossEntropyOptions, ProductWay, f_linear_cross_entropy, f_rope_tables, force,
@@ -473,6 +473,31 @@ fn adapters_act_as_parts_of_the_weights() {
             assert_close(&adapted, &block.forward_t(&x, false), 1e-4, 1e-4);
         }
     }
+}
+
+/// A module with a tensor that is absent gets each of the others in its own place.
+#[test]
+fn a_checkpointed_module_may_have_an_absent_tensor() {
+    struct Layers(Vec<Tensor>);
+    impl Functional for Layers {
+        fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+            Layers(self.0.iter().map(replace).collect())
+        }
+    }
+    let like = (Kind::Double, Device::Cpu);
+    let x = Tensor::randn([3], like).set_requires_grad(true);
+    let [first, second] =
+        [2.0, 5.0].map(|value| Tensor::full([3], value, like).set_requires_grad(true));
+    let layers = Layers(vec![Tensor::new(), first.shallow_clone(), second.shallow_clone()]);
+    let product = |layers: &Layers, inputs: &[Option<Tensor>]| {
+        let x = inputs[0].as_ref().expect("an input");
+        assert!(!layers.0[0].defined());
+        Ok((x * &layers.0[1] + &layers.0[2]).into())
+    };
+    let y = checkpoint(&layers, product, &[Some(&x)]).and_then(Tensors::single).expect("a sum");
+    assert!(y.equal(&(&x * 2.0 + 5.0)));
+    y.sum(Kind::Double).backward();
+    assert!(first.grad().equal(&x) && second.grad().equal(&x.ones_like()));
 }
 
 /// A block for one token of each row computes norms and sums with products, where there are kernels.

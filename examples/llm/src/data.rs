@@ -122,7 +122,13 @@ pub fn windows(
     }
     // Rows begin documents in any case.
     begins.retain(|place| place % context as i64 != 0);
-    begins.resize(borders(apart, rows), (rows * context) as i64);
+    let most = borders(apart, rows);
+    ensure!(
+        begins.len() <= most,
+        "{} documents begin in a batch, and the text had {most} at most when the run began: it was changed",
+        begins.len()
+    );
+    begins.resize(most, (rows * context) as i64);
     inputs.append(&mut targets);
     inputs.append(&mut begins);
     Ok(Tensor::f_from_slice(&inputs)?)

@@ -394,13 +394,6 @@ impl TrainOptions {
                 1_i64 << 40
             );
         }
-        let Changes { optimizer, muon_lr, muon_momentum, .. } = &self.changes;
-        ensure!(
-            self.resume
-                || *optimizer == Some(Optimizer::Muon)
-                || muon_lr.or(*muon_momentum).is_none(),
-            "--muon-lr and --muon-momentum are for --optimizer muon: give it, or leave them out"
-        );
         if let Some(peak) = self.peak {
             ensure!(
                 peak > 0.0 && peak <= 1e9,

@@ -124,7 +124,12 @@ impl Settings {
                 "{option} {value} is out of range: give {low} to {high}"
             );
         }
-        let muon_lr = self.updates.muon_lr.unwrap_or(self.lr);
+        let Updates { optimizer, muon_lr, muon_momentum } = &self.updates;
+        ensure!(
+            *optimizer == Optimizer::Muon || muon_lr.or(*muon_momentum).is_none(),
+            "--muon-lr and --muon-momentum are for --optimizer muon: give it, or leave them out"
+        );
+        let muon_lr = muon_lr.unwrap_or(self.lr);
         for (option, value) in [("--lr", self.lr), ("--muon-lr", muon_lr), ("--clip", self.clip)] {
             ensure!(
                 value > 0.0 && value <= 1e30,

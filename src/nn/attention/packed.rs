@@ -66,7 +66,7 @@ impl Packed {
     /// Values on a device cannot be checked without waiting for it. So these are taken as a set, in any
     /// order: a number below 0 counts as 0, one above B·T as B·T, and both, and the rows' first tokens, need
     /// not be among them. If a sequence is longer than `max_seqlen`, FlashAttention leaves the output of
-    /// its other tokens undefined.
+    /// its other tokens undefined, and all gradients.
     ///
     /// # Errors
     /// If the tensor has another kind or shape, if a size is negative, if there are 2³¹ tokens or more, or
@@ -121,9 +121,9 @@ impl Packed {
     }
 
     /// The sums of lengths, `[N + 1]`, of kind `Int`: sorted, from 0 to B·T, with the first token of each
-    /// row. Numbers may repeat.
-    pub fn cu_seqlens(&self) -> &Tensor {
-        &self.cu_seqlens
+    /// row. Numbers may repeat. It is a copy.
+    pub fn cu_seqlens(&self) -> Tensor {
+        self.cu_seqlens.copy()
     }
 
     /// The most tokens of a sequence.
@@ -232,9 +232,11 @@ impl Packed {
     }
 }
 
+/// Its tensors are constants. Others could lead out of memory, so it keeps its own.
 impl Functional for Packed {
-    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
-        let [cu_seqlens, sequences] = [&self.cu_seqlens, &self.sequences].map(replace);
+    fn with_tensors(&self, _: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
+        let [cu_seqlens, sequences] =
+            [&self.cu_seqlens, &self.sequences].map(Tensor::shallow_clone);
         Packed { cu_seqlens, sequences, ..*self }
     }
 }

@@ -86,6 +86,10 @@ fn an_optimizer_that_does_not_fit_is_refused_by_name() {
         assert!(error.contains(expected), "{options:?}: {error}");
     }
     succeeded(&place.train(&["--resume", "--steps", "40"]));
+    // Without a checkpoint, `--resume` begins a run.
+    let empty = Place::new();
+    let error = failed(&empty.train(&["--resume", "--steps", "4", "--muon-lr", "0.1"]));
+    assert!(error.contains("are for --optimizer muon"), "{error}");
 }
 
 /// All of them begin with the same model.
