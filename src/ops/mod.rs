@@ -174,6 +174,13 @@ fn rows(tensor: &tch::Tensor) -> crate::Result<tch::Tensor> {
     Ok(tensor.f_reshape([rows, columns])?)
 }
 
+/// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes
+/// views that cannot be changed in place later.
+#[cfg(feature = "gemm")]
+fn reshaped(tensor: &tch::Tensor, size: &[i64]) -> crate::Result<tch::Tensor> {
+    Ok(tensor.f_internal_unsafe_view(size)?)
+}
+
 /// The product of the leading dimensions; `None` if it exceeds 64 bits, which it may without
 /// elements.
 fn count_rows(size: &[i64]) -> Option<i64> {

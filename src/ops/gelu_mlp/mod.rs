@@ -5,7 +5,7 @@ use super::mlp::kernels::{Wanted, activate, activate_in_place, differentiate};
 use super::mlp::plan::{self, Facts};
 use super::mlp::{Activation, KINDS, Way, layer, product, weight_gradient};
 use super::way::forced;
-use super::{linear, rows};
+use super::{linear, reshaped, rows};
 use crate::amp::CastPolicy;
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
@@ -207,7 +207,7 @@ impl Operator for GeluMlp {
         let GeluMlpIn { w2, b2, .. } = call.of;
         let (z, a) = self.hidden(call, kept.z.is_some())?;
         let output = layer(&a, w2, b2, call.plan.1)?;
-        let output = linear::reshaped(&output, outputs.output.sizes())?;
+        let output = reshaped(&output, outputs.output.sizes())?;
         Ok(Made { outputs: GeluMlpOut { output }, kept: Hidden { z, a: kept.a.map(|_| a) } })
     }
 

@@ -19,7 +19,7 @@ pub use plan::{Counters, Way};
 
 use super::costs::multiprocessors;
 use super::kinds;
-use super::{linear::reshaped, rows};
+use super::{reshaped, rows};
 use crate::Result;
 use crate::ffi::tensor::is_in_memory;
 use costs::COSTS;

@@ -1,8 +1,8 @@
 //! The linear layer's operator.
 
 use super::gemm::{self, Way};
-use super::rows;
 use super::way::forced;
+use super::{reshaped, rows};
 use crate::Result;
 use crate::amp::CastPolicy;
 use crate::operator::{
@@ -182,12 +182,6 @@ pub(super) fn split<'a, D: Dim>(input: &'a Meta<D>, names: &str) -> Result<(D, &
             Err(input.refuse(expected, format!("{:?}", input.sizes()), ""))
         }
     }
-}
-
-/// A new contiguous tensor in another size. It is no view: where no graph is recorded, libtorch makes
-/// views that cannot be changed in place later.
-pub(super) fn reshaped(tensor: &Tensor, size: &[i64]) -> Result<Tensor> {
-    Ok(tensor.f_internal_unsafe_view(size)?)
 }
 
 /// `Σ dy` over the rows, by operations that libtorch can differentiate if they are recorded.

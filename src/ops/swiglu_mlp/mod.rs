@@ -4,7 +4,7 @@ use super::gemm::{self, Way as ProductWay};
 use super::mlp::kernels::{GateDerivatives, gate, gate_backward, gate_in_place};
 use super::mlp::{KINDS, add_product, layer, product, weight_gradient};
 use super::way::forced;
-use super::{linear, rows};
+use super::{linear, reshaped, rows};
 use crate::amp::CastPolicy;
 use crate::operator::{
     Again, Args, Call, Dim, Gradients, Incoming, Made, Meta, Metas, Needs, Operator, Outputs,
@@ -201,7 +201,7 @@ impl Operator for SwigluMlp {
             }
         };
         let output = layer(&h, w_down, None, way)?;
-        let output = linear::reshaped(&output, outputs.output.sizes())?;
+        let output = reshaped(&output, outputs.output.sizes())?;
         let kept = Hidden { g, u, h: kept.h.map(|_| h) };
         Ok(Made { outputs: SwigluMlpOut { output }, kept })
     }
