@@ -15,8 +15,6 @@
 namespace tch_extension::attention {
 namespace {
 
-constexpr int kWarps = kThreads / kWarp;
-static_assert(kWarps <= kMostParts);
 // Bytes that L2 fetches at a time.
 constexpr int kLine = 128;
 
@@ -165,26 +163,20 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
 
-  finish<T>(params, unit, parts, kWarps);
-}
-
-template <typename T, int kGroup>
-void start_group(const AttentionDecode& params, cudaStream_t stream) {
-  const size_t shared = kWarps * kGroup * (params.head_dim + 2) * sizeof(float);
-  start(decode_kernel<T, kGroup>, params, shared, stream);
+  finish<T>(params, unit, parts);
 }
 
 template <typename T>
 void start_for(const AttentionDecode& params, cudaStream_t stream) {
   switch (params.per_chunk) {
     case 1:
-      return start_group<T, 1>(params, stream);
+      return start(decode_kernel<T, 1>, params, stream);
     case 2:
-      return start_group<T, 2>(params, stream);
+      return start(decode_kernel<T, 2>, params, stream);
     case 4:
-      return start_group<T, 4>(params, stream);
+      return start(decode_kernel<T, 4>, params, stream);
     default:
-      return start_group<T, 8>(params, stream);
+      return start(decode_kernel<T, 8>, params, stream);
   }
 }
 

@@ -9,8 +9,10 @@
 namespace tch_extension::attention {
 
 constexpr float kNone = -INFINITY;
+constexpr int kWarps = kThreads / kWarp;
 // At most so many blocks are a cluster, and so many warps a block. Parts are merged by so many.
 constexpr int kMostParts = 8;
+static_assert(kWarps <= kMostParts);
 
 // What a part with the largest exponent `most` counts beside one with `larger`.
 __device__ __forceinline__ float share(float most, float larger) {
@@ -140,7 +142,7 @@ __device__ __forceinline__ bool merges(int* counter) {
 // of the unit's splits, and writes the output.
 template <typename T>
 __device__ __forceinline__ void finish(const AttentionDecode& params, const Unit& unit,
-                                       const float* parts, int warps) {
+                                       const float* parts) {
   const int dim = static_cast<int>(params.head_dim), size = dim + 2;
   const int splits = static_cast<int>(gridDim.x), threads = static_cast<int>(blockDim.x);
   const int heads = static_cast<int>(params.per_chunk);
@@ -149,7 +151,7 @@ __device__ __forceinline__ void finish(const AttentionDecode& params, const Unit
                     (unit.row * params.kv_heads * params.group + unit.first_head) * dim;
   for (int index = threadIdx.x; index < unit.heads * dim; index += threads) {
     const int head = index / dim, d = index % dim;
-    const auto sum = merged(parts + head * size, warps, heads * size, dim, d,
+    const auto sum = merged(parts + head * size, kWarps, heads * size, dim, d,
                             [](const float* part) { return *part; });
     if (splits == 1) {
       output[index] = static_cast<T>(sum.value / sum.total);
@@ -171,7 +173,7 @@ __device__ __forceinline__ void finish(const AttentionDecode& params, const Unit
 // Launches the blocks of each unit, a cluster if it may have so many. They may begin before the
 // previous kernel has ended.
 template <typename Kernel>
-void start(Kernel kernel, const AttentionDecode& params, size_t shared, cudaStream_t stream) {
+void start(Kernel kernel, const AttentionDecode& params, cudaStream_t stream) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
@@ -182,7 +184,7 @@ void start(Kernel kernel, const AttentionDecode& params, size_t shared, cudaStre
                         static_cast<unsigned int>(params.kv_heads * params.chunks),
                         static_cast<unsigned int>(params.batch));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared;
+  config.dynamicSmemBytes = kWarps * params.per_chunk * (params.head_dim + 2) * sizeof(float);
   config.stream = stream;
   config.attrs = attributes;
   // Code that may be launched early also merges in a cluster.

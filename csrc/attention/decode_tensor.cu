@@ -14,8 +14,6 @@
 namespace tch_extension::attention {
 namespace {
 
-constexpr int kWarps = kThreads / kWarp;
-static_assert(kWarps <= kMostParts);
 constexpr int kTile = 16;
 // The rows or columns of the matrices that tensor cores read: half of a tile.
 constexpr int kHalf = 8;
@@ -195,14 +193,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 2 ? 2 : 1)
     if (row == 0 && e < 2) part[kDim + 1] = total[e];
   }
   __syncthreads();
-  finish<T>(params, unit, parts, kWarps);
+  finish<T>(params, unit, parts);
 #endif
-}
-
-template <typename T, int kBlocks>
-void start_blocks(const AttentionDecode& params, cudaStream_t stream) {
-  const size_t shared = kWarps * params.per_chunk * (params.head_dim + 2) * sizeof(float);
-  start(decode_tensor_kernel<T, kBlocks>, params, shared, stream);
 }
 
 }  // namespace
@@ -223,11 +215,11 @@ void start_tensor(const AttentionDecode& params, cudaStream_t stream) {
     if constexpr (sizeof(T) == 2) {
       switch (params.head_dim) {
         case 64:
-          return start_blocks<T, 2>(params, stream);
+          return start(decode_tensor_kernel<T, 2>, params, stream);
         case 96:
-          return start_blocks<T, 3>(params, stream);
+          return start(decode_tensor_kernel<T, 3>, params, stream);
         default:
-          return start_blocks<T, 4>(params, stream);
+          return start(decode_tensor_kernel<T, 4>, params, stream);
       }
     }
   });

@@ -14,8 +14,8 @@ pub trait Functional: Sized {
     fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self;
 }
 
-/// Calls `function` with a module and inputs, and again in the backward pass, so that nothing is kept of
-/// what it computes but the inputs and the outputs. The gradients are those of a plain call, bit by bit
+/// Calls `function` with a module and inputs, and again in the backward pass: of what it computes, only the
+/// inputs and the outputs are kept. The gradients are those of a plain call, bit by bit
 /// where operators are deterministic, and those of the module's parameters come once, as in a plain call.
 /// It is [`autograd::checkpoint`](crate::autograd::checkpoint()) with all tensors of the module as inputs,
 /// so what is said there of autocast holds here, and of dropout: in a graph that is captured, it would drop

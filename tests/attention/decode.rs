@@ -10,7 +10,7 @@ use tch_extension::ops::{RopeOptions, f_rope, f_rope_tables};
 use tch_extension::testing::{assert_close, cuda_or_skip, devices, tolerance};
 
 /// The shapes of a step: rows, heads of keys, how many heads of queries share one, values, memory.
-const SHAPES: [[i64; 5]; 16] = [
+const SHAPES: [[i64; 5]; 17] = [
     [1, 1, 1, 64, 40],
     [2, 2, 4, 64, 300],
     [1, 8, 4, 64, 1500],
@@ -28,6 +28,8 @@ const SHAPES: [[i64; 5]; 16] = [
     [4, 8, 2, 128, 1300],
     [1, 2, 4, 128, 2600],
     [6, 4, 5, 96, 2100],
+    // More blocks than a cluster has.
+    [1, 1, 2, 64, 10000],
 ];
 
 /// The next number of a fixed sequence, below `end`.

@@ -71,8 +71,8 @@ pub fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// The inputs and the targets of a step, `[B, T]` each, and where documents begin, if they are apart:
-/// what is behind the others in the numbers of [`windows`]. They are of kind Int64.
+/// The inputs and the targets of a step, `[B, T]` each, and where documents begin, if they are apart, which
+/// are the last of the numbers of [`windows`]. They are of kind Int64.
 fn batch(numbers: &Tensor, context: i64, borders: i64) -> Result<Vec<Tensor>> {
     let count = numbers.size1()?;
     let tokens = (count - borders) / 2;

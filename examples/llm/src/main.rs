@@ -11,6 +11,7 @@
 mod apart;
 mod bench;
 mod checkpoint;
+mod config;
 mod data;
 mod decode;
 mod device;
@@ -28,6 +29,7 @@ mod model;
 mod options;
 mod origin;
 mod plot;
+mod positions;
 mod prepare;
 mod progress;
 mod ranks;

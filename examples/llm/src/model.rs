@@ -1,134 +1,25 @@
 //! The architectures of GPT-2 and Llama's family, made of this crate's layers.
 
 use crate::apart::Apart;
+pub use crate::config::ModelConfig;
 use crate::export::name_in_files;
-use crate::family::{Llama, Member};
 use crate::lora::Lora;
+use crate::positions::{At, Positions, Rotary};
 use anyhow::{Result, ensure};
-use serde::{Deserialize, Serialize};
 #[cfg(feature = "distributed")]
 use std::collections::BTreeMap;
-use tch::nn::{EmbeddingConfig, Init, Path, VarStore};
+use tch::nn::{EmbeddingConfig, Init, VarStore};
 use tch::{Device, Kind, Reduction, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::nn::{
     AttentionCall, Embedding, FeedForwardConfig, Functional, KvCache, Norm, NormConfig, Packed,
-    QkTransform, Residual, RmsNorm, RmsNormConfig, TransformerBlock, TransformerBlockConfig,
-    checkpoint, embedding, norm, rms_norm, transformer_block,
+    QkTransform, Residual, RmsNormConfig, TransformerBlock, TransformerBlockConfig, checkpoint,
+    embedding, norm, transformer_block,
 };
-use tch_extension::ops::{
-    LinearCrossEntropyOptions, RopeOptions, f_linear, f_linear_cross_entropy, f_rope,
-    f_scaled_rope_tables,
-};
+use tch_extension::ops::{LinearCrossEntropyOptions, f_linear, f_linear_cross_entropy};
 
 /// The standard deviation of the initial weights, as in GPT-2.
 const INITIAL_DEVIATION: f64 = 0.02;
-
-/// The sizes of a model.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct ModelConfig {
-    /// The number of rows of the embedding: at least the number of tokens.
-    pub vocabulary: i64,
-    /// The longest sequence.
-    pub context: i64,
-    pub layers: i64,
-    pub heads: i64,
-    /// The number of features of a token.
-    pub dim: i64,
-    /// The probability of all dropouts.
-    pub dropout: f64,
-    /// Whether the backward pass computes the activations of the feed-forward parts again, in place
-    /// of keeping them.
-    #[serde(default)]
-    pub recompute: bool,
-    /// Whether it computes whole layers again, of which only the inputs are kept.
-    #[serde(default)]
-    pub recompute_layers: bool,
-    /// What makes it a member of Llama's family. Without it, it is a GPT-2.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub llama: Option<Llama>,
-    /// Tokens after which a text ends, if the files say so.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub ends: Vec<i64>,
-}
-
-impl ModelConfig {
-    /// Checks what the layers would otherwise panic about, and keeps products of sizes far from
-    /// overflow.
-    pub fn check(&self) -> Result<()> {
-        let sizes = [
-            ("--vocabulary-size", self.vocabulary, 1 << 24),
-            ("--context", self.context, 1 << 20),
-            ("--layers", self.layers, 1 << 10),
-            ("--heads", self.heads, 1 << 10),
-            ("--dim", self.dim, 1 << 16),
-        ];
-        for (option, value, most) in sizes {
-            ensure!(
-                (1..=most).contains(&value),
-                "{option} {value} is out of range: give 1 to {most}"
-            );
-        }
-        ensure!(
-            self.llama.as_ref().is_some_and(|llama| llama.member != Member::Llama)
-                || self.dim % self.heads == 0,
-            "--dim {} is no multiple of --heads {}: give one",
-            self.dim,
-            self.heads
-        );
-        ensure!(
-            (0.0..1.0).contains(&self.dropout),
-            "--dropout {:?} is out of range: give 0 or more, below 1",
-            self.dropout
-        );
-        self.llama.as_ref().map_or(Ok(()), |llama| llama.check(self))
-    }
-
-    /// The number of parameters.
-    pub fn parameters(&self) -> i64 {
-        let of_blocks_and_norm = match &self.llama {
-            None => self.layers * (12 * self.dim * self.dim + 13 * self.dim) + 2 * self.dim,
-            Some(llama) => self.layers * llama.parameters_of_block(self.dim, self.heads) + self.dim,
-        };
-        // The output layer, which may be the embedding.
-        self.vocabulary * self.dim + self.looked_up() + of_blocks_and_norm
-    }
-
-    /// The parameters that are in no product: positions, or an embedding that is not the output layer.
-    fn looked_up(&self) -> i64 {
-        match &self.llama {
-            None => self.context * self.dim,
-            Some(llama) if llama.tied => 0,
-            Some(_) => self.vocabulary * self.dim,
-        }
-    }
-
-    /// The features of a head.
-    fn head_dim(&self) -> i64 {
-        self.llama.as_ref().map_or(self.dim / self.heads, |llama| llama.head_dim)
-    }
-
-    /// An estimate of the bytes that training in Float takes: weights, gradients and two moments unless
-    /// the weights are frozen, and what the backward pass needs of each token.
-    pub fn training_bytes(&self, tokens: i64, is_frozen: bool) -> u64 {
-        let kept = match (self.layers as u64, self.recompute_layers) {
-            (layers, false) => 16 * layers,
-            // Those of the layer at work, and the inputs of all.
-            (layers, true) => 16 + 2 * layers,
-        } * self.dim as u64;
-        let each = if is_frozen { 4 } else { 16 };
-        each * self.parameters() as u64 + 4 * tokens as u64 * kept
-    }
-
-    /// The operations of a training step per token: six for each parameter in a product, four if it is
-    /// frozen, and those of attention, as if it were not causal. nanoGPT and PaLM count in the same way.
-    pub fn flops_per_token(&self, is_frozen: bool) -> f64 {
-        let each = if is_frozen { 4 } else { 6 };
-        let products = each * (self.parameters() - self.looked_up());
-        let of_attention = 12 * self.layers * self.heads * self.head_dim() * self.context;
-        (products + of_attention) as f64
-    }
-}
 
 /// A language model. Its variables have Hugging Face's names, without what they all begin with.
 pub struct Model {
@@ -146,83 +37,6 @@ pub struct Model {
     half: Option<Kind>,
     /// What is trained of them.
     rounded: Vec<Rounded>,
-}
-
-/// How tokens know their places.
-enum Positions {
-    /// Each place has features, which are added to those of the token.
-    Learned(Embedding),
-    Rotary(Rotary),
-}
-
-/// Queries and keys are rotated.
-struct Rotary {
-    cos: Tensor,
-    sin: Tensor,
-    /// What normalises them before that, in each layer. Empty unless it is Qwen 3.
-    norms: Vec<[RmsNorm; 2]>,
-}
-
-impl Rotary {
-    fn new(root: &Path, config: &ModelConfig, llama: &Llama) -> Result<Rotary> {
-        let tables = (Kind::Float, root.device());
-        let scaling = llama.scaling.of_tables();
-        let (cos, sin) =
-            f_scaled_rope_tables(config.context, llama.head_dim, llama.theta, scaling, tables)?;
-        let norms = (0..config.layers).filter(|_| llama.member == Member::Qwen3).map(|layer| {
-            let attention = root / "layers" / layer / "self_attn";
-            let eps = RmsNormConfig { eps: Some(llama.eps), ..Default::default() };
-            ["q_norm", "k_norm"].map(|name| rms_norm(&attention / name, &[llama.head_dim], eps))
-        });
-        Ok(Rotary { cos, sin, norms: norms.collect() })
-    }
-
-    /// Queries and keys of a layer, the first of which are at this place, or whose tokens have rows of the
-    /// tables of their own.
-    fn rotated(
-        &self,
-        layer: usize,
-        q: &Tensor,
-        k: &Tensor,
-        offset: i64,
-        rows: Option<&[Tensor; 2]>,
-    ) -> tch_extension::Result<(Tensor, Tensor)> {
-        let (q, k) = match self.norms.get(layer) {
-            Some([of_q, of_k]) => (of_q.f_forward(q)?, of_k.f_forward(k)?),
-            None => (q.shallow_clone(), k.shallow_clone()),
-        };
-        let ([cos, sin], offset) = match rows {
-            Some([cos, sin]) => ([cos, sin], 0),
-            None => ([&self.cos, &self.sin], offset),
-        };
-        f_rope(&q, &k, cos, sin, &RopeOptions { offset, ..Default::default() })
-    }
-
-    /// What rotates queries and keys of one layer, as its first.
-    fn of_layer(&self, layer: usize) -> Rotary {
-        let mut one = self.with_tensors(&mut |tensor| tensor.shallow_clone());
-        one.norms = one.norms.into_iter().skip(layer).take(1).collect();
-        one
-    }
-
-    /// The tables' rows at positions `[B, T]`.
-    fn rows(&self, positions: &Tensor) -> tch_extension::Result<[Tensor; 2]> {
-        let (b, t) = positions.size2()?;
-        let rows = |table: &Tensor| -> tch_extension::Result<Tensor> {
-            let rows = table.f_index_select(0, &positions.f_view([-1])?)?;
-            Ok(rows.f_view([b, t, -1])?)
-        };
-        Ok([rows(&self.cos)?, rows(&self.sin)?])
-    }
-}
-
-impl Functional for Rotary {
-    fn with_tensors(&self, replace: &mut dyn FnMut(&Tensor) -> Tensor) -> Self {
-        let (cos, sin) = (replace(&self.cos), replace(&self.sin));
-        let pairs = self.norms.iter();
-        let norms = pairs.map(|pair| pair.each_ref().map(|norm| norm.with_tensors(replace)));
-        Rotary { cos, sin, norms: norms.collect() }
-    }
 }
 
 /// A block and what rotates its queries and keys, to be computed again.
@@ -243,17 +57,6 @@ impl Functional for Layer {
             packed: self.packed.as_ref().map(|packed| packed.with_tensors(replace)),
         }
     }
-}
-
-/// Where tokens are in their sequences.
-#[derive(Clone, Copy)]
-enum At<'a> {
-    /// The first is there, in each row.
-    Start(i64),
-    /// One token of each row, `[B]`, on the device.
-    Places(&'a Tensor),
-    /// Rows have several sequences.
-    Packed(&'a Packed),
 }
 
 /// A weight that the model has in `Float` and computes with in a half kind.
@@ -429,8 +232,8 @@ impl Model {
     }
 
     /// The mean or the sum of the losses of a batch: of the targets `[B, T]`, which are the tokens after the
-    /// inputs `[B, T]`, without those that are not learned. Its documents may be apart. With `half`, the products are computed in that kind,
-    /// under autocast. The logits are never whole in memory.
+    /// inputs `[B, T]`, without those that are not learned. Its documents may be apart. With `half`, the
+    /// products are computed in that kind, under autocast. The logits are never whole in memory.
     pub fn loss(
         &self,
         batch: &[Tensor],

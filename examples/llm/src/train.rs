@@ -1,6 +1,6 @@
 //! The training loop.
 
-use crate::apart::Apart;
+use crate::apart::{Apart, Documents};
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
@@ -14,7 +14,7 @@ use crate::prepare::{self, Prepared};
 use crate::progress::{Progress, say, warn};
 use crate::ranks::{Division, OnRank0, Ranks};
 use crate::sample::sample;
-use crate::settings::{DataId, Settings};
+use crate::settings::{DataId, Optimizer, Settings};
 use crate::step::{Trainer, TrainerOptions};
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
@@ -331,7 +331,7 @@ impl<'a> Run<'a> {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
         format!(
             "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{}\n\
-             {steps} steps of {accumulate} × {batch} rows, learning rate {lr:?}, {}, seed {seed}",
+             {steps} steps of {accumulate} × {batch} rows, {}learning rate {lr:?}, {}{}, seed {seed}",
             device::describe(self.device),
             if self.ranks.size() > 1 {
                 format!(", {} processes", self.ranks.size())
@@ -352,7 +352,16 @@ impl<'a> Run<'a> {
                 }
                 None => String::new(),
             },
-            precision.name()
+            match (self.settings.updates.optimizer, self.settings.updates.muon_lr) {
+                (Optimizer::AdamW, _) => String::new(),
+                (Optimizer::Muon, None) => "Muon, ".into(),
+                (Optimizer::Muon, Some(rate)) => format!("Muon with learning rate {rate:?}, "),
+            },
+            precision.name(),
+            match self.settings.documents {
+                Documents::Together => "",
+                Documents::Apart => ", documents apart",
+            }
         )
     }
 

@@ -141,8 +141,8 @@ impl KvCache {
     /// later [`f_append`](KvCache::f_append) writes over what was decoded. The first call makes memory that a
     /// graph must not make, so it comes before a capture.
     /// On CUDA, for `Half`, `BFloat16` and `Float` with D = Dv, a multiple of 16 bytes up to 512, and R / 2 values
-    /// that are one, too, it is one kernel that reads the part of the cache that is in use, and never waits for the host; otherwise
-    /// libtorch's operations on the whole memory. A place outside of the cache is an error on the CPU;
+    /// that are one, too, it is one kernel that reads the part of the cache that is in use, and never waits for
+    /// the host; otherwise libtorch's operations on the whole memory. A place outside of the cache is an error on the CPU;
     /// on CUDA it changes nothing in the cache, and the row's output has no meaning.
     ///
     /// Equivalent to, for one row:

@@ -80,18 +80,17 @@ fn broadcast(common: &mut Vec<i64>, argument: Check<'_>, enable_gqa: bool) -> Re
     Ok(())
 }
 
-/// Checks that the inputs are packed, and says whether FlashAttention computes them without a mask.
-pub(super) fn takes_flash(
+/// Checks that the inputs are packed, without another mask.
+pub(super) fn check_packed(
     packed: &Packed,
     inputs: [&Tensor; 3],
     options: &AttentionOptions<'_>,
-) -> Result<bool> {
+) -> Result<()> {
     if options.attn_mask.is_some() {
         let expected = "no attn_mask next to packed sequences";
         return Err(Error::argument(OP, "attn_mask", expected, "one", "leave one of them out"));
     }
-    packed.check(inputs)?;
-    packed.takes_flash(inputs, options.enable_gqa)
+    packed.check(inputs)
 }
 
 pub(super) fn check_options(options: &AttentionOptions<'_>) -> Result<()> {

@@ -1,7 +1,7 @@
 //! libtorch's attention as a function.
 
 use super::backend::{SdpaBackend, refusal};
-use super::checks::{check_mask, check_options, sizes, takes_flash};
+use super::checks::{check_mask, check_options, check_packed, sizes};
 use super::packed::Packed;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::register_hook;
@@ -82,8 +82,8 @@ pub struct AttentionOptions<'a> {
 /// FlashAttention does not take on CUDA. With `attn_mask` and `causal`, a mask is made that has
 /// both. With `packed`, FlashAttention's kernels for sequences of different lengths compute half kinds on
 /// CUDA from compute capability 8.0 on, with E = Ev a multiple of 8 up to 192, if that back end is
-/// enabled; elsewhere a `Bool` mask `[B, 1, T, T]` is made. Some arguments that libtorch accepts without a check are refused here: keys and values of
-/// different number, a scale that is not finite.
+/// enabled; elsewhere a `Bool` mask `[B, 1, T, T]` is made. Some arguments that libtorch accepts without
+/// a check are refused here: keys and values of different number, a scale that is not finite.
 ///
 /// Equivalent to:
 /// ```
@@ -309,7 +309,10 @@ impl Prepared {
             check_mask(check!(OP, "attn_mask", mask), &query_checked, &size, keys)?;
         }
         let is_packed = match options.packed {
-            Some(packed) => takes_flash(packed, [query, key, value], options)?,
+            Some(packed) => {
+                check_packed(packed, [query, key, value], options)?;
+                packed.takes_flash([query, key, value], options.enable_gqa)?
+            }
             None => false,
         };
         let (is_causal, mask) = match is_packed {

@@ -139,6 +139,10 @@ fn another_base_or_adapter_is_refused_by_name() {
         ),
         (&["--overwrite", "--init", &out, "--lora", "2"], "give another --out"),
         (&["--overwrite", "--init", &out, "--lora", "2", "--out", &fresh], "leave out --lora"),
+        (
+            &["--init", &base, "--adapter", &peft, "--lora-alpha", "4", "--out", &fresh],
+            "leave out --lora, --lora-alpha",
+        ),
         (&["--resume", "--init", &out], "is the run of an adapter: give the model"),
         (&["--resume", "--init", &base, "--adapter", &peft], "--adapter begins a run"),
         (&["--overwrite", "--init", &peft], "is an adapter: give the model"),

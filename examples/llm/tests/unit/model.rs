@@ -1,6 +1,7 @@
 //! What a model computes, and how many numbers it has.
 
 use super::*;
+use crate::family::{Llama, Member};
 use crate::sample::tests::alone;
 
 fn config() -> ModelConfig {
