@@ -51,7 +51,7 @@ struct None {};
 
 // Scalar loops would give other bits than vectors where compilers contract products and sums, so
 // the last vector of a span is computed like the others.
-template <typename W, typename R, typename G, template <typename, typename> class Rule>
+template <typename W, typename R, typename G, typename M, template <typename, typename> class Rule>
 void update_part(const OptimSpan& span, const OptimCoefficients& coefficients, const Part& part) {
   using C = Compute<W>;
   using V = Vec<C>;
@@ -61,9 +61,9 @@ void update_part(const OptimSpan& span, const OptimCoefficients& coefficients, c
   const auto larger = [](const V& a, const V& b) { return at::vec::maximum(a, b); };
   W* weight = static_cast<W*>(span.weight) + part.begin;
   const G* gradient = static_cast<const G*>(span.gradient) + part.begin;
-  C* first = span.first == nullptr ? nullptr : static_cast<C*>(span.first) + part.begin;
-  C* second = kHasSecond ? static_cast<C*>(span.second) + part.begin : nullptr;
-  C* largest = kHasLargest ? static_cast<C*>(span.largest) + part.begin : nullptr;
+  M* first = span.first == nullptr ? nullptr : static_cast<M*>(span.first) + part.begin;
+  M* second = kHasSecond ? static_cast<M*>(span.second) + part.begin : nullptr;
+  M* largest = kHasLargest ? static_cast<M*>(span.largest) + part.begin : nullptr;
   for_each_vector<V::size()>(part.count, [&](int64_t at, auto count) {
     V w = load(weight + at, count), m(C(0)), v(C(0)), most(C(0));
     if (first != nullptr) m = load(first + at, count);
@@ -78,6 +78,20 @@ void update_part(const OptimSpan& span, const OptimCoefficients& coefficients, c
       store(w, static_cast<R*>(span.rounded) + part.begin + at, count);
     }
   });
+}
+
+template <typename W, typename R, typename G, typename M>
+void update_by_rule(OptimRule rule, const OptimSpan& span, const OptimCoefficients& coefficients,
+                    const Part& part) {
+  switch (rule) {
+    case OptimRule::AdamW:
+      return update_part<W, R, G, M, optim::AdamW>(span, coefficients, part);
+    case OptimRule::AmsGrad:
+      return update_part<W, R, G, M, optim::AmsGrad>(span, coefficients, part);
+    case OptimRule::Sgd:
+    case OptimRule::Muon:
+      return update_part<W, R, G, M, optim::Sgd>(span, coefficients, part);
+  }
 }
 
 // Calls body(Type<W>{}, Type<R>{}, Type<G>{}) with the element types of the weights, the rounded
@@ -121,15 +135,12 @@ static void optim_update(const OptimStep& step, int64_t begin, int64_t end) {
       using W = typename decltype(weight)::type;
       using R = typename decltype(rounded)::type;
       using G = typename decltype(gradient)::type;
-      switch (step.rule) {
-        case OptimRule::AdamW:
-          return update_part<W, R, G, optim::AdamW>(span, coefficients, part);
-        case OptimRule::AmsGrad:
-          return update_part<W, R, G, optim::AmsGrad>(span, coefficients, part);
-        case OptimRule::Sgd:
-        case OptimRule::Muon:
-          return update_part<W, R, G, optim::Sgd>(span, coefficients, part);
+      if constexpr (sizeof(W) == 2) {
+        if (span.moment_kind == span.kind) {
+          return update_by_rule<W, R, G, W>(step.rule, span, coefficients, part);
+        }
       }
+      update_by_rule<W, R, G, Compute<W>>(step.rule, span, coefficients, part);
     });
   });
 }

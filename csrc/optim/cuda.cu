@@ -61,30 +61,29 @@ constexpr int kVectors = 2;
 
 struct None {};
 
-// The arrays of a chunk. R is None if there are no rounded weights.
-template <typename W, typename R, typename G, bool kHasLargest>
+// The arrays of a chunk, with moments of type M. R is None if there are no rounded weights.
+template <typename W, typename R, typename G, typename M, bool kHasLargest>
 struct Arrays {
-  using C = Compute<W>;
   W* weight;
   R* rounded;
   const G* gradient;
-  C* first;
-  C* second;
-  C* largest;
+  M* first;
+  M* second;
+  M* largest;
 
   __device__ Arrays(const OptimSpan& span, int64_t begin)
       : weight(static_cast<W*>(span.weight) + begin),
         rounded(static_cast<R*>(span.rounded) + begin),
         gradient(static_cast<const G*>(span.gradient) + begin),
-        first(span.first == nullptr ? nullptr : static_cast<C*>(span.first) + begin),
-        second(span.second == nullptr ? nullptr : static_cast<C*>(span.second) + begin),
-        largest(kHasLargest ? static_cast<C*>(span.largest) + begin : nullptr) {}
+        first(span.first == nullptr ? nullptr : static_cast<M*>(span.first) + begin),
+        second(span.second == nullptr ? nullptr : static_cast<M*>(span.second) + begin),
+        largest(kHasLargest ? static_cast<M*>(span.largest) + begin : nullptr) {}
 
   template <int kLanes>
   __device__ bool all_fit() const {
-    bool all = fits<W, kLanes>(weight) && fits<G, kLanes>(gradient) && fits<C, kLanes>(first) &&
-               fits<C, kLanes>(second);
-    if constexpr (kHasLargest) all = all && fits<C, kLanes>(largest);
+    bool all = fits<W, kLanes>(weight) && fits<G, kLanes>(gradient) && fits<M, kLanes>(first) &&
+               fits<M, kLanes>(second);
+    if constexpr (kHasLargest) all = all && fits<M, kLanes>(largest);
     if constexpr (!std::is_same_v<R, None>) all = all && fits<R, kLanes>(rounded);
     return all;
   }
@@ -100,24 +99,24 @@ __device__ __forceinline__ C larger_of(C a, C b) {
 }
 
 // What a thread holds of each array.
-template <typename W, typename R, typename G, bool kHasLargest, int kLanes>
+template <typename W, typename R, typename G, typename M, bool kHasLargest, int kLanes>
 struct Held {
   using C = Compute<W>;
   Values<W, kLanes> weight;
   Values<G, kLanes> gradient;
-  Values<C, kLanes> first, second, largest;
+  Values<M, kLanes> first, second, largest;
 
-  __device__ __forceinline__ void load(const Arrays<W, R, G, kHasLargest>& arrays, int at,
+  __device__ __forceinline__ void load(const Arrays<W, R, G, M, kHasLargest>& arrays, int at,
                                        bool has_first, bool has_second) {
     weight = load_values<W, kLanes>(arrays.weight, at);
     gradient = load_values<G, kLanes>(arrays.gradient, at);
-    if (has_first) first = load_values<C, kLanes>(arrays.first, at);
-    if (has_second) second = load_values<C, kLanes>(arrays.second, at);
-    if constexpr (kHasLargest) largest = load_values<C, kLanes>(arrays.largest, at);
+    if (has_first) first = load_values<M, kLanes>(arrays.first, at);
+    if (has_second) second = load_values<M, kLanes>(arrays.second, at);
+    if constexpr (kHasLargest) largest = load_values<M, kLanes>(arrays.largest, at);
   }
 
   template <typename Rule>
-  __device__ __forceinline__ void update(const Arrays<W, R, G, kHasLargest>& arrays, int at,
+  __device__ __forceinline__ void update(const Arrays<W, R, G, M, kHasLargest>& arrays, int at,
                                          const Rule& rule, bool has_first, bool has_second) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -127,9 +126,9 @@ struct Held {
           [](C a, C b) { return larger_of(a, b); });
     }
     store_values<W, kLanes>(arrays.weight, at, weight);
-    if (has_first) store_values<C, kLanes>(arrays.first, at, first);
-    if (has_second) store_values<C, kLanes>(arrays.second, at, second);
-    if constexpr (kHasLargest) store_values<C, kLanes>(arrays.largest, at, largest);
+    if (has_first) store_values<M, kLanes>(arrays.first, at, first);
+    if (has_second) store_values<M, kLanes>(arrays.second, at, second);
+    if constexpr (kHasLargest) store_values<M, kLanes>(arrays.largest, at, largest);
     if constexpr (!std::is_same_v<R, None>) {
       Values<R, kLanes> rounded;
 #pragma unroll
@@ -141,13 +140,14 @@ struct Held {
 
 // Updates the first `count` values, a multiple of kLanes. Everything is loaded before anything is
 // stored, because the compiler must assume that the arrays overlap.
-template <int kLanes, typename W, typename R, typename G, bool kHasLargest, typename Rule>
-__device__ __forceinline__ void update_vectors(const Arrays<W, R, G, kHasLargest>& arrays, int from,
-                                               int count, const Rule& rule) {
+template <int kLanes, typename W, typename R, typename G, typename M, bool kHasLargest,
+          typename Rule>
+__device__ __forceinline__ void update_vectors(const Arrays<W, R, G, M, kHasLargest>& arrays,
+                                               int from, int count, const Rule& rule) {
   const bool has_first = arrays.first != nullptr, has_second = arrays.second != nullptr;
   constexpr int by = kThreads * kLanes;
   for (int at = from + static_cast<int>(threadIdx.x) * kLanes; at < count; at += by * kVectors) {
-    Held<W, R, G, kHasLargest, kLanes> held[kVectors] = {};
+    Held<W, R, G, M, kHasLargest, kLanes> held[kVectors] = {};
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       if (at + i * by < count) held[i].load(arrays, at + i * by, has_first, has_second);
@@ -159,12 +159,13 @@ __device__ __forceinline__ void update_vectors(const Arrays<W, R, G, kHasLargest
   }
 }
 
-template <typename W, typename R, typename G, template <typename, typename> class Rule>
+template <typename W, typename R, typename G, template <typename, typename> class Rule,
+          typename M = Compute<W>>
 __device__ void update_part(const OptimSpan& span, const OptimCoefficients& coefficients,
                             const Part& part) {
   using C = Compute<W>;
   const Rule<C, C> rule(coefficients);
-  const Arrays<W, R, G, (Rule<C, C>::kMoments > 2)> arrays(span, part.begin);
+  const Arrays<W, R, G, M, (Rule<C, C>::kMoments > 2)> arrays(span, part.begin);
   constexpr int kLanes = kLanesOf<C>;
   int whole = 0;
   if (arrays.template all_fit<kLanes>()) {
@@ -172,6 +173,19 @@ __device__ void update_part(const OptimSpan& span, const OptimCoefficients& coef
     update_vectors<kLanes>(arrays, 0, whole, rule);
   }
   update_vectors<1>(arrays, whole, part.count, rule);
+}
+
+// A span of half weights, which may have moments of their kind.
+template <typename W, template <typename, typename> class Rule>
+__device__ __forceinline__ void update_half(const OptimSpan& span, const OptimCoefficients& c,
+                                            const Part& part) {
+  const bool has_own = span.gradient_kind == span.kind;
+  if (span.moment_kind == span.kind) {
+    return has_own ? update_part<W, None, W, Rule, W>(span, c, part)
+                   : update_part<W, None, float, Rule, W>(span, c, part);
+  }
+  has_own ? update_part<W, None, W, Rule>(span, c, part)
+          : update_part<W, None, float, Rule>(span, c, part);
 }
 
 // The kernels that exist: weights and gradients of one kind; half weights with gradients in float;
@@ -189,11 +203,9 @@ __device__ __forceinline__ void update_span(const OptimSpan& span, const OptimCo
   }
   switch (span.kind) {
     case kTchExtensionHalf:
-      return has_own ? update_part<__half, None, __half, Rule>(span, c, part)
-                     : update_part<__half, None, float, Rule>(span, c, part);
+      return update_half<__half, Rule>(span, c, part);
     case kTchExtensionBFloat16:
-      return has_own ? update_part<__nv_bfloat16, None, __nv_bfloat16, Rule>(span, c, part)
-                     : update_part<__nv_bfloat16, None, float, Rule>(span, c, part);
+      return update_half<__nv_bfloat16, Rule>(span, c, part);
   }
   if (span.rounded == nullptr) {
     if (has_own) update_part<float, None, float, Rule>(span, c, part);

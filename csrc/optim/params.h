@@ -82,7 +82,7 @@ struct OptimCoefficients {
 };
 
 // Values that are updated alike: a parameter, or a part of one. All arrays have `len` values in
-// the same order. Moments are of the kind in which values of `kind` are computed.
+// the same order.
 struct OptimSpan {
   // What is updated: the parameter, or its master weights.
   void* weight;
@@ -106,7 +106,8 @@ struct OptimSpan {
   int16_t kind;
   int16_t rounded_kind;
   int16_t gradient_kind;
-  int16_t reserved;
+  // The kind in which values of `kind` are computed or, for a half kind, that kind.
+  int16_t moment_kind;
 };
 
 // One step over spans whose tensors are on one device.

@@ -82,7 +82,7 @@ pub(super) struct Coefficients {
 const COEFFICIENTS: i64 = 9;
 
 /// Values that are updated alike: a parameter, or a part of one. All arrays have `len` values in
-/// the same order. Moments are of the kind in which values of `kind` are computed.
+/// the same order.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct Span {
@@ -108,7 +108,8 @@ pub(super) struct Span {
     kind: i16,
     rounded_kind: i16,
     gradient_kind: i16,
-    reserved: i16,
+    /// The kind in which values of `kind` are computed or, for a half kind, that kind.
+    moment_kind: i16,
 }
 
 /// One step over spans whose tensors are on one device.

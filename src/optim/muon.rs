@@ -251,7 +251,7 @@ pub(super) fn matrices_of<'a>(
         let values = begin..begin + rows * width;
         begin = values.end;
         let (rows, columns) = if is_transposed { (width, rows) } else { (rows, width) };
-        let form = Form { rows, columns, is_transposed, kind: update.moment_kind() };
+        let form = Form { rows, columns, is_transposed, kind: update.moments };
         Matrix { update, values, form }
     };
     Ok(all.iter().map(matrix).filter(|matrix| !matrix.values.is_empty()).collect())

@@ -15,6 +15,8 @@ pub(super) struct State {
     pub len: i64,
     /// The order of the parameter's elements in memory, as in [`Fact`]; the state has the same.
     pub layout: i32,
+    /// The kind of the moments.
+    pub moments: Kind,
     /// Of kind `Float`: for a parameter of a half kind, unless the caller keeps them.
     pub master: Option<Owned>,
     /// AdamW's mean of gradients, SGD's or Muon's buffer.
@@ -136,7 +138,7 @@ impl FusedOptimizer {
             let is_as_before =
                 tensor.device() == state.device && tensor.numel() as i64 == state.len;
             if state.first.is_none() && is_as_before {
-                let moment = zeros_like(&parameter.tensor, compute_kind(state.kind))?;
+                let moment = zeros_like(&parameter.tensor, state.moments)?;
                 state.first = Some(moment);
             }
         }
@@ -150,23 +152,30 @@ impl FusedOptimizer {
         device: Device,
         has_buffer: bool,
     ) -> Result<()> {
-        let has_master_weights = self.has_master_weights;
+        let (has_master_weights, has_half_moments) =
+            (self.has_master_weights, self.has_half_moments);
         let rule = self.rule_of(&self.parameters[index]);
         let parameter = &mut self.parameters[index];
         let kind = KINDS.into_iter().find(|kind| fact.is_of(*kind));
         let kind = kind.ok_or_else(|| Error::msg("internal error: a kind without kernels"))?;
-        let moment = || zeros_like(&parameter.tensor, compute_kind(kind));
+        let has_any_master =
+            is_half(kind) && (has_master_weights || parameter.shared_master.is_some());
+        let moments = match has_half_moments && rule != Rule::Muon && !has_any_master {
+            true => kind,
+            false => compute_kind(kind),
+        };
+        let moment = || zeros_like(&parameter.tensor, moments);
         match &mut parameter.state {
             // SGD without momentum got some.
             Some(state) => state.first = Some(moment()?),
             none => {
-                let has_master =
-                    has_master_weights && is_half(kind) && parameter.shared_master.is_none();
+                let has_master = has_any_master && parameter.shared_master.is_none();
                 *none = Some(State {
                     device,
                     kind,
                     len: fact.len,
                     layout: fact.layout,
+                    moments,
                     master: has_master.then(|| master_of(&parameter.tensor)).transpose()?,
                     first: has_buffer.then(moment).transpose()?,
                     second: rule.is_adam().then(moment).transpose()?,

@@ -122,6 +122,7 @@ impl FusedOptimizer {
                     Some(shared) => Some(shared.data),
                     None => state.master.as_ref().map(Owned::address),
                 },
+                moments: state.moments,
                 first: state.first.as_ref(),
                 second: state.second.as_ref(),
                 largest: state.largest.as_ref(),

@@ -1,5 +1,6 @@
 //! Master weights that the caller keeps.
 
+use super::updates::{self, rules};
 use super::*;
 use tch_extension::testing::devices;
 
@@ -216,4 +217,49 @@ fn masters_that_share_memory_are_refused() {
     let overlapping = [master.narrow(0, 0, 4), master.narrow(0, 2, 4)];
     let error = text(share(&mut build(&leaves), &overlapping));
     assert!(error.contains("memory that it shares with the master of w"), "{error}");
+}
+
+/// Moments of a half kind are those in `Float`, rounded after each step.
+#[test]
+fn half_moments_are_rounded_ones() {
+    let _alone = serially();
+    for device in devices() {
+        for (kind, has_own) in [Kind::Half, Kind::BFloat16].map(|kind| (kind, [true, false])) {
+            for (rule, has_own) in rules().iter().flat_map(|rule| has_own.map(|own| (*rule, own))) {
+                tch::manual_seed(22);
+                let first = leaves(&SIZES, kind, device);
+                let copy = |leaf: &Tensor| leaf.detach().copy().set_requires_grad(true);
+                let second: Vec<Tensor> = first.iter().map(copy).collect();
+                let [mut half, mut float] =
+                    [&first, &second].map(|leaves| updates::build(rule, leaves, 0.01));
+                for optimizer in [&mut half, &mut float] {
+                    optimizer.set_master_weights(false).expect("no masters");
+                }
+                half.set_half_moments(true).expect("half moments");
+                for _ in 0..4 {
+                    let of = if has_own { kind } else { Kind::Float };
+                    let gradients: Vec<Tensor> =
+                        first.iter().map(|leaf| normal(&leaf.size(), of, device)).collect();
+                    let gradients: Vec<_> = gradients.iter().map(Some).collect();
+                    half.step_with(&gradients).expect("step");
+                    float.step_with(&gradients).expect("step");
+                    let state = float.state_dict().expect("state_dict");
+                    let is_moment =
+                        |name: &str| !name.starts_with("step.") && !name.starts_with("group.");
+                    let rounded = |(name, tensor): (String, Tensor)| match is_moment(&name) {
+                        true => (name, tensor.to_kind(kind)),
+                        false => (name, tensor),
+                    };
+                    let state = state.into_iter().map(rounded).collect();
+                    float.load_state_dict(&state).expect("the rounded state");
+                    assert_eq!(bits(&first), bits(&second), "{rule:?} of {kind:?} on {device:?}");
+                    for (name, tensor) in half.state_dict().expect("state_dict") {
+                        let expected = &state[&name];
+                        assert_eq!(tensor.kind(), expected.kind(), "{name}");
+                        assert_eq!(bits(&[tensor]), bits(&[expected.shallow_clone()]), "{name}");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -3,7 +3,7 @@
 use tch::{Kind, Tensor};
 use tch_extension::optim::{AdamW, Sgd};
 
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub enum Rule {
     AdamW(AdamW),
     Sgd(Sgd),

@@ -15,7 +15,9 @@ pub(in crate::optim) struct Update<'a> {
     pub facts: Facts,
     /// The address of `[len]`, `Float`: for a parameter of a half kind.
     pub master: Option<*mut c_void>,
-    /// `[len]`, `Float`, or `Double` for a parameter of that kind.
+    /// The kind of the moments.
+    pub moments: Kind,
+    /// `[len]`, of the kind of the moments.
     pub first: Option<&'a Owned>,
     pub second: Option<&'a Owned>,
     pub largest: Option<&'a Owned>,
@@ -47,7 +49,7 @@ impl Update<'_> {
             kind: short(kind)?,
             rounded_kind: short(rounded_kind)?,
             gradient_kind: short(gradient.kind)?,
-            reserved: 0,
+            moment_kind: short(kind_code(self.moments)?)?,
         })
     }
 
@@ -60,7 +62,7 @@ impl Update<'_> {
             weight: address(direction),
             rounded: null_mut(),
             gradient: at(gradient.data, i32::from(whole.gradient_kind), values.start),
-            first: at(whole.first, kind_code(self.moment_kind())?, values.start),
+            first: at(whole.first, i32::from(whole.moment_kind), values.start),
             len: values.end - values.start,
             kind: short(kind_code(direction.f_kind()?)?)?,
             rounded_kind: -1,
@@ -81,12 +83,6 @@ impl Update<'_> {
             gradient_kind: short(kind_code(direction.f_kind()?)?)?,
             ..whole
         })
-    }
-
-    /// The kind of the moments.
-    pub fn moment_kind(&self) -> Kind {
-        let is_double = self.facts.parameter.is_of(Kind::Double);
-        if is_double { Kind::Double } else { Kind::Float }
     }
 }
 
@@ -137,7 +133,7 @@ impl Spans {
                 kind,
                 rounded_kind: -1,
                 gradient_kind: kind,
-                reserved: 0,
+                moment_kind: -1,
             })
         };
         Ok(Spans::cut(gradients.iter().map(span).collect::<Result<_>>()?, device))
