@@ -33,10 +33,25 @@ __device__ __forceinline__ bool is_row(const NnAddRows& params, int32_t index) {
   return index >= 0 && index < params.rows;
 }
 
+// Sums, and their parts, are of the type in which rows are computed.
 template <typename T, int kLanes>
-__device__ __forceinline__ void add(Values<T, kLanes>& sum, const Vector<T, kLanes>& vector) {
+using Sum = Values<Compute<T>, kLanes>;
+
+template <typename C, typename T, int kLanes>
+__device__ __forceinline__ void add(Values<C, kLanes>& sum, const Vector<T, kLanes>& vector) {
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] += vector.lane[lane];
+  for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] += static_cast<C>(vector.lane[lane]);
+}
+
+// Adds a row of the table to a sum that was made for it.
+template <typename T, int kLanes>
+__device__ __forceinline__ void add_to_row(const NnAddRows& params, int64_t at,
+                                           const Vector<T, kLanes>& row, Sum<T, kLanes> sum) {
+  add(sum, row);
+  Values<T, kLanes> rounded;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) rounded.lane[lane] = sum.lane[lane];
+  store_values(params.table, at, rounded);
 }
 
 // A thread's first column, and from there to its next one.
@@ -67,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) add_runs(const __grid_constant__ NnA
     const auto part = [&](int which) {
       return (2 * static_cast<int64_t>(blockIdx.x) + which) * params.columns + column;
     };
-    Values<T, kLanes> sum = {};
+    Sum<T, kLanes> sum = {};
     for (int first = 0; first < count; first += kAhead) {
       Vector<T, kLanes> grads[kAhead];
       Vector<T, kLanes> rows[kAhead];
@@ -92,8 +107,7 @@ __global__ void __launch_bounds__(kThreads) add_runs(const __grid_constant__ NnA
         } else if (chunk.goes_on(at)) {
           store_values(params.partial, part(1), sum);
         } else if (is_row(params, chunk.index(at))) {
-          add(sum, rows[i]);
-          store_values(params.table, chunk.index(at) * params.columns + column, sum);
+          add_to_row<T, kLanes>(params, chunk.index(at) * params.columns + column, rows[i], sum);
         }
         sum = {};
       }
@@ -115,10 +129,11 @@ __global__ void __launch_bounds__(kThreads) add_parts(const __grid_constant__ Nn
   if (!is_crossed || !is_first || !is_row(params, index)) return;
   for (int64_t column = first_column<kLanes>(); column < params.columns;
        column += column_step<kLanes>()) {
-    auto sum = load_values<T, kLanes>(params.partial, (2 * before + 1) * params.columns + column);
+    using C = Compute<T>;
+    auto sum = load_values<C, kLanes>(params.partial, (2 * before + 1) * params.columns + column);
     bool goes_on = true;
     for (int64_t first = before + 1; goes_on; first += kAhead) {
-      Vector<T, kLanes> parts[kAhead];
+      Vector<C, kLanes> parts[kAhead];
       bool is_part[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -128,7 +143,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(const __grid_constant__ Nn
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
         const int64_t at = 2 * (first + i) * params.columns + column;
-        if (is_part[i]) parts[i] = load_vector<T, kLanes>(params.partial, at);
+        if (is_part[i]) parts[i] = load_vector<C, kLanes>(params.partial, at);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -138,8 +153,7 @@ __global__ void __launch_bounds__(kThreads) add_parts(const __grid_constant__ Nn
       goes_on = is_part[kAhead - 1];
     }
     const int64_t at = index * params.columns + column;
-    add(sum, load_vector<T, kLanes>(params.table, at));
-    store_values(params.table, at, sum);
+    add_to_row<T, kLanes>(params, at, load_vector<T, kLanes>(params.table, at), sum);
   }
 }
 
@@ -173,7 +187,19 @@ extern "C" tch_extension::LaunchStatus tch_extension_nn_add_rows_cuda(const NnAd
                                                                       cudaStream_t stream) {
   constexpr const char* kName = "nn_add_rows";
   if (params->count == 0 || params->columns == 0) return {kName, nullptr};
-  params->kind == kTchExtensionDouble ? tch_extension::nn::start<double>(*params, stream)
-                                      : tch_extension::nn::start<float>(*params, stream);
+  using tch_extension::nn::start;
+  switch (params->kind) {
+    case kTchExtensionDouble:
+      start<double>(*params, stream);
+      break;
+    case kTchExtensionHalf:
+      start<__half>(*params, stream);
+      break;
+    case kTchExtensionBFloat16:
+      start<__nv_bfloat16>(*params, stream);
+      break;
+    default:
+      start<float>(*params, stream);
+  }
   return tch_extension::launch_status(kName);
 }

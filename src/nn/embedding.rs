@@ -98,9 +98,9 @@ impl Embedding {
     /// rows' gradients added, and then both tables.
     ///
     /// The second tensor shares the table's memory. It must not be changed in place, and autocast casts it
-    /// again for each call. Rows of half kinds, and those with `padding_idx` or `scale_grad_by_freq`, are
-    /// added up in a table of their own, and so are more rows than the table has. With `sparse` the second
-    /// tensor is the table itself.
+    /// again for each call. Rows with `padding_idx` or `scale_grad_by_freq` are added up in a table of their
+    /// own, and so are those of half kinds on the CPU, and more rows than the table has. With `sparse` the
+    /// second tensor is the table itself.
     ///
     /// ```
     /// use tch::{Device, Tensor, nn::VarStore};
@@ -204,9 +204,12 @@ impl TiedLookup {
     fn adds_in_place(&self, table: &Tensor, indices: &Tensor) -> Result<bool> {
         let (rows, count) = (table.size2()?.0, indices.numel() as i64);
         let is_plain_sum = self.padding_idx < 0 && !self.scale_grad_by_freq;
-        let is_wide = matches!(table.f_kind()?, Kind::Float | Kind::Double);
-        let has_kernel = table.device() == Device::Cpu || adds_rows(table.device(), rows, count);
-        Ok(is_plain_sum && is_wide && has_kernel && 0 < count && count <= rows)
+        let has_kernel = match table.device() {
+            // libtorch would add half kinds in these kinds.
+            Device::Cpu => matches!(table.f_kind()?, Kind::Float | Kind::Double),
+            device => adds_rows(device, rows, count),
+        };
+        Ok(is_plain_sum && has_kernel && 0 < count && count <= rows)
     }
 }
 

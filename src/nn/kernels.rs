@@ -20,7 +20,7 @@ struct AddRows {
     rows: i64,
     /// D, the number of columns.
     columns: i64,
-    /// The `TchExtensionKind` of the table: `Float` or `Double`.
+    /// The `TchExtensionKind` of the table.
     kind: i32,
     reserved: i32,
     /// `[N]`, ascending.
@@ -32,7 +32,7 @@ struct AddRows {
     /// `[V, D]`.
     table: *mut c_void,
     /// `[⌈N / CHUNK⌉, 2, D]`: what a chunk has of a run that began before it, and of one that goes on
-    /// after it.
+    /// after it. In half kinds it is of kind `Float`.
     partial: *mut c_void,
 }
 
@@ -53,14 +53,17 @@ pub(super) fn adds_rows(device: Device, rows: i64, indices: i64) -> bool {
     crate::cuda::is_compiled() && device.is_cuda() && is_known(rows) && is_known(indices)
 }
 
-/// Adds each row of `grad` (`[N, D]`) to that of `table` (`[V, D]`, contiguous, `Float` or `Double`, on
-/// CUDA) at its index (`[N]`), always in the same order. Equal indices cost no more than others.
+/// Adds each row of `grad` (`[N, D]`) to that of `table` (`[V, D]`, contiguous, on CUDA) at its index
+/// (`[N]`), always in the same order. In half kinds the sum of a row is computed in `Float`, and rounded
+/// once. Equal indices cost no more than others.
 pub(super) fn add_rows(table: &mut Tensor, grad: &Tensor, indices: &Tensor) -> Result<()> {
     let (like, (rows, columns)) = ((table.f_kind()?, table.device()), table.size2()?);
     let count = indices.size1()?;
     let (sorted, places) = indices.f_to_kind(Kind::Int)?.f_sort_stable(true, 0, false)?;
     let chunks = count / CHUNK + i64::from(count % CHUNK != 0);
-    let partial = empty_of(&[chunks, 2, columns], like)?;
+    let wide = if like.0 == Kind::Double { Kind::Double } else { Kind::Float };
+    let of_partial = (wide, like.1);
+    let partial = empty_of(&[chunks, 2, columns], of_partial)?;
     let params = AddRows {
         count,
         rows,
@@ -71,10 +74,10 @@ pub(super) fn add_rows(table: &mut Tensor, grad: &Tensor, indices: &Tensor) -> R
         places: checked("places", &places, &[count], (Kind::Int64, like.1))?.cast_const().cast(),
         grad: checked("grad", grad, &[count, columns], like)?,
         table: checked("table", table, &[rows, columns], like)?,
-        partial: checked("partial", &partial, &[chunks, 2, columns], like)?,
+        partial: checked("partial", &partial, &[chunks, 2, columns], of_partial)?,
     };
-    if !matches!(like.0, Kind::Float | Kind::Double) {
-        return Err(Error::msg("internal error: rows of half kinds are not added in place"));
+    if !matches!(like.0, Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16) {
+        return Err(Error::msg("internal error: rows of this kind are not added in place"));
     }
     // SAFETY: all addresses were checked to belong to arrays of the stated sizes and kinds. The table is
     // borrowed exclusively, and the partial sums were made for this call. The places are a permutation,
