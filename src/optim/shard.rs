@@ -206,6 +206,14 @@ impl FusedOptimizer {
         Some((Part::TENSORS.map(of), state.step.tensor()))
     }
 
+    /// The kinds of the moments and the master weights of a parameter of this kind, of which it has some.
+    pub(crate) fn state_kinds(&self, kind: Kind, has: [bool; PARTS]) -> [Kind; PARTS] {
+        let has_master =
+            Part::TENSORS.into_iter().zip(has).any(|(part, has)| has && part == Part::Master);
+        let moments = self.moment_kind(self.rule, kind, has_master);
+        Part::TENSORS.map(|part| if part == Part::Master { Kind::Float } else { moments })
+    }
+
     /// The numbers of groups as tensors, with their names in files.
     pub(crate) fn numbers_of_groups(&self) -> Result<Vec<(String, Tensor)>> {
         self.numbers()

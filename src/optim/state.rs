@@ -145,6 +145,14 @@ impl FusedOptimizer {
         Ok(())
     }
 
+    /// The kind of the moments of parameters of this kind.
+    pub(super) fn moment_kind(&self, rule: Rule, kind: Kind, has_master: bool) -> Kind {
+        match self.has_half_moments && rule != Rule::Muon && !has_master {
+            true => kind,
+            false => compute_kind(kind),
+        }
+    }
+
     fn make_state(
         &mut self,
         index: usize,
@@ -152,24 +160,19 @@ impl FusedOptimizer {
         device: Device,
         has_buffer: bool,
     ) -> Result<()> {
-        let (has_master_weights, has_half_moments) =
-            (self.has_master_weights, self.has_half_moments);
-        let rule = self.rule_of(&self.parameters[index]);
-        let parameter = &mut self.parameters[index];
         let kind = KINDS.into_iter().find(|kind| fact.is_of(*kind));
         let kind = kind.ok_or_else(|| Error::msg("internal error: a kind without kernels"))?;
-        let has_any_master =
-            is_half(kind) && (has_master_weights || parameter.shared_master.is_some());
-        let moments = match has_half_moments && rule != Rule::Muon && !has_any_master {
-            true => kind,
-            false => compute_kind(kind),
-        };
+        let rule = self.rule_of(&self.parameters[index]);
+        let is_shared = self.parameters[index].shared_master.is_some();
+        let has_any_master = is_half(kind) && (self.has_master_weights || is_shared);
+        let moments = self.moment_kind(rule, kind, has_any_master);
+        let parameter = &mut self.parameters[index];
         let moment = || zeros_like(&parameter.tensor, moments);
         match &mut parameter.state {
             // SGD without momentum got some.
             Some(state) => state.first = Some(moment()?),
             none => {
-                let has_master = has_any_master && parameter.shared_master.is_none();
+                let has_master = has_any_master && !is_shared;
                 *none = Some(State {
                     device,
                     kind,

@@ -59,10 +59,10 @@ pub struct BenchOptions {
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
+    /// Kinds of weights, features and products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
-    /// Compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
     /// memory
     #[arg(long)]
     pub recompute: bool,
@@ -78,9 +78,6 @@ pub struct BenchOptions {
     /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
     #[arg(long)]
     pub sharded: bool,
-    /// Keep the weights in Float, which autocast rounds in each step, so that gradients are Float
-    #[arg(long)]
-    pub float_weights: bool,
     /// With several processes, how many MiB of gradients are sent at once
     #[arg(long, value_name = "MIB")]
     pub bucket_mb: Option<f64>,
@@ -200,9 +197,7 @@ impl Bench {
             let file = options.inputs.join(ADAPTERS);
             state_dict::load(model.trained(), &[file], &Default::default())?;
         }
-        if let Some(kind) = settings.precision.half().filter(|_| !options.float_weights) {
-            model.round(kind)?;
-        }
+        model.set_precision(settings.precision)?;
         // Each process has as many rows as one alone, of batches of its own.
         let all_rows = settings.batch * ranks.size() as i64;
         let division = Division::new(all_rows, 1, ranks.rank(), ranks.size())?;

@@ -238,8 +238,10 @@ impl Checkpoint {
     }
 }
 
-/// Copies the tensors of a file into those that are in use. All names, shapes and kinds are compared
-/// before the first is changed.
+const FLOATING: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+/// Copies the tensors of a file into those that are in use, whose values may be wider or narrower. All
+/// names, shapes and kinds are compared before the first is changed.
 pub fn copy(
     path: &Path,
     tensors: &BTreeMap<String, Tensor>,
@@ -249,13 +251,15 @@ pub fn copy(
     let mut pairs = Vec::new();
     for (name, target) in targets {
         let saved = tensors.get(name).with_context(|| format!("{path} lacks {name}"))?;
+        let (from, to) = (saved.f_kind()?, target.f_kind()?);
+        let both_float = [from, to].iter().all(|kind| FLOATING.contains(kind));
         ensure!(
-            saved.size() == target.size() && saved.f_kind()? == target.f_kind()?,
+            saved.size() == target.size() && (from == to || both_float),
             "{path}: {name} is {:?} of {:?}, but {:?} of {:?} here",
             saved.size(),
-            saved.f_kind()?,
+            from,
             target.size(),
-            target.f_kind()?
+            to
         );
         pairs.push((saved, target));
     }

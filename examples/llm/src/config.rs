@@ -17,12 +17,12 @@ pub struct ModelConfig {
     pub dim: i64,
     /// The probability of all dropouts.
     pub dropout: f64,
-    /// Whether the backward pass computes the activations of the feed-forward parts again, in place
-    /// of keeping them.
-    #[serde(default)]
+    /// Whether GPT-2's backward pass computes the activations of the feed-forward parts again, in place
+    /// of keeping them. Like the next one, it changes no numbers, and belongs to a process.
+    #[serde(skip)]
     pub recompute: bool,
     /// Whether it computes whole layers again, of which only the inputs are kept.
-    #[serde(default)]
+    #[serde(skip)]
     pub recompute_layers: bool,
     /// What makes it a member of Llama's family. Without it, it is a GPT-2.
     #[serde(default, skip_serializing_if = "Option::is_none")]

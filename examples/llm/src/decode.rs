@@ -5,7 +5,6 @@ use crate::model::Model;
 use crate::sample::Drawing;
 use anyhow::{Context, Result, ensure};
 use tch::{Device, Kind, Tensor};
-use tch_extension::amp::Autocast;
 use tch_extension::args;
 use tch_extension::cuda::{Event, Graph};
 use tch_extension::library::Operator;
@@ -25,7 +24,6 @@ pub struct Decoder<'a> {
 struct Step<'a> {
     model: &'a Model,
     /// The kind of autocast's products.
-    half: Option<Kind>,
     drawing: &'a Drawing,
     /// Tokens from here on are padding of the embedding.
     vocabulary: i64,
@@ -40,7 +38,6 @@ impl<'a> Decoder<'a> {
     /// For at most so many tokens in a row, prompt included.
     pub fn new(
         model: &'a Model,
-        half: Option<Kind>,
         vocabulary: i64,
         drawing: &'a Drawing,
         [rows, most]: [i64; 2],
@@ -49,7 +46,6 @@ impl<'a> Decoder<'a> {
         let vocabulary = vocabulary.min(model.config.vocabulary);
         let step = Step {
             model,
-            half,
             drawing,
             vocabulary,
             caches: model.caches(most),
@@ -71,7 +67,8 @@ impl<'a> Decoder<'a> {
     /// Draws the next tokens, for which the context must have a place.
     pub fn next(&mut self) -> Result<()> {
         // Autocast keeps casts of weights, which a graph must not, and the CPU has no graphs.
-        if self.graph.is_none() && self.step.model.device().is_cuda() && self.step.half.is_none() {
+        let model = self.step.model;
+        if self.graph.is_none() && model.device().is_cuda() && !model.autocasts() {
             self.graph = Some(self.step.captured()?);
         }
         match &self.graph {
@@ -123,7 +120,6 @@ impl Step<'_> {
         for from in (0..longest).step_by(CHUNK as usize) {
             let count = CHUNK.min(longest - from);
             let chunk = padded.f_narrow(1, from, count)?;
-            let _autocast = self.half.map(|kind| Autocast::new(device, kind)).transpose()?;
             let hidden = self.model.continued(&chunk, &mut self.caches)?;
             for (row, last) in last.iter_mut().enumerate() {
                 let at = lengths[row] - 1 - from;
@@ -148,22 +144,14 @@ impl Step<'_> {
     }
 
     fn next(&mut self) -> tch_extension::Result<()> {
-        let hidden = {
-            let device = self.model.device();
-            let _autocast = self.half.map(|kind| Autocast::new(device, kind)).transpose()?;
-            self.model.placed(&self.tokens, &self.places, &mut self.caches)?
-        };
+        let hidden = self.model.placed(&self.tokens, &self.places, &mut self.caches)?;
         let _ = self.places.f_add_scalar_(1)?;
         self.draw(&hidden.f_select(1, 0)?)
     }
 
     /// Draws tokens from features `[B, C]`.
     fn draw(&mut self, hidden: &Tensor) -> tch_extension::Result<()> {
-        let logits = {
-            let _autocast =
-                self.half.map(|kind| Autocast::new(hidden.device(), kind)).transpose()?;
-            self.model.logits(hidden)?
-        };
+        let logits = self.model.logits(hidden)?;
         let drawn = self.drawing.draw(&logits.f_narrow(1, 0, self.vocabulary)?)?;
         Ok(self.tokens.f_copy_(&drawn)?)
     }

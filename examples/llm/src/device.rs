@@ -40,16 +40,20 @@ fn parse_cuda(index: i64) -> Result<Device> {
     Ok(Device::Cuda(index as usize))
 }
 
-/// The kind in which products are computed.
+/// The kinds in which a model is computed and trained.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, serde::Serialize, serde::Deserialize,
 )]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub enum Precision {
-    /// Float, the products, too
+    /// Float
     F32,
-    /// Products in BFloat16, under autocast; weights, norms and sums stay in Float
+    /// BFloat16, with master weights and the optimizer's state in Float
     Bf16,
+    /// Products in BFloat16, under autocast; weights, gradients and the sums between layers in Float
+    Bf16Mixed,
+    /// BFloat16, without master weights, and with the optimizer's state in BFloat16
+    Bf16True,
 }
 
 impl Precision {
@@ -58,18 +62,17 @@ impl Precision {
         if device.is_cuda() { Precision::Bf16 } else { Precision::F32 }
     }
 
-    /// The kind of autocast.
+    /// The kind of the products, if not `Float`.
     pub fn half(self) -> Option<Kind> {
-        match self {
-            Precision::F32 => None,
-            Precision::Bf16 => Some(Kind::BFloat16),
-        }
+        (self != Precision::F32).then_some(Kind::BFloat16)
     }
 
     pub fn name(self) -> &'static str {
         match self {
             Precision::F32 => "f32",
             Precision::Bf16 => "bf16",
+            Precision::Bf16Mixed => "bf16-mixed",
+            Precision::Bf16True => "bf16-true",
         }
     }
 }

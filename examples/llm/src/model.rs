@@ -2,6 +2,7 @@
 
 use crate::apart::Apart;
 pub use crate::config::ModelConfig;
+use crate::device::Precision;
 use crate::export::name_in_files;
 use crate::lora::Lora;
 use crate::positions::{At, Positions, Rotary};
@@ -9,7 +10,7 @@ use anyhow::{Result, ensure};
 #[cfg(feature = "distributed")]
 use std::collections::BTreeMap;
 use tch::nn::{EmbeddingConfig, Init, VarStore};
-use tch::{Device, Kind, Reduction, Tensor};
+use tch::{Device, Reduction, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::nn::{
     AttentionCall, Embedding, FeedForwardConfig, Functional, KvCache, Norm, NormConfig, Packed,
@@ -33,9 +34,9 @@ pub struct Model {
     norm: Norm,
     /// The output layer, unless it is the embedding.
     head: Option<Tensor>,
-    /// The kind of the linear layers, if [`Model::round`] was called.
-    half: Option<Kind>,
-    /// What is trained of them.
+    /// What it is computed in.
+    precision: Precision,
+    /// The weights that are trained, if they have master weights.
     rounded: Vec<Rounded>,
 }
 
@@ -59,11 +60,10 @@ impl Functional for Layer {
     }
 }
 
-/// A weight that the model has in `Float` and computes with in a half kind.
+/// A weight in `Float`, and the variable that has its rounded values.
 struct Rounded {
     name: String,
     weight: Tensor,
-    /// The variable of the layer.
     variable: Tensor,
 }
 
@@ -96,7 +96,7 @@ impl Model {
             norm: norm(&root / of_norm, dim, block.norm),
             head: has_head
                 .then(|| (&root / "lm_head").var("weight", &[config.vocabulary, dim], zero)),
-            half: None,
+            precision: Precision::F32,
             rounded: Vec::new(),
             config: config.clone(),
             adapters: None,
@@ -106,7 +106,7 @@ impl Model {
 
     /// Freezes the weights and gives layers adapters, whose output is zero at first.
     pub fn adapt(&mut self, lora: &Lora, seed: i64) -> Result<()> {
-        ensure!(self.half.is_none(), "the weights are rounded already");
+        ensure!(self.precision == Precision::F32, "the weights are rounded already");
         let adapters = VarStore::new(self.device());
         tch::manual_seed(seed);
         let blocks = if self.config.llama.is_some() { "layers" } else { "h" };
@@ -146,21 +146,21 @@ impl Model {
         all.unwrap_or_default().into_iter().collect::<BTreeMap<_, _>>().into_values().collect()
     }
 
-    /// Gives the linear layers of the blocks weights of a half kind, rounded from those in `Float`.
-    /// Autocast would round them in each step, and cast their gradients back. Frozen ones are kept in no
-    /// other kind.
-    pub fn round(&mut self, kind: Kind) -> Result<()> {
-        ensure!(self.half.is_none(), "the weights are rounded already");
-        self.half = Some(kind);
-        for (name, mut variable) in self.variables.variables() {
-            let is_linear = ["attn.", ".mlp."].iter().any(|part| name.contains(part));
-            if !is_linear || name.ends_with("_norm.weight") {
-                continue;
-            }
-            let weight = variable.f_detach_copy()?;
+    /// From now on the model is computed in these kinds. It had been in `Float`. Frozen weights are kept
+    /// in one kind only.
+    pub fn set_precision(&mut self, precision: Precision) -> Result<()> {
+        ensure!(self.precision == Precision::F32, "the weights are rounded already");
+        self.precision = precision;
+        let Some(kind) = precision.half().filter(|_| precision != Precision::Bf16Mixed) else {
+            return Ok(());
+        };
+        let frozen = self.adapters.is_some().then(|| self.variables.variables());
+        let trained = self.trained().variables();
+        for (name, mut variable) in frozen.into_iter().flatten().chain(trained) {
+            let weight = variable.f_detach()?;
             // The layer has the same tensor, so it gets the new memory, too.
             variable.f_set_data(&weight.f_to_kind(kind)?)?;
-            if self.adapters.is_none() {
+            if variable.requires_grad() && precision == Precision::Bf16 {
                 self.rounded.push(Rounded { name, weight, variable });
             }
         }
@@ -201,7 +201,7 @@ impl Model {
         Ok(model)
     }
 
-    /// All weights that are trained, in `Float`, sorted by name.
+    /// All weights that are trained, sorted by name: in `Float`, unless the model has no such.
     pub fn named_variables(&self) -> Vec<(String, Tensor)> {
         let mut all = self.trained().variables();
         for Rounded { name, weight, .. } in &self.rounded {
@@ -232,17 +232,16 @@ impl Model {
     }
 
     /// The mean or the sum of the losses of a batch: of the targets `[B, T]`, which are the tokens after the
-    /// inputs `[B, T]`, without those that are not learned. Its documents may be apart. With `half`, the
-    /// products are computed in that kind, under autocast. The logits are never whole in memory.
+    /// inputs `[B, T]`, without those that are not learned. Its documents may be apart. The logits are never
+    /// whole in memory.
     pub fn loss(
         &self,
         batch: &[Tensor],
         apart: Option<Apart>,
-        half: Option<Kind>,
         train: bool,
         reduction: Reduction,
     ) -> tch_extension::Result<Tensor> {
-        let _autocast = half.map(|kind| Autocast::new(self.device(), kind)).transpose()?;
+        let _autocast = self.autocast()?;
         let [inputs, targets, ..] = batch else {
             return Err(tch_extension::Error::msg("a batch has inputs and targets"));
         };
@@ -296,9 +295,14 @@ impl Model {
         f_linear(hidden, self.head(), None)
     }
 
-    /// Autocast to the kind of rounded weights, if there are any.
+    /// Whether it is computed under autocast, which keeps casts of weights.
+    pub fn autocasts(&self) -> bool {
+        self.precision == Precision::Bf16Mixed
+    }
+
     fn autocast(&self) -> tch_extension::Result<Option<Autocast>> {
-        self.half.map(|kind| Autocast::new(self.device(), kind)).transpose()
+        let kind = self.precision.half().filter(|_| self.autocasts());
+        kind.map(|kind| Autocast::new(self.device(), kind)).transpose()
     }
 
     /// The features `[B, T, C]` of tokens `[B, T]`, after the last norm.
@@ -423,7 +427,7 @@ impl Model {
 }
 
 fn block_config(config: &ModelConfig, init: Init) -> TransformerBlockConfig {
-    let (dropout, saves) = (config.dropout, !config.recompute);
+    let dropout = config.dropout;
     let mut block = match &config.llama {
         None => TransformerBlockConfig::gpt2(),
         Some(llama) => TransformerBlockConfig::llama(llama.kv_heads, llama.hidden),
@@ -440,12 +444,13 @@ fn block_config(config: &ModelConfig, init: Init) -> TransformerBlockConfig {
     block.attention.bs_init = Some(init);
     match &mut block.feed_forward {
         FeedForwardConfig::Mlp(mlp) => {
-            mlp.options.save_activations = saves;
+            mlp.options.save_activations = !config.recompute;
             mlp.linear.ws_init = init;
             mlp.linear.bs_init = Some(init);
         }
         FeedForwardConfig::SwiGlu(swiglu) => {
-            swiglu.options.save_activations = saves;
+            // One more array is written by a kernel that reads the factors of it anyway.
+            swiglu.options.save_activations = false;
             swiglu.linear.ws_init = init;
         }
     }

@@ -229,15 +229,15 @@ pub struct Changes {
     /// Probability of dropout [default: 0]
     #[arg(long, value_name = "P")]
     dropout: Option<f64>,
-    /// Compute the activations of the feed-forward parts again in the backward pass, which saves
-    /// memory
+    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory; Llama's family always does
     #[arg(long)]
     recompute: bool,
     /// Keep only the input of each layer, and compute the layer again in the backward pass, which
     /// saves most memory and takes a third more operations
     #[arg(long)]
     recompute_layers: bool,
-    /// Kind of the products [default: bf16 on a GPU, f32 on the CPU]
+    /// Kinds of weights, features and products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     precision: Option<Precision>,
     /// Rows of a batch; several processes divide the batches of a step, and then the rows of each
@@ -481,9 +481,8 @@ impl TrainOptions {
                 self.check_text(earlier)?;
                 let mut settings = Settings { data, ..earlier.clone() };
                 if let Some(size) = self.size {
-                    let ModelConfig { dropout, recompute, recompute_layers, .. } = earlier.model;
-                    let size = size.model(vocabulary);
-                    settings.model = ModelConfig { dropout, recompute, recompute_layers, ..size };
+                    let dropout = earlier.model.dropout;
+                    settings.model = ModelConfig { dropout, ..size.model(vocabulary) };
                 }
                 settings = self.changes.apply(settings);
                 if self.size.is_some() {

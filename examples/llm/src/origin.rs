@@ -89,8 +89,8 @@ impl Origin {
     /// The same, to generate text: on a GPU in the kind of the run's products, weights and all.
     pub fn model_for_text(&self, device: Device) -> Result<Model> {
         let mut model = self.model(device)?;
-        if let Some(half) = self.precision(device).half().filter(|_| device.is_cuda()) {
-            model.variables.set_kind(half);
+        if self.precision(device) != Precision::F32 && device.is_cuda() {
+            model.set_precision(Precision::Bf16True)?;
         }
         Ok(model)
     }

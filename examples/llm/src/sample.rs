@@ -1,7 +1,7 @@
 //! Generates text, one token after the other.
 
 use crate::decode::Decoder;
-use crate::device::{self, Precision};
+use crate::device;
 use crate::model::Model;
 use crate::origin::Origin;
 use crate::progress::{say, show};
@@ -138,7 +138,7 @@ pub fn run(options: &SampleOptions) -> Result<()> {
     if options.count == 1 {
         show(&shown.begin()?)?;
     }
-    let rows = text.generate(None, &options.drawing, options.length, options.count, |rows| {
+    let rows = text.generate(&options.drawing, options.length, options.count, |rows| {
         times.push(begun.elapsed());
         // Several texts are shown one after the other, at the end.
         if let [row] = rows { show(&shown.next(row)?) } else { Ok(()) }
@@ -195,19 +195,17 @@ pub fn check_length(option: &str, length: i64) -> Result<()> {
     Ok(())
 }
 
-/// The prompt and `length` tokens after it, as text. On a GPU, products have the precision of the run.
+/// The prompt and `length` tokens after it, as text.
 pub fn sample(
     model: &Model,
-    precision: Precision,
     tokenizer: &Tokenizer,
     drawing: &Drawing,
     length: i64,
     seed: i64,
 ) -> Result<String> {
     tch::manual_seed(seed);
-    let half = precision.half().filter(|_| model.device().is_cuda());
     let text = Text::new(model, tokenizer, &drawing.prompt)?;
-    text.whole(&text.generate(half, drawing, length, 1, |_| Ok(()))?[0])
+    text.whole(&text.generate(drawing, length, 1, |_| Ok(()))?[0])
 }
 
 /// A text that a model continues.
@@ -240,7 +238,6 @@ impl<'a> Text<'a> {
     /// `count` rows. `each` gets the rows after each token.
     fn generate(
         &self,
-        half: Option<Kind>,
         drawing: &Drawing,
         length: i64,
         count: usize,
@@ -256,7 +253,7 @@ impl<'a> Text<'a> {
         let mut ends: Vec<Option<usize>> = vec![None; count];
         let sizes = [count as i64, self.prompt.len() as i64 + length];
         let vocabulary = self.tokenizer.len() as i64;
-        let mut decoder = Decoder::new(self.model, half, vocabulary, drawing, sizes)?;
+        let mut decoder = Decoder::new(self.model, vocabulary, drawing, sizes)?;
         let from = |rows: &[Vec<u32>], first: usize| -> Vec<Vec<u32>> {
             rows.iter().map(|row| row[first..].to_vec()).collect()
         };
@@ -386,11 +383,10 @@ pub mod tests {
         let _alone = alone();
         let (model, bytes) = (model(), Tokenizer::bytes());
         let mut lengths = vec![];
-        let rows =
-            text(&model, &bytes, &[1; 20], &[]).generate(None, &drawing(None), 50, 3, |rows| {
-                lengths.push(rows[2].len());
-                Ok(())
-            });
+        let rows = text(&model, &bytes, &[1; 20], &[]).generate(&drawing(None), 50, 3, |rows| {
+            lengths.push(rows[2].len());
+            Ok(())
+        });
         let rows = rows.unwrap();
         assert_eq!(lengths, (21..=70).collect::<Vec<_>>());
         assert!(rows.iter().all(|row| row.len() == 70 && row.iter().all(|&token| token < 256)));
@@ -403,7 +399,7 @@ pub mod tests {
         let (model, bytes) = (model(), Tokenizer::bytes());
         let of = |drawing: &Drawing, ends: &[u32]| {
             let text = text(&model, &bytes, &[3, 4, 5], ends);
-            text.generate(None, drawing, 20, 2, |_| Ok(())).unwrap()
+            text.generate(drawing, 20, 2, |_| Ok(())).unwrap()
         };
         // By hand, without a cache, as the windows slide.
         let (mut expected, mut first): (Vec<u32>, usize) = (vec![3, 4, 5], 0);
@@ -478,7 +474,7 @@ pub mod tests {
     fn the_seed_decides_the_sample_and_the_prompt_begins_it() {
         let _alone = alone();
         let (model, bytes) = (model(), Tokenizer::bytes());
-        let text = |seed| sample(&model, Precision::F32, &bytes, &drawing(None), 30, seed).unwrap();
+        let text = |seed| sample(&model, &bytes, &drawing(None), 30, seed).unwrap();
         assert_eq!(text(1), text(1));
         assert_ne!(text(1), text(2));
         assert!(text(1).starts_with("ab"));

@@ -264,10 +264,11 @@ pub mod tests {
     }
 
     #[test]
-    fn files_from_before_an_option_was_there_have_its_default() {
+    fn files_of_other_versions_can_be_read() {
         let mut file = serde_json::to_value(settings()).unwrap();
         file.as_object_mut().unwrap().remove("optimizer").unwrap();
-        file["model"].as_object_mut().unwrap().remove("recompute_layers").unwrap();
+        assert!(file["model"].get("recompute_layers").is_none());
+        file["model"]["recompute_layers"] = true.into();
         assert_eq!(serde_json::from_value::<Settings>(file).unwrap(), settings());
     }
 

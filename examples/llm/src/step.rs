@@ -3,6 +3,7 @@
 
 use crate::apart::Apart;
 use crate::data::{Loader, mix};
+use crate::device::Precision;
 use crate::model::Model;
 use crate::ranks::{Division, Ranks};
 use crate::settings::{Optimizer, Settings};
@@ -150,6 +151,10 @@ fn optimizer_of(model: &Model, settings: &Settings) -> Result<FusedOptimizer> {
     optimizer.no_weight_decay(|_, weight| weight.dim() < 2);
     optimizer.set_clip_norm(Some(settings.clip))?;
     optimizer.set_masters(&model.masters())?;
+    if settings.precision == Precision::Bf16True {
+        optimizer.set_master_weights(false)?;
+        optimizer.set_half_moments(true)?;
+    }
     Ok(optimizer)
 }
 
@@ -163,15 +168,14 @@ fn together(
     ranks: &Ranks,
     options: &TrainerOptions,
 ) -> Result<(Trained, Closure)> {
-    let half = settings.precision.half();
     let share = apart.map(|apart| apart.learned_share()).or(settings.data.learned_share());
     let loss = move |model: &Model, batch: &[Tensor]| match share {
-        None => model.loss(batch, None, half, true, Reduction::Mean),
+        None => model.loss(batch, None, true, Reduction::Mean),
         // Batches have different numbers of targets that are learned. By the expected number, losses of
         // batches and ranks add up to that of all of them, and none is divided by zero.
         Some(share) => {
             let expected = share * batch[0].numel() as f64;
-            let sum = model.loss(batch, apart, half, true, Reduction::Sum)?;
+            let sum = model.loss(batch, apart, true, Reduction::Sum)?;
             Ok(sum.f_div_scalar(expected)?)
         }
     };

@@ -277,9 +277,7 @@ impl<'a> Run<'a> {
                 None => Ok(()),
             })?;
         }
-        if let Some(kind) = settings.precision.half() {
-            model.round(kind)?;
-        }
+        model.set_precision(settings.precision)?;
         let model = Rc::new(model);
         let how = TrainerOptions {
             capture: !options.no_capture,
@@ -436,8 +434,7 @@ impl<'a> Run<'a> {
     }
 
     fn evaluate(&mut self) -> Result<()> {
-        let half = self.settings.precision.half();
-        let loss = held_out_loss(&self.model, &self.held_out, half, self.ranks)?;
+        let loss = held_out_loss(&self.model, &self.held_out, self.ranks)?;
         match &mut self.log {
             Some(log) => log.held_out(self.step, loss),
             None => Ok(()),
@@ -479,9 +476,8 @@ impl<'a> Run<'a> {
     fn finish(&self, tokenizer: &Tokenizer) -> Result<()> {
         let options = self.options;
         if options.sample > 0 {
-            let Settings { seed, precision, .. } = self.settings;
-            let text =
-                sample(&self.model, precision, tokenizer, &options.drawing, options.sample, seed)?;
+            let seed = self.settings.seed;
+            let text = sample(&self.model, tokenizer, &options.drawing, options.sample, seed)?;
             let heading = format!("sample at temperature {}", options.drawing.temperature);
             say(&format!("\n--- {heading} ---\n{text}\n--- end of the sample ---\n"))?;
         }
@@ -543,17 +539,12 @@ fn resume(checkpoint: &Checkpoint, model: &Model, trainer: &mut Trainer) -> Resu
 }
 
 /// The mean loss over the held-out windows, of which each rank computes a part.
-fn held_out_loss(
-    model: &Model,
-    held_out: &HeldOut,
-    half: Option<Kind>,
-    ranks: &Ranks,
-) -> Result<f64> {
+fn held_out_loss(model: &Model, held_out: &HeldOut, ranks: &Ranks) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let mut sums = vec![Tensor::f_zeros([2], (Kind::Double, model.device()))?];
     for batch in held_out.batches(model.device(), ranks) {
         let batch = batch?;
-        let loss = model.loss(&batch, held_out.apart, half, false, Reduction::Sum)?;
+        let loss = model.loss(&batch, held_out.apart, false, Reduction::Sum)?;
         let loss = loss.f_to_kind(Kind::Double)?;
         let learned = batch[1].f_ne(IGNORED)?.f_sum(Kind::Double)?;
         sums.push(Tensor::f_stack(&[loss, learned], 0)?);

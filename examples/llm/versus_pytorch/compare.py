@@ -8,7 +8,7 @@ import time
 
 ROUNDS = 5  # that are timed; one before them warms up
 WINDOW = 20  # steps over which losses are averaged before they are compared
-ROWS = [1, 8]  # that are decoded at once
+ROWS = [1, 8, 16, 64]  # that are decoded at once
 FARTHEST = 0.05  # of logits from PyTorch's, as a share of their norm; BFloat16 alone gives about 0.01
 
 
@@ -110,7 +110,7 @@ def train(options, inputs, mode):
 
 
 def session(options, inputs, mode, names):
-    how = {"train": [], "lora": ["--lora", "16"], "muon": ["--optimizer", "muon"]}[mode]
+    how = {"train": [], "bf16": ["--precision", "bf16-true"], "lora": ["--lora", "16"], "muon": ["--optimizer", "muon"]}[mode]
     how = [*how, "--recompute"] if options.recompute else how
     workers = []
     for name in names:

@@ -14,6 +14,7 @@ OTHER_ORDER = "torch.compile, other order"
 COMPILED_MUON = "torch.compile, Muon's step, too"
 RIVALS = {
     "train": ["torch.compile", "torch.compile, reduce-overhead", "PyTorch eager", OTHER_ORDER],
+    "bf16": ["torch.compile", "torch.compile, reduce-overhead", "PyTorch eager"],
     "lora": ["torch.compile", "PyTorch eager"],
     "muon": ["torch.compile", COMPILED_MUON, "PyTorch eager"],
 }
@@ -42,6 +43,8 @@ class Run:
         with torch.device(self.device):
             model = make_model(self.settings)
         model.load_state_dict(read_safetensors(os.path.join(inputs, "weights.safetensors")))
+        if self.mode == "bf16":
+            model.to(torch.bfloat16)
         if self.mode == "lora":
             # As in Rust: a frozen base in BFloat16 on a GPU, and adapters in Float.
             model.to(torch.bfloat16 if self.is_cuda else torch.float32)
@@ -81,7 +84,7 @@ class Run:
         inputs, targets = (part[self.step_count].to(self.device, non_blocking=True) for part in self.batches)
         torch.compiler.cudagraph_mark_step_begin()
         # As in Rust: BFloat16 on a GPU, Float on the CPU.
-        autocasts = self.is_cuda and self.mode != "lora"
+        autocasts = self.is_cuda and self.mode not in ("bf16", "lora")
         with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16, enabled=autocasts):
             loss = self.forward(inputs, targets)
         loss.backward()

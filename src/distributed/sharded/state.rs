@@ -54,7 +54,9 @@ impl ShardedOptimizer {
                     let parameter = &self.weights.parameters[slot.parameter];
                     let view =
                         super::gradients::view_of(&whole, slot.range.start, &parameter.tensor)?;
-                    let copy = Tensor::f_empty(view.size(), (view.f_kind()?, Device::Cpu))?;
+                    let kind = parameter.tensor.f_kind()?;
+                    let kinds = self.inner.state_kinds(kind, has_part[slot.parameter]);
+                    let copy = Tensor::f_empty(view.size(), (kinds[place], Device::Cpu))?;
                     copy.shallow_clone().f_copy_(&view)?;
                     gathered.insert(format!("{word}.{}", parameter.name), copy);
                 }

@@ -29,7 +29,7 @@ fn assert_computes(
     expected: &BTreeMap<String, Tensor>,
 ) {
     let batch = [inputs, targets].map(Tensor::shallow_clone);
-    let loss = model.loss(&batch, None, None, true, Reduction::Mean).unwrap();
+    let loss = model.loss(&batch, None, true, Reduction::Mean).unwrap();
     assert_close(&loss.detach(), &expected["loss"], &format!("{name}: loss"));
     loss.backward();
     let mut others = expected.keys().filter(|name| name.starts_with("grad.")).count();

@@ -133,7 +133,7 @@ fn a_sharded_run_goes_on_with_another_number_of_processes() {
     let test = "a_sharded_run_goes_on_with_another_number_of_processes";
     let place = Place::new();
     let folder = |name: &str| text(&place.path(name));
-    for precision in ["f32", "bf16"] {
+    for precision in ["f32", "bf16", "bf16-true"] {
         let train = |processes: &str, out: &str, options: &[&str]| -> Option<Output> {
             let common = ["--precision", precision, "--save-every", "10", "--out", &folder(out)];
             run(&place, test, processes, &[&common[..], options].concat())
@@ -195,7 +195,7 @@ fn adapters_are_trained_by_several_processes() {
     let place = Place::new();
     let base = text(&place.path("base"));
     succeeded(&place.train(&["--size", "llama-mini", "--steps", "40", "--out", &base]));
-    for precision in ["f32", "bf16"] {
+    for precision in ["f32", "bf16", "bf16-true"] {
         let options = ["--init", &base, "--lora", "2", "--steps", "20", "--lr", "0.01"];
         let options = [&options[..], &["--precision", precision, "--overwrite"]].concat();
         succeeded(&place.train(&options));

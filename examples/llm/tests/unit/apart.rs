@@ -102,7 +102,7 @@ fn a_window_learns_what_its_documents_learn_alone() {
         let of = |batches: &[(Vec<Tensor>, Option<Apart>)]| {
             let model = Model::new(&config, Device::Cpu, 3).unwrap();
             let loss = |(batch, apart): &(Vec<Tensor>, Option<Apart>)| {
-                model.loss(batch, *apart, None, true, Reduction::Sum).unwrap()
+                model.loss(batch, *apart, true, Reduction::Sum).unwrap()
             };
             let sum = batches.iter().map(loss).reduce(|a, b| a + b).unwrap();
             sum.backward();

@@ -3,6 +3,7 @@
 use super::*;
 use crate::family::{Llama, Member};
 use crate::sample::tests::alone;
+use tch::Kind;
 
 fn config() -> ModelConfig {
     ModelConfig {
@@ -81,38 +82,50 @@ fn tokens_at_places_give_the_logits_of_their_rows() {
     }
 }
 
-/// Autocast rounds in the same places, so the numbers are the same.
+/// Losses and gradients are near to those of the same rounded weights in `Float`.
 #[test]
-fn rounded_weights_give_the_loss_and_gradients_of_autocast() {
+fn half_kinds_give_the_loss_and_gradients_of_float() {
     let _alone = alone();
-    let of = |rounds: bool| {
+    let of = |precision: Precision| {
         let mut model = Model::new(&config(), Device::Cpu, 3).unwrap();
-        if rounds {
-            model.round(Kind::BFloat16).unwrap();
-            assert!(model.round(Kind::BFloat16).is_err(), "twice");
-        }
+        tch::no_grad(|| {
+            for (_, mut weight) in model.named_variables() {
+                weight.copy_(&weight.to_kind(Kind::BFloat16));
+            }
+        });
+        model.set_precision(precision).unwrap();
+        assert_eq!(model.set_precision(precision).is_err(), precision != Precision::F32, "twice");
         tch::manual_seed(5);
         let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
         let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
         let batch = [inputs.shallow_clone(), targets];
-        let half = Some(Kind::BFloat16);
-        let loss = model.loss(&batch, None, half, true, Reduction::Mean).unwrap();
+        let loss = model.loss(&batch, None, true, Reduction::Mean).unwrap();
         loss.backward();
-        let variables = model.variables.variables().into_iter();
-        let mut gradients: Vec<_> =
-            variables.map(|(name, variable)| (name, variable.grad())).collect();
-        gradients.sort_by(|a, b| a.0.cmp(&b.0));
+        let mut variables: Vec<_> = model.variables.variables().into_iter().collect();
+        variables.sort_by(|a, b| a.0.cmp(&b.0));
         let logits = tch::no_grad(|| model.next_logits(&inputs, &mut model.caches(8)).unwrap());
-        (loss, gradients, logits, model.masters().len())
+        let masters = model.masters();
+        assert!(masters.iter().all(|(_, master)| master.kind() == Kind::Float));
+        (loss.double_value(&[]), variables, logits.to_kind(Kind::Float), masters.len())
     };
-    let (rounded, cast) = (of(true), of(false));
-    assert_eq!((rounded.3, cast.3), (16, 0));
-    assert_eq!(rounded.0.double_value(&[]), cast.0.double_value(&[]));
-    for ((name, found), (_, expected)) in rounded.1.iter().zip(&cast.1) {
-        assert_eq!(found.to_kind(Kind::Float), expected.to_kind(Kind::Float), "{name}");
+    let expected = of(Precision::F32);
+    for (precision, kind, masters) in [
+        (Precision::Bf16, Kind::BFloat16, expected.1.len()),
+        (Precision::Bf16Mixed, Kind::Float, 0),
+        (Precision::Bf16True, Kind::BFloat16, 0),
+    ] {
+        let found = of(precision);
+        assert_eq!((found.3, expected.3), (masters, 0));
+        assert!((found.0 - expected.0).abs() < 2e-3, "{precision:?}: {} {}", found.0, expected.0);
+        assert!(found.2.allclose(&expected.2, 2e-2, 2e-2, false), "{precision:?}");
+        for ((name, variable), (_, expected)) in found.1.iter().zip(&expected.1) {
+            assert_eq!((variable.kind(), variable.grad().kind()), (kind, kind), "{name}");
+            let expected = expected.grad();
+            let distance = (variable.grad().to_kind(Kind::Float) - &expected).norm();
+            let share = distance.double_value(&[]) / expected.norm().double_value(&[]);
+            assert!(share < 0.03, "{precision:?}: {name} is {share} away");
+        }
     }
-    assert_eq!(rounded.1[0].1.kind(), Kind::BFloat16, "{}", rounded.1[0].0);
-    assert!(rounded.2.to_kind(Kind::Float).allclose(&cast.2, 2e-2, 2e-2, false));
 }
 
 #[test]
@@ -122,7 +135,7 @@ fn the_loss_is_that_of_the_logits() {
     let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
     let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
     let batch = [inputs.shallow_clone(), targets.shallow_clone()];
-    let loss = model.loss(&batch, None, None, true, Reduction::Mean).unwrap();
+    let loss = model.loss(&batch, None, true, Reduction::Mean).unwrap();
     let hidden = model.hidden(&inputs, At::Start(0), true, None).unwrap();
     let logits = hidden.linear::<&Tensor>(&model.tokens.ws, None);
     let expected = logits.flatten(0, 1).cross_entropy_for_logits(&targets.flatten(0, 1));
@@ -158,7 +171,12 @@ fn layers_that_are_computed_again_give_the_same_bits() {
     let tokens = Tensor::randint(11, [2, 9], (Kind::Int64, Device::Cpu));
     let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
     for llama in [None, Some(qwen)] {
-        for how in ["float", "autocast", "rounded", "adapted"] {
+        for (how, precision) in [
+            ("float", Precision::F32),
+            ("autocast", Precision::Bf16Mixed),
+            ("rounded", Precision::Bf16),
+            ("adapted", Precision::Bf16True),
+        ] {
             let config = ModelConfig { llama: llama.clone(), ..config() };
             let mut model = Model::new(&config, Device::Cpu, 3).unwrap();
             if how == "adapted" {
@@ -168,14 +186,11 @@ fn layers_that_are_computed_again_give_the_same_bits() {
                     let _ = factor.fill_(0.1);
                 }
             }
-            let half = (how != "float").then_some(Kind::BFloat16);
-            if let Some(kind) = half.filter(|_| how != "autocast") {
-                model.round(kind).unwrap();
-            }
+            model.set_precision(precision).unwrap();
             let mut of = |recompute_layers| {
                 model.config.recompute_layers = recompute_layers;
                 let batch = [inputs.shallow_clone(), targets.shallow_clone()];
-                let loss = model.loss(&batch, None, half, true, Reduction::Mean).unwrap();
+                let loss = model.loss(&batch, None, true, Reduction::Mean).unwrap();
                 loss.backward();
                 let mut all: Vec<_> = model.trained().variables().into_iter().collect();
                 all.sort_by(|a, b| a.0.cmp(&b.0));
