@@ -25,6 +25,8 @@ pub(super) struct Chunks {
 const MOST_ROUNDED: i64 = 6;
 /// Chunks are multiples of so many rows, as the tiles of products are.
 const TILE: i64 = 256;
+/// A chunk whose weight has no gradient reads the weight twice. The operations of so many rows take longer.
+const ROWS_WORTH_A_WEIGHT: i64 = 1024;
 /// A chunk of logits of so many bytes is small enough, however few chunks there are.
 const SMALL: i64 = 64 << 20;
 
@@ -33,7 +35,10 @@ impl Chunks {
     /// otherwise the weight's gradient were rounded more than six times.
     pub(super) fn new(sizes: &Sizes, memory: Option<i64>, in_float: bool) -> Chunks {
         let of_row = (sizes.classes * sizes.kind.elt_size_in_bytes() as i64).max(1);
-        let few = to_tiles_above(div_ceil(sizes.rows, MOST_ROUNDED));
+        let few = match sizes.of_weight {
+            Some(_) => to_tiles_above(div_ceil(sizes.rows, MOST_ROUNDED)),
+            None => ROWS_WORTH_A_WEIGHT,
+        };
         let in_float = in_float && sizes.can_add_in_float();
         let Some(memory) = memory else {
             let rows = few.max(to_tiles_below(SMALL / of_row)).max(sizes.rows_worth_a_sum());
@@ -113,7 +118,7 @@ mod tests {
         assert_eq!(of(&sizes(16_384, 768, 50_304)), Chunks { rows: 2816, in_float: false });
         assert_eq!(of(&sizes(8192, 4096, 128_256)), Chunks { rows: 2816, in_float: false });
         let alone = Sizes { of_weight: None, ..sizes(8192, 4096, 128_256) };
-        assert_eq!(of(&alone), Chunks { rows: 1536, in_float: false });
+        assert_eq!(of(&alone), Chunks { rows: 1024, in_float: false });
         // 64 MiB are enough for all rows.
         assert!(of(&sizes(1000, 64, 100)).rows >= 1000);
         assert!(of(&sizes(0, 0, 0)).rows >= 1);
