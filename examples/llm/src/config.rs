@@ -1,5 +1,6 @@
 //! The sizes of a model, and what follows from them.
 
+use crate::device::Precision;
 use crate::family::{Llama, Member};
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
@@ -18,7 +19,7 @@ pub struct ModelConfig {
     /// The probability of all dropouts.
     pub dropout: f64,
     /// Whether GPT-2's backward pass computes the activations of the feed-forward parts again, in place
-    /// of keeping them. Like the next one, it changes no numbers, and belongs to a process.
+    /// of keeping them. This and the next one change no numbers, and are not saved.
     #[serde(skip)]
     pub recompute: bool,
     /// Whether it computes whole layers again, of which only the inputs are kept.
@@ -88,16 +89,21 @@ impl ModelConfig {
         self.llama.as_ref().map_or(self.dim / self.heads, |llama| llama.head_dim)
     }
 
-    /// An estimate of the bytes that training in Float takes: weights, gradients and two moments unless
-    /// the weights are frozen, and what the backward pass needs of each token.
-    pub fn training_bytes(&self, tokens: i64, is_frozen: bool) -> u64 {
+    /// An estimate of the bytes that training takes: weights, gradients and AdamW's state unless the
+    /// weights are frozen, and what the backward pass needs of each token. Weights are `Float` at first.
+    pub fn training_bytes(&self, precision: Precision, tokens: i64, is_frozen: bool) -> u64 {
         let kept = match (self.layers as u64, self.recompute_layers) {
             (layers, false) => 16 * layers,
             // Those of the layer at work, and the inputs of all.
             (layers, true) => 16 + 2 * layers,
         } * self.dim as u64;
-        let each = if is_frozen { 4 } else { 16 };
-        each * self.parameters() as u64 + 4 * tokens as u64 * kept
+        let (each, of_feature) = match precision {
+            Precision::F32 | Precision::Bf16Mixed => (16, 4),
+            Precision::Bf16 => (16, 2),
+            Precision::Bf16True => (8, 2),
+        };
+        let each = if is_frozen { 4 } else { each };
+        each * self.parameters() as u64 + of_feature * tokens as u64 * kept
     }
 
     /// The operations of a training step per token: six for each parameter in a product, four if it is

@@ -23,7 +23,6 @@ pub struct Decoder<'a> {
 /// What the step of a token needs, and leaves for the next one.
 struct Step<'a> {
     model: &'a Model,
-    /// The kind of autocast's products.
     drawing: &'a Drawing,
     /// Tokens from here on are padding of the embedding.
     vocabulary: i64,

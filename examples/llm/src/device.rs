@@ -52,7 +52,7 @@ pub enum Precision {
     Bf16,
     /// Products in BFloat16, under autocast; weights, gradients and the sums between layers in Float
     Bf16Mixed,
-    /// BFloat16, without master weights, and with the optimizer's state in BFloat16
+    /// BFloat16, without master weights, and with AdamW's state in BFloat16
     Bf16True,
 }
 

@@ -201,7 +201,7 @@ impl Model {
         Ok(model)
     }
 
-    /// All weights that are trained, sorted by name: in `Float`, unless the model has no such.
+    /// All weights that are trained, sorted by name, or their master weights, where there are some.
     pub fn named_variables(&self) -> Vec<(String, Tensor)> {
         let mut all = self.trained().variables();
         for Rounded { name, weight, .. } in &self.rounded {

@@ -290,6 +290,11 @@ pub struct Changes {
 }
 
 impl Changes {
+    /// Sets what is no part of a run's settings, because it changes no numbers.
+    pub fn set_recomputed(&self, model: &mut ModelConfig) {
+        (model.recompute, model.recompute_layers) = (self.recompute, self.recompute_layers);
+    }
+
     /// The settings with what was given.
     pub fn apply(&self, mut settings: Settings) -> Settings {
         fn set<T: Copy>(target: &mut T, given: Option<T>) {
@@ -301,8 +306,7 @@ impl Changes {
         set(&mut model.heads, self.heads);
         set(&mut model.dim, self.dim);
         set(&mut model.dropout, self.dropout);
-        set(&mut model.recompute, self.recompute.then_some(true));
-        set(&mut model.recompute_layers, self.recompute_layers.then_some(true));
+        self.set_recomputed(model);
         set(&mut settings.precision, self.precision);
         set(&mut settings.batch, self.batch);
         set(&mut settings.accumulate, self.accumulate);

@@ -92,8 +92,8 @@ impl Trainer {
         self.step.recapture();
     }
 
-    /// The optimizer's state, on the rank that `is_main`, where the model has all weights in `Float`
-    /// then. All ranks call it.
+    /// The optimizer's state, on the rank that `is_main`, where the model has all master weights then.
+    /// All ranks call it.
     pub fn state(&self, model: &Model, is_main: bool) -> Result<Option<State>> {
         Ok(self.step.optimizer().state(is_main, &model.masters())?)
     }

@@ -39,7 +39,8 @@ fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()>
     options.check(device)?;
     let mut main = ranks.on_main(|| Main::prepare(options, device, ranks.size()))?;
     let settings = ranks.share(&main.as_ref().map(|main| main.settings.clone()))?;
-    let settings = settings.context("rank 0 sent no settings")?;
+    let mut settings = settings.context("rank 0 sent no settings")?;
+    options.changes.set_recomputed(&mut settings.model);
     let mut run = Run::new(options, settings, ranks, device, main.as_mut())?;
     run.train()?;
     run.trainer.drop_graphs();
@@ -259,7 +260,10 @@ impl<'a> Run<'a> {
         let (context, seed) = (settings.model.context, settings.seed);
         let division = Division::new(batch, accumulate, ranks.rank(), ranks.size())?;
         let (tokens, is_frozen) = (division.rows * context, settings.lora.is_some());
-        device::check_memory(device, settings.model.training_bytes(tokens, is_frozen))?;
+        device::check_memory(
+            device,
+            settings.model.training_bytes(settings.precision, tokens, is_frozen),
+        )?;
         let checkpoint = main.as_mut().and_then(|main| main.checkpoint.take());
         let checkpoint = Checkpoint::on_all_ranks(checkpoint, ranks)?;
         let mut model = Model::new(&settings.model, device, seed)?;
@@ -329,7 +333,7 @@ impl<'a> Run<'a> {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
         format!(
             "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{}\n\
-             {steps} steps of {accumulate} × {batch} rows, {}learning rate {lr:?}, {}{}, seed {seed}",
+             {steps} steps of {accumulate} × {batch} rows, {}learning rate {lr:?}, {}{}{}, seed {seed}",
             device::describe(self.device),
             if self.ranks.size() > 1 {
                 format!(", {} processes", self.ranks.size())
@@ -359,7 +363,8 @@ impl<'a> Run<'a> {
             match self.settings.documents {
                 Documents::Together => "",
                 Documents::Apart => ", documents apart",
-            }
+            },
+            if self.model.config.recompute_layers { ", layers computed again" } else { "" }
         )
     }
 

@@ -46,7 +46,7 @@ class Run:
         if self.mode == "bf16":
             model.to(torch.bfloat16)
         if self.mode == "lora":
-            # As in Rust: a frozen base in BFloat16 on a GPU, and adapters in Float.
+            # A frozen base in BFloat16 on a GPU, as in Rust, and adapters in Float, which are Rust's master weights.
             model.to(torch.bfloat16 if self.is_cuda else torch.float32)
             with torch.device(self.device):
                 model.adapt(RANK)
@@ -83,7 +83,7 @@ class Run:
         rate = self.settings["rates"][self.step_count]
         inputs, targets = (part[self.step_count].to(self.device, non_blocking=True) for part in self.batches)
         torch.compiler.cudagraph_mark_step_begin()
-        # As in Rust: BFloat16 on a GPU, Float on the CPU.
+        # Float on the CPU, as in Rust, unless the weights are BFloat16 already.
         autocasts = self.is_cuda and self.mode not in ("bf16", "lora")
         with torch.autocast(self.device.split(":")[0], dtype=torch.bfloat16, enabled=autocasts):
             loss = self.forward(inputs, targets)

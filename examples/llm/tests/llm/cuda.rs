@@ -46,6 +46,8 @@ fn cuda_graphs_give_the_losses_of_single_launches() {
         ("dropout", &["--dropout", "0.1"]),
         ("accumulated", &["--accumulate", "3"]),
         ("float", &["--precision", "f32"]),
+        ("mixed", &["--precision", "bf16-mixed"]),
+        ("true", &["--precision", "bf16-true", "--recompute-layers"]),
         ("muon", &["--optimizer", "muon"]),
         ("again", &["--recompute-layers"]),
     ] {

@@ -52,10 +52,30 @@ fn the_seed_decides_everything() {
         fs::read(place.path(&out).join("losses.jsonl")).unwrap()
     };
     assert_eq!(curve("a", &[]), curve("b", &[]));
-    // The second run of a layer drops what the first one did.
-    let again = ["--layers", "2", "--recompute-layers"];
-    assert_eq!(curve("a3", &again[..2]), curve("b3", &again));
     assert_ne!(curve("a2", &["--seed", "2"]), curve("b2", &[]));
+}
+
+/// The second run of a layer drops what the first one did.
+#[test]
+fn layers_may_be_computed_again_from_any_step_on() {
+    let place = Place::new();
+    let train = |out: &str, options: &[&str]| {
+        let out = text(&place.path(out));
+        let sizes = ["--dropout", "0.1", "--layers", "2", "--out", &out];
+        let printed = succeeded(&place.train(&[&sizes[..], options].concat()));
+        (printed.contains("layers computed again"), place.losses(&out))
+    };
+    let (is_again, kept) = train("kept", &[]);
+    assert!(!is_again);
+    let (is_again, found) = train("again", &["--recompute-layers"]);
+    assert!(is_again && found == kept);
+    for (out, option) in [("kept", &["--recompute-layers"][..]), ("again", &[])] {
+        let newest = place.checkpoints(out).pop().unwrap();
+        fs::remove_file(place.path(out).join("checkpoints").join(newest)).unwrap();
+        let (is_again, found) = train(out, &[&["--resume"], option].concat());
+        assert_eq!(is_again, !option.is_empty());
+        assert_eq!(found, kept);
+    }
 }
 
 /// Two batches of half the rows see the same windows as one batch of all of them.
