@@ -27,6 +27,17 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, ui
       : "memory");
 }
 
+// Loads the box into the same place of each block of the cluster that has its bit in `blocks`. The
+// mbarrier of each of them, which is in the same place, too, counts the bytes.
+__device__ __forceinline__ void load_box_for(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                             int x, int y, int batch, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(batch), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // Loads adjacent bytes: a multiple of 16, from and to addresses that are such multiples. The
 // mbarrier counts them.
 __device__ __forceinline__ void load_bytes(uint32_t to, const void* from, uint32_t bytes,

@@ -61,6 +61,15 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
+// Arrives at an mbarrier of any block of the cluster, whose address in its own block is `barrier`.
+// That orders no other accesses across blocks: with `.release.cluster`, the compiler would put a
+// fence of the whole GPU before it.
+__device__ __forceinline__ void mbarrier_arrive_in_block(uint32_t barrier, uint32_t block) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
+                   in_block(barrier, block))
+               : "memory");
+}
+
 // Stores to another block's shared memory, and counts the bytes at an mbarrier of that block.
 __device__ __forceinline__ void store_async(uint32_t to, uint32_t barrier, uint4 value) {
   asm volatile(

@@ -63,4 +63,21 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t addres
                : "memory");
 }
 
+// Stores four matrices of 8×8 halves to shared memory. Lanes 8·i to 8·i + 7 give the addresses of
+// the rows of matrix i, of which a thread has the columns 2·(lane % 4) and the next one of row
+// lane / 4, in a word of its own. If they are stored across, a row in memory is a column.
+template <bool kAcross>
+__device__ __forceinline__ void store_matrices(uint32_t row, uint32_t first, uint32_t second,
+                                               uint32_t third, uint32_t fourth) {
+  if constexpr (kAcross) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(first), "r"(second), "r"(third), "r"(fourth)
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+                 "r"(first), "r"(second), "r"(third), "r"(fourth)
+                 : "memory");
+  }
+}
+
 }  // namespace tch_extension::hopper

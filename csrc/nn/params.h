@@ -16,7 +16,7 @@ struct NnAddRows {
   int64_t rows;
   // D, the number of columns.
   int64_t columns;
-  // The `TchExtensionKind` of the table: `Float` or `Double`.
+  // The `TchExtensionKind` of the table.
   int32_t kind;
   int32_t reserved;
   // `[N]`, ascending.
@@ -28,7 +28,7 @@ struct NnAddRows {
   // `[V, D]`.
   void* table;
   // `[⌈N / CHUNK⌉, 2, D]`: what a chunk has of a run that began before it, and of one that goes on
-  // after it.
+  // after it. In half kinds it is of kind `Float`.
   void* partial;
 };
 

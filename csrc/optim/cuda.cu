@@ -190,12 +190,25 @@ __device__ __forceinline__ void update_half(const OptimSpan& span, const OptimCo
 
 // The kernels that exist: weights and gradients of one kind; half weights with gradients in float;
 // weights in float, rounded to a half kind, with gradients of either. Those of double need more
-// registers, so other spans have a kernel without them.
-template <template <typename, typename> class Rule, bool kHasDouble>
+// registers, so other spans have a kernel without them. The directions of Muon are in fp16, whatever
+// the weights are.
+enum class Kinds { Usual, WithDouble, FromHalf };
+
+template <template <typename, typename> class Rule, Kinds kKinds>
 __device__ __forceinline__ void update_span(const OptimSpan& span, const OptimCoefficients& c,
                                             const Part& part) {
+  if constexpr (kKinds == Kinds::FromHalf) {
+    if (span.kind == kTchExtensionHalf)
+      return update_part<__half, None, __half, Rule>(span, c, part);
+    if (span.kind == kTchExtensionBFloat16)
+      return update_part<__nv_bfloat16, None, __half, Rule>(span, c, part);
+    if (span.rounded == nullptr) return update_part<float, None, __half, Rule>(span, c, part);
+    return span.rounded_kind == kTchExtensionHalf
+               ? update_part<float, __half, __half, Rule>(span, c, part)
+               : update_part<float, __nv_bfloat16, __half, Rule>(span, c, part);
+  }
   const bool has_own = span.gradient_kind == span.kind;
-  if constexpr (kHasDouble) {
+  if constexpr (kKinds == Kinds::WithDouble) {
     if (span.kind == kTchExtensionDouble) {
       if (has_own) update_part<double, None, double, Rule>(span, c, part);
       return;
@@ -224,14 +237,14 @@ __device__ __forceinline__ void update_span(const OptimSpan& span, const OptimCo
 template <template <typename, typename> class Rule>
 constexpr int kBlocks = Rule<float, float>::kMoments > 2 ? 2 : 3;
 
-template <template <typename, typename> class Rule, bool kHasDouble, int kCapacity>
-__global__ void __launch_bounds__(kThreads, kHasDouble ? 1 : kBlocks<Rule>)
+template <template <typename, typename> class Rule, Kinds kKinds, int kCapacity>
+__global__ void __launch_bounds__(kThreads, kKinds == Kinds::WithDouble ? 1 : kBlocks<Rule>)
     update_kernel(const __grid_constant__ Table<kCapacity> table,
                   const __grid_constant__ OptimStep step) {
   const Part part = part_of_block(table, step);
   const OptimCoefficients coefficients = step.coefficients[table.first + part.index];
   if (coefficients.skip != 0) return;
-  update_span<Rule, kHasDouble>(table.spans[part.index], coefficients, part);
+  update_span<Rule, kKinds>(table.spans[part.index], coefficients, part);
 }
 
 // A thread's part of a sum of squares, and whether it met a value that is infinite or NaN.
@@ -459,18 +472,28 @@ void for_tables(const Params& params, const Body& body) {
   for_each_table<kMany>(params, body);
 }
 
+template <template <typename, typename> class Rule, Kinds kKinds>
+void start_update_of(const OptimStep& params, cudaStream_t stream) {
+  for_tables(params, [&](const auto& table, unsigned int blocks, bool) {
+    update_kernel<Rule, kKinds><<<blocks, kThreads, 0, stream>>>(table, params);
+  });
+}
+
+// Whether the gradients are directions of Muon, of weights of other kinds.
+bool has_directions(const OptimStep& params) {
+  return std::any_of(params.spans, params.spans + params.count, [](const OptimSpan& span) {
+    return span.gradient_kind == kTchExtensionHalf && span.kind != kTchExtensionHalf &&
+           span.rounded_kind != kTchExtensionHalf;
+  });
+}
+
 template <template <typename, typename> class Rule>
 void start_update(const OptimStep& params, cudaStream_t stream) {
   const bool has_double =
       std::any_of(params.spans, params.spans + params.count,
                   [](const OptimSpan& span) { return span.kind == kTchExtensionDouble; });
-  for_tables(params, [&](const auto& table, unsigned int blocks, bool) {
-    if (has_double) {
-      update_kernel<Rule, true><<<blocks, kThreads, 0, stream>>>(table, params);
-    } else {
-      update_kernel<Rule, false><<<blocks, kThreads, 0, stream>>>(table, params);
-    }
-  });
+  has_double ? start_update_of<Rule, Kinds::WithDouble>(params, stream)
+             : start_update_of<Rule, Kinds::Usual>(params, stream);
 }
 
 }  // namespace
@@ -511,7 +534,9 @@ extern "C" LaunchStatus tch_extension_optim_update_cuda(const OptimStep* params,
       break;
     case OptimRule::Sgd:
     case OptimRule::Muon:
-      optim::start_update<optim::Sgd>(*params, stream);
+      optim::has_directions(*params)
+          ? optim::start_update_of<optim::Sgd, optim::Kinds::FromHalf>(*params, stream)
+          : optim::start_update<optim::Sgd>(*params, stream);
       break;
   }
   return launch_status("optim_update");

@@ -1,5 +1,6 @@
 //! Calls of the kernels of `csrc/optim`, and what they need to know about tensors.
 
+pub(super) mod half;
 mod spans;
 
 pub(super) use spans::{Spans, Update};

@@ -35,6 +35,7 @@ mod kernels;
 mod muon;
 mod numbers;
 mod optimizer;
+mod orthogonal;
 mod plan;
 pub mod schedule;
 #[cfg(feature = "distributed")]
@@ -47,3 +48,5 @@ pub use crate::amp::Optimizer;
 pub use config::{AdamW, OptimizerConfig, Sgd, adamw, sgd};
 pub use muon::{AdjustLr, Muon};
 pub use optimizer::{FusedOptimizer, NamedTensor};
+#[doc(hidden)]
+pub use orthogonal::symmetric_product;

@@ -9,7 +9,7 @@ use super::{AdamW, OptimizerConfig};
 use crate::amp::Autocast;
 use crate::{Error, Result};
 use std::ops::Range;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// How [`Muon`] adapts the learning rate to the rows A and columns B of a matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -184,26 +184,6 @@ impl Muon {
         let Muon { ns_coefficients, eps, ns_steps, adjust_lr_fn, .. } = self;
         format!("Muon: {ns_steps} times {ns_coefficients:?} with eps {eps}, {adjust_lr_fn:?}")
     }
-
-    /// Orthogonalises directions `[matrices, rows, columns]`, which may be overwritten.
-    fn orthogonalised(&self, directions: Tensor, rows: i64, columns: i64) -> Result<Tensor> {
-        let (a, b, c) = self.ns_coefficients;
-        let mut x = directions.f_to_kind(Kind::BFloat16)?;
-        // Rounded, as torch's is: a vector whose norm is exactly 1 would repeat one rounding.
-        let norm = x.f_norm_scalaropt_dim(2.0, [1_i64, 2].as_slice(), true)?;
-        let _ = x.f_div_(&norm.f_clamp_min(self.eps)?)?;
-        let is_tall = rows > columns;
-        for _ in 0..self.ns_steps {
-            let transposed = x.f_transpose(1, 2)?;
-            let gram = if is_tall { transposed.f_bmm(&x)? } else { x.f_bmm(&transposed)? };
-            let polynomial = gram.f_baddbmm(&gram, &gram, b, c)?;
-            x = match is_tall {
-                true => x.f_baddbmm(&x, &polynomial, a, 1.0)?,
-                false => x.f_baddbmm(&polynomial, &x, a, 1.0)?,
-            };
-        }
-        Ok(x)
-    }
 }
 
 /// A matrix that Muon updates: a parameter, or some of its rows.
@@ -276,7 +256,7 @@ fn check_rows(op: &str, name: &str, rows: &[i64], tensor: &Tensor) -> Result<()>
 }
 
 /// Sorts matrices into those that are orthogonalised together.
-fn batches<'a, 'b>(matrices: &'b [Matrix<'a>]) -> Vec<Vec<&'b Matrix<'a>>> {
+fn batches<'a, 'b>(matrices: &'b [Matrix<'a>], device: Device) -> Vec<Vec<&'b Matrix<'a>>> {
     let mut forms: Vec<Vec<&Matrix<'_>>> = Vec::new();
     for matrix in matrices {
         match forms.iter_mut().find(|known| known[0].form == matrix.form) {
@@ -285,7 +265,8 @@ fn batches<'a, 'b>(matrices: &'b [Matrix<'a>]) -> Vec<Vec<&'b Matrix<'a>>> {
         }
     }
     let at_once = |alike: &Vec<&Matrix<'_>>| {
-        super::plan::matrices(alike[0].values.end - alike[0].values.start)
+        let Form { rows, columns, .. } = alike[0].form;
+        super::plan::matrices(alike.len(), rows, columns, device)
     };
     let chunks = forms.iter().flat_map(|alike| alike.chunks(at_once(alike)));
     chunks.map(<[_]>::to_vec).collect()
@@ -377,7 +358,7 @@ impl FusedOptimizer {
         let Some((muon, _)) = &self.muon else { return Ok(()) };
         let is_cast = Autocast::kind(batch.device).is_some();
         let _plain = is_cast.then(|| Autocast::disabled(batch.device)).transpose()?;
-        batches(&batch.matrices)
+        batches(&batch.matrices, batch.device)
             .iter()
             .try_for_each(|alike| self.update_alike(muon, batch, alike, has_totals))
     }
@@ -413,8 +394,7 @@ impl FusedOptimizer {
         update(Call { rule: Rule::Muon, spans: &momentum, ..self.call(batch) }, has_totals)?;
 
         let (height, width) = if is_transposed { (columns, rows) } else { (rows, columns) };
-        let mut x = muon.orthogonalised(directions, rows, columns)?.f_to_kind(kind)?;
-        let _ = x.f_mul_scalar_(muon.adjust_lr_fn.ratio(height, width))?;
+        let x = muon.orthogonalised(directions, kind, muon.adjust_lr_fn.ratio(height, width))?;
         let weights = spans(&x, Update::weights_of)?;
         let call = Call { rule: Rule::Sgd, spans: &weights, ..self.call(batch) };
         // The gradients were scaled and clipped; here they only decide whether the step is skipped.

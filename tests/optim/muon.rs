@@ -13,16 +13,16 @@ use tch_extension::optim::{AdjustLr, Muon};
 use tch_extension::testing::{assert_close, devices};
 
 /// torch.optim.Muon, whose iteration runs in this kind.
-struct Torch {
+pub struct Torch {
     config: Muon,
     lr: f64,
     kind: Kind,
-    weights: Vec<Tensor>,
+    pub weights: Vec<Tensor>,
     buffers: Vec<Tensor>,
 }
 
 impl Torch {
-    fn new(config: Muon, lr: f64, kind: Kind, weights: &[Tensor]) -> Self {
+    pub fn new(config: Muon, lr: f64, kind: Kind, weights: &[Tensor]) -> Self {
         let own = |tensor: &Tensor| match kind {
             Kind::Double => tensor.detach().to_kind(kind).copy(),
             _ => tensor.detach().copy(),
@@ -47,7 +47,7 @@ impl Torch {
         turned(x).squeeze_dim(0)
     }
 
-    fn step(&mut self, gradients: &[Tensor]) {
+    pub fn step(&mut self, gradients: &[Tensor]) {
         let Muon { momentum, nesterov, weight_decay, adjust_lr_fn, .. } = self.config;
         for (index, gradient) in gradients.iter().enumerate() {
             let gradient = gradient.to_kind(self.weights[index].kind());
@@ -69,22 +69,22 @@ impl Torch {
 }
 
 /// ‖a - b‖ over all tensors.
-fn distance(a: &[Tensor], b: &[Tensor]) -> f64 {
+pub fn distance(a: &[Tensor], b: &[Tensor]) -> f64 {
     let double = |tensor: &Tensor| tensor.detach().to_kind(Kind::Double);
     let differences: Vec<Tensor> = a.iter().zip(b).map(|(a, b)| double(a) - double(b)).collect();
     Reference::norm(&differences)
 }
 
-fn muon(config: Muon, tensors: &[Tensor], lr: f64) -> FusedOptimizer {
+pub fn muon(config: Muon, tensors: &[Tensor], lr: f64) -> FusedOptimizer {
     config.build_of(named(tensors), lr).expect("an optimizer")
 }
 
-fn step_with(optimizer: &mut FusedOptimizer, gradients: &[Tensor]) {
+pub fn step_with(optimizer: &mut FusedOptimizer, gradients: &[Tensor]) {
     let given: Vec<Option<&Tensor>> = gradients.iter().map(Some).collect();
     optimizer.step_with(&given).expect("a step");
 }
 
-fn randoms(sizes: &[&[i64]], kind: Kind, device: Device) -> Vec<Tensor> {
+pub fn randoms(sizes: &[&[i64]], kind: Kind, device: Device) -> Vec<Tensor> {
     sizes.iter().map(|size| normal(size, kind, device)).collect()
 }
 

@@ -71,7 +71,7 @@ impl Update<'_> {
     }
 
     /// Of the weights of values that lie together. They go against `direction`, which has as many
-    /// values of the kind of the moments.
+    /// values of the kind of the moments, or on CUDA of kind `Half`.
     pub fn weights_of(&self, values: &Range<i64>, direction: &Tensor) -> Result<Span> {
         let whole = self.span()?;
         Ok(Span {
