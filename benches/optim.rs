@@ -265,12 +265,12 @@ impl Torchs {
     }
 }
 
-/// Parameters and gradients are `Float`. The floor is that of the products in bf16: 4n²m + 2n³ in each of
-/// five iterations.
+/// Parameters and gradients are `Float`. The floor is that of the products in half precision, of which
+/// symmetric ones cost half: 3n²m + n³ in each of five iterations, or 6n²m + 14n³ in the Gram form.
 fn muon(model: &str, sizes: &[Vec<i64>], device: Device) -> Case {
     let operations = |size: &Vec<i64>| {
         let (n, m) = (size[0].min(size[1]), size[0].max(size[1]));
-        5 * (4 * n * n * m + 2 * n * n * n)
+        n * n * (5 * (3 * m + n)).min(6 * m + 14 * n)
     };
     let values: i64 = sizes.iter().map(|size| size.iter().product::<i64>()).sum();
     let ours = |gradients: &[Tensor]| {

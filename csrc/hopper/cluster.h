@@ -65,8 +65,7 @@ __device__ __forceinline__ void cluster_sync() {
 // That orders no other accesses across blocks: with `.release.cluster`, the compiler would put a
 // fence of the whole GPU before it.
 __device__ __forceinline__ void mbarrier_arrive_in_block(uint32_t barrier, uint32_t block) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(
-                   in_block(barrier, block))
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(in_block(barrier, block))
                : "memory");
 }
 

@@ -70,9 +70,10 @@ template <bool kAcross>
 __device__ __forceinline__ void store_matrices(uint32_t row, uint32_t first, uint32_t second,
                                                uint32_t third, uint32_t fourth) {
   if constexpr (kAcross) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
-                 "r"(first), "r"(second), "r"(third), "r"(fourth)
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+        "r"(first), "r"(second), "r"(third), "r"(fourth)
+        : "memory");
   } else {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
                  "r"(first), "r"(second), "r"(third), "r"(fourth)

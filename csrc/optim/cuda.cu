@@ -190,8 +190,8 @@ __device__ __forceinline__ void update_half(const OptimSpan& span, const OptimCo
 
 // The kernels that exist: weights and gradients of one kind; half weights with gradients in float;
 // weights in float, rounded to a half kind, with gradients of either. Those of double need more
-// registers, so other spans have a kernel without them. The directions of Muon are in fp16, whatever
-// the weights are.
+// registers, so other spans have a kernel without them. The directions of Muon are in fp16,
+// whatever the weights are.
 enum class Kinds { Usual, WithDouble, FromHalf };
 
 template <template <typename, typename> class Rule, Kinds kKinds>

@@ -41,13 +41,12 @@ extern "C" tch_extension::LaunchStatus tch_extension_optim_normalize_cuda(
   using namespace tch_extension::optim;
   constexpr const char* kName = "optim_normalize";
   if (params->batch == 0 || params->len == 0) return {kName, nullptr};
-  const bool is_in_vectors = is_aligned_to_16(params->from) && is_aligned_to_16(params->to) &&
-                             params->len % kLanes == 0;
+  const bool is_in_vectors =
+      is_aligned_to_16(params->from) && is_aligned_to_16(params->to) && params->len % kLanes == 0;
   const int64_t in_block = int64_t{kThreads} * (is_in_vectors ? kLanes : 1);
   constexpr int64_t kMostBlocks = 65535;
-  const dim3 grid(
-      static_cast<unsigned int>(std::min(ceil_div(params->len, in_block), kMostBlocks)),
-      static_cast<unsigned int>(std::min(params->batch, kMostBlocks)));
+  const dim3 grid(static_cast<unsigned int>(std::min(ceil_div(params->len, in_block), kMostBlocks)),
+                  static_cast<unsigned int>(std::min(params->batch, kMostBlocks)));
   if (is_in_vectors) {
     normalize_kernel<kLanes><<<grid, kThreads, 0, stream>>>(*params);
   } else {

@@ -7,9 +7,9 @@
 // transposed.
 //
 // A cluster of two blocks computes such a tile, 128 rows each, and then another one. Both need the
-// same rows of rhs: each block loads half of them, for both. One thread of a block loads into a ring
-// buffer, two warpgroups multiply 64 rows each. They store their sums by way of shared memory while
-// the next stages of the ring buffer arrive.
+// same rows of rhs: each block loads half of them, for both. One thread of a block loads into a
+// ring buffer, two warpgroups multiply 64 rows each. They store their sums by way of shared memory
+// while the next stages of the ring buffer arrive.
 #include "../hopper/bulk_copy.h"
 #include "../hopper/cluster.h"
 #include "../hopper/cluster_launch.h"
@@ -97,14 +97,18 @@ struct Shared {
 struct Stage {
   int index = 0;
   uint32_t round = 0;  // the parity of the number of earlier uses
-
-  __device__ __forceinline__ void advance() {
-    if (++index == kStages) index = 0, round ^= 1;
-  }
 };
 
-__device__ __forceinline__ int first_tile() { return static_cast<int>(blockIdx.x) / kCluster; }
-__device__ __forceinline__ int clusters() { return static_cast<int>(gridDim.x) / kCluster; }
+[[maybe_unused]] __device__ __forceinline__ void advance(Stage& stage) {
+  if (++stage.index == kStages) stage.index = 0, stage.round ^= 1;
+}
+
+[[maybe_unused]] __device__ __forceinline__ int first_tile() {
+  return static_cast<int>(blockIdx.x) / kCluster;
+}
+[[maybe_unused]] __device__ __forceinline__ int clusters() {
+  return static_cast<int>(gridDim.x) / kCluster;
+}
 
 // Loads kRows rows from `row` on; for both blocks if `is_shared`.
 template <bool kAcross, bool kIsShared>
@@ -129,7 +133,7 @@ __device__ __forceinline__ void load_factors(const Params& params, const Shared&
   Stage stage;
   for (int tile = first_tile(); tile < params.tiles; tile += clusters()) {
     const Place place(params, tile);
-    for (int step = 0; step < params.steps; ++step, stage.advance()) {
+    for (int step = 0; step < params.steps; ++step, advance(stage)) {
       hopper::mbarrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
       const uint32_t full = shared.full + 8 * stage.index;
       const uint32_t lhs = shared.ring + stage.index * kStageBytes;
@@ -152,7 +156,7 @@ __device__ __forceinline__ void multiply(const Params& params, const Shared& sha
     if (lane < kCluster) hopper::mbarrier_arrive_in_block(shared.empty + 8 * index, lane);
   };
   int before = 0;
-  for (int step = 0; step < params.steps; ++step, stage.advance()) {
+  for (int step = 0; step < params.steps; ++step, advance(stage)) {
     hopper::mbarrier_wait(shared.full + 8 * stage.index, stage.round);
     const uint32_t at = shared.ring + stage.index * kStageBytes;
     const uint64_t lhs = hopper::tile_descriptor<kAcross>(at + group * kBoxBytes);
@@ -222,9 +226,10 @@ __device__ __forceinline__ void write_pair(uint32_t boxes, int warp, int eighth,
       words[1][eighth], words[0][eighth + 1], words[1][eighth + 1]);
 }
 
-__device__ __forceinline__ void store_tile(const Params& params, const Shared& shared,
-                                           const Place& place, int rank, int group,
-                                           const float (&sum)[kTile / 2]) {
+[[maybe_unused]] __device__ __forceinline__ void store_tile(const Params& params,
+                                                            const Shared& shared,
+                                                            const Place& place, int rank, int group,
+                                                            const float (&sum)[kTile / 2]) {
   const int warp = threadIdx.x / kWarp % 4;
   const int lane = threadIdx.x % kWarp;
   const bool is_elected = threadIdx.x % kGroupThreads == 0;
@@ -241,9 +246,8 @@ __device__ __forceinline__ void store_tile(const Params& params, const Shared& s
     for (int i = 0; i < 2 * kEighths; ++i) {
       const int half = i / kEighths;
       const int eighth = i % kEighths;
-      words[half][eighth] =
-          result_of(params, &sum[(box * kEighths + eighth) * 4 + half * 2], addends[half][eighth],
-                    row + half * 8, column + eighth * 8);
+      words[half][eighth] = result_of(params, &sum[(box * kEighths + eighth) * 4 + half * 2],
+                                      addends[half][eighth], row + half * 8, column + eighth * 8);
     }
     if (is_elected) hopper::wait_for_reads_of_stores();
     hopper::named_barrier_sync(1 + group, kGroupThreads);
@@ -351,9 +355,9 @@ bool fits(const OptimSymmetric& of) {
 bool describe(CUtensorMap& map, const OptimSymmetric& of, const void* data) {
   const int64_t width = of.is_across != 0 ? of.n : of.k;
   const int64_t height = of.is_across != 0 ? of.k : of.n;
-  return hopper::make_map(
-      map, {kTchExtensionHalf, data, width, height, of.batch, width, width * height}, kBox,
-      of.is_across != 0 ? kInner : kRows);
+  return hopper::make_map(map,
+                          {kTchExtensionHalf, data, width, height, of.batch, width, width * height},
+                          kBox, of.is_across != 0 ? kInner : kRows);
 }
 
 bool describe(Params& params, const OptimSymmetric& of) {
@@ -387,8 +391,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_optim_symmetric_cuda(
   const int most = processors() / kCluster;
   const hopper::ClusterLaunch launch(kBlockThreads, kSharedBytes, kCluster,
                                      most < params.tiles ? most : params.tiles, stream);
-  (void)cudaLaunchKernelEx(&launch.config,
-                           of.is_across != 0 ? symmetric_kernel<true> : symmetric_kernel<false>,
-                           params);
+  (void)cudaLaunchKernelEx(
+      &launch.config, of.is_across != 0 ? symmetric_kernel<true> : symmetric_kernel<false>, params);
   return launch_status(kName);
 }

@@ -43,10 +43,15 @@ impl AdjustLr {
 /// W ← (1 - η·weight_decay) W - η·adjust · X
 /// ```
 ///
-/// The iteration (Newton–Schulz) brings the singular values of X near to 1. It is computed in
-/// `BFloat16`, as torch does it, with the smaller of X Xᵀ and Xᵀ X, and at once for all matrices of one
-/// shape, kind and device (64 Mi values at a time). B is of kind `Float`, or `Double` for parameters of
-/// that kind; `adjust` is [`AdjustLr`]'s. Weights that hold several matrices one below the other, such
+/// The iteration (Newton–Schulz) brings the singular values of X near to 1. It is computed with the smaller
+/// of X Xᵀ and Xᵀ X, and at once for all matrices of one shape, kind and device: on the CPU for 64 Mi values at a
+/// time, on CUDA for as many as take 1.5 GiB. On the CPU, and for parameters of kind `Double`, it is in
+/// `BFloat16`, as torch does it. On CUDA it is in `Half`, whose roundings are finer, unless the coefficients could
+/// lead out of the range of that kind. There, symmetric products are computed by half on GPUs of compute
+/// capability 9.0, and for matrices that are not nearly square, several iterations are one product with X. So
+/// a step on CUDA is nearer to the formula than torch's, but has other bits.
+///
+/// B is of kind `Float`, or `Double` for parameters of that kind; `adjust` is [`AdjustLr`]'s. Weights that hold several matrices one below the other, such
 /// as those of q, k and v, are split by [`FusedOptimizer::split_matrices`].
 ///
 /// A saved state has the numbers of a step, such as μ and the weight decay, but not how the iteration is

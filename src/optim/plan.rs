@@ -1,4 +1,4 @@
-//! How much of the parameters a block takes at a time, and how many matrices are orthogonalised at once.
+//! How much of the parameters a block takes at a time, how many matrices are orthogonalised at once, and how.
 
 use tch::Device;
 

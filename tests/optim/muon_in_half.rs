@@ -134,7 +134,7 @@ fn cuda_symmetric_products_agree_with_those_in_double() {
     tch::manual_seed(94);
     let has_kernel = is_hopper() && is_built_for_hopper();
     for n in [8, 64, 120, 136, 256, 264, 520, 1000] {
-        for (batch, k) in [(1, 8), (3, 72), (70, 64), (2, 520)] {
+        for (batch, k) in [(1, 8), (3, 72), (24, 64), (2, 520)] {
             for is_across in [false, true] {
                 let size = if is_across { [batch, k, n] } else { [batch, n, k] };
                 let x = normal(&size, Kind::Half, device) / (k as f64).sqrt();
