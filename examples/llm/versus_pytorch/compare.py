@@ -215,6 +215,7 @@ def main(options):
     inputs = os.path.join(options.out, "versus-inputs")
     tokenizer = write_inputs(options, inputs)
     settings = settings_of(inputs)
+    tokens_per_step = settings["batch"] * settings["model"]["context"]
     rows, curves, logits = [], [], None
     for mode in options.modes:
         if mode == "decode":
@@ -223,7 +224,9 @@ def main(options):
             of_mode = train(options, inputs, mode)
             curves += [curves_of(of_mode)] if len(of_mode) > 1 else []
         rows += of_mode
-    report(options, settings["batch"] * settings["model"]["context"], rows, curves, logits)
+        # A later mode may be stopped.
+        say(table(of_mode, tokens_per_step))
+    report(options, tokens_per_step, rows, curves, logits)
     return 0 if all(found["is_within"] for found in [*curves, logits] if found) else 1
 
 
