@@ -42,8 +42,8 @@ struct OptimFact {
   int32_t layout;
 };
 
-// `out = alpha · lhs rhsᵀ + beta · addend + diagonal · I` for each matrix, where the products are known to
-// be symmetric. All values are `Half`, and all matrices contiguous.
+// `out = alpha · lhs rhsᵀ + beta · addend + diagonal · I` for each matrix, where the products are
+// known to be symmetric. All values are `Half`, and all matrices contiguous.
 struct OptimSymmetric {
   // `[batch, n, k]`, or `[batch, k, n]` if `is_across` is not 0.
   const void* lhs;
