@@ -6,8 +6,8 @@ use std::ffi::c_void;
 use std::ptr::null;
 use tch::{Device, Kind, Tensor};
 
-/// `out = alpha · lhs rhsᵀ + beta · addend + diagonal · I` for each matrix, where the products are known to
-/// be symmetric. All values are `Half`, and all matrices contiguous.
+/// `out = alpha · lhs rhsᵀ + beta · addend + diagonal · I` for each matrix, where the products are
+/// known to be symmetric. All values are `Half`, and all matrices contiguous.
 #[repr(C)]
 struct Symmetric {
     /// `[batch, n, k]`, or `[batch, k, n]` if `is_across` is not 0.
