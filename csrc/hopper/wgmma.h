@@ -100,12 +100,19 @@ __device__ __forceinline__ void warpgroup_multiply(float (&sum)[96], uint64_t lh
 #undef TCH_EXTENSION_MULTIPLY_192
 
 #define TCH_EXTENSION_MULTIPLY_256(kind) \
-  asm volatile( \
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n" \
-      "wgmma.mma_async.sync.aligned.m64n256k16.f32." kind "." kind \
-      " {" TCH_EXTENSION_TEN() TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2) TCH_EXTENSION_TEN(3) TCH_EXTENSION_TEN(4) TCH_EXTENSION_TEN(5) TCH_EXTENSION_TEN(6) TCH_EXTENSION_TEN(7) TCH_EXTENSION_TEN(8) TCH_EXTENSION_TEN(9) TCH_EXTENSION_TEN(10) TCH_EXTENSION_TEN(11) \
-      "%120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, %131, %131;\n}" \
-      : TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8), TCH_EXTENSION_SUMS(16), TCH_EXTENSION_SUMS(24), TCH_EXTENSION_SUMS(32), TCH_EXTENSION_SUMS(40), TCH_EXTENSION_SUMS(48), TCH_EXTENSION_SUMS(56), TCH_EXTENSION_SUMS(64), TCH_EXTENSION_SUMS(72), TCH_EXTENSION_SUMS(80), TCH_EXTENSION_SUMS(88), TCH_EXTENSION_SUMS(96), TCH_EXTENSION_SUMS(104), TCH_EXTENSION_SUMS(112), TCH_EXTENSION_SUMS(120) \
+  asm volatile(                                                                                 \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\n"                                         \
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32." kind "." kind                              \
+      " {" TCH_EXTENSION_TEN() TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2) TCH_EXTENSION_TEN(3)   \
+          TCH_EXTENSION_TEN(4) TCH_EXTENSION_TEN(5) TCH_EXTENSION_TEN(6) TCH_EXTENSION_TEN(7)   \
+          TCH_EXTENSION_TEN(8) TCH_EXTENSION_TEN(9) TCH_EXTENSION_TEN(10) TCH_EXTENSION_TEN(11) \
+      "%120, %121, %122, %123, %124, %125, %126, %127}, %128, %129, add, 1, 1, %131, %131;\n}"  \
+      : TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8), TCH_EXTENSION_SUMS(16),                   \
+        TCH_EXTENSION_SUMS(24), TCH_EXTENSION_SUMS(32), TCH_EXTENSION_SUMS(40),                 \
+        TCH_EXTENSION_SUMS(48), TCH_EXTENSION_SUMS(56), TCH_EXTENSION_SUMS(64),                 \
+        TCH_EXTENSION_SUMS(72), TCH_EXTENSION_SUMS(80), TCH_EXTENSION_SUMS(88),                 \
+        TCH_EXTENSION_SUMS(96), TCH_EXTENSION_SUMS(104), TCH_EXTENSION_SUMS(112),               \
+        TCH_EXTENSION_SUMS(120)                                                                 \
       : "l"(lhs), "l"(rhs), "r"(add), "n"(kAcross))
 
 // The same for 64×16 by 16×256. With kAcross, the rows of both operands run along M and N.

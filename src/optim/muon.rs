@@ -9,7 +9,7 @@ use super::{AdamW, OptimizerConfig};
 use crate::amp::Autocast;
 use crate::{Error, Result};
 use std::ops::Range;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 /// How [`Muon`] adapts the learning rate to the rows A and columns B of a matrix.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -44,15 +44,15 @@ impl AdjustLr {
 /// ```
 ///
 /// The iteration (Newton–Schulz) brings the singular values of X near to 1. It is computed with the smaller
-/// of X Xᵀ and Xᵀ X, and at once for all matrices of one shape, kind and device: on the CPU for 64 Mi values at a
-/// time, on CUDA for as many as take 1.5 GiB. On the CPU, and for parameters of kind `Double`, it is in
-/// `BFloat16`, as torch does it. On CUDA it is in `Half`, whose roundings are finer, unless the coefficients could
-/// lead out of the range of that kind. There, symmetric products are computed by half on GPUs of compute
-/// capability 9.0, and for matrices that are not nearly square, several iterations are one product with X. So
-/// a step on CUDA is nearer to the formula than torch's, but has other bits.
+/// of X Xᵀ and Xᵀ X, and at once for all matrices of one shape, kind and device: for 64 Mi values at a time, or,
+/// in `Half`, for as many as take 1.5 GiB. On the CPU, and for parameters of kind `Double`, it is in `BFloat16`, as
+/// torch does it. On CUDA it is in `Half`, whose roundings are finer, unless the coefficients could lead out of
+/// the range of that kind, or ε is above 10⁻⁶. There, many large symmetric products are computed by half on GPUs
+/// of compute capability 9.0, and for matrices that are not nearly square, two iterations are one product with X.
 ///
-/// B is of kind `Float`, or `Double` for parameters of that kind; `adjust` is [`AdjustLr`]'s. Weights that hold several matrices one below the other, such
-/// as those of q, k and v, are split by [`FusedOptimizer::split_matrices`].
+/// B is of kind `Float`, or `Double` for parameters of that kind; `adjust` is [`AdjustLr`]'s. Weights that hold
+/// several matrices one below the other, such as those of q, k and v, are split by
+/// [`FusedOptimizer::split_matrices`].
 ///
 /// A saved state has the numbers of a step, such as μ and the weight decay, but not how the iteration is
 /// done: a run that continues is built with the same `ns_coefficients`, `ns_steps`, `eps`, adjustment and
@@ -215,6 +215,14 @@ struct Form {
     kind: Kind,
 }
 
+impl Form {
+    /// What the learning rate is multiplied by.
+    fn ratio(&self, adjust: AdjustLr) -> f64 {
+        let Form { rows, columns, is_transposed, .. } = *self;
+        if is_transposed { adjust.ratio(columns, rows) } else { adjust.ratio(rows, columns) }
+    }
+}
+
 /// The matrices of a parameter, if Muon updates it.
 pub(super) fn matrices_of<'a>(
     op: &str,
@@ -261,7 +269,10 @@ fn check_rows(op: &str, name: &str, rows: &[i64], tensor: &Tensor) -> Result<()>
 }
 
 /// Sorts matrices into those that are orthogonalised together.
-fn batches<'a, 'b>(matrices: &'b [Matrix<'a>], device: Device) -> Vec<Vec<&'b Matrix<'a>>> {
+fn batches<'a, 'b>(
+    matrices: &'b [Matrix<'a>],
+    is_in_half: impl Fn(&Form) -> bool,
+) -> Vec<Vec<&'b Matrix<'a>>> {
     let mut forms: Vec<Vec<&Matrix<'_>>> = Vec::new();
     for matrix in matrices {
         match forms.iter_mut().find(|known| known[0].form == matrix.form) {
@@ -271,7 +282,7 @@ fn batches<'a, 'b>(matrices: &'b [Matrix<'a>], device: Device) -> Vec<Vec<&'b Ma
     }
     let at_once = |alike: &Vec<&Matrix<'_>>| {
         let Form { rows, columns, .. } = alike[0].form;
-        super::plan::matrices(alike.len(), rows, columns, device)
+        super::plan::matrices(alike.len(), rows, columns, is_in_half(&alike[0].form))
     };
     let chunks = forms.iter().flat_map(|alike| alike.chunks(at_once(alike)));
     chunks.map(<[_]>::to_vec).collect()
@@ -363,7 +374,9 @@ impl FusedOptimizer {
         let Some((muon, _)) = &self.muon else { return Ok(()) };
         let is_cast = Autocast::kind(batch.device).is_some();
         let _plain = is_cast.then(|| Autocast::disabled(batch.device)).transpose()?;
-        batches(&batch.matrices, batch.device)
+        let is_in_half =
+            |form: &Form| muon.is_in_half(batch.device, form.kind, form.ratio(muon.adjust_lr_fn));
+        batches(&batch.matrices, is_in_half)
             .iter()
             .try_for_each(|alike| self.update_alike(muon, batch, alike, has_totals))
     }
@@ -376,7 +389,7 @@ impl FusedOptimizer {
         has_totals: bool,
     ) -> Result<()> {
         let Some(Matrix { form, .. }) = alike.first() else { return Ok(()) };
-        let Form { rows, columns, is_transposed, kind } = *form;
+        let Form { rows, columns, kind, .. } = *form;
         let device = batch.device;
         let update = |call: Call<'_>, has_totals| {
             let scratch = batch.scratch.with_totals_of(call.spans, device)?;
@@ -398,8 +411,7 @@ impl FusedOptimizer {
         let momentum = spans(&directions, Update::momentum_of)?;
         update(Call { rule: Rule::Muon, spans: &momentum, ..self.call(batch) }, has_totals)?;
 
-        let (height, width) = if is_transposed { (columns, rows) } else { (rows, columns) };
-        let x = muon.orthogonalised(directions, kind, muon.adjust_lr_fn.ratio(height, width))?;
+        let x = muon.orthogonalised(directions, kind, form.ratio(muon.adjust_lr_fn))?;
         let weights = spans(&x, Update::weights_of)?;
         let call = Call { rule: Rule::Sgd, spans: &weights, ..self.call(batch) };
         // The gradients were scaled and clipped; here they only decide whether the step is skipped.

@@ -3,16 +3,16 @@
 //! Each iteration multiplies X by a symmetric matrix: X ← Z X with Z = aI + bG + cG² and G = X Xᵀ. So G ← Z² G
 //! follows without X, and several iterations are one product with X, by the product of their Z (the Gram
 //! form). The roundings of G then grow with each iteration, until it is computed anew from X: after a
-//! segment. All of these matrices commute, so their products are symmetric, too. For X with more rows than
-//! columns, G is Xᵀ X, and X ← X Z.
+//! segment of one or two iterations. All of these matrices commute, so their products are symmetric, too.
+//! For X with more rows than columns, G is Xᵀ X, and X ← X Z.
 
 use super::kernels::half::{self, Terms};
 use super::{Muon, plan};
 use crate::Result;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-/// X starts with this norm in `Half`, so that the values of G are far above the least numbers of that kind. A
-/// power of 2, by which nothing is rounded.
+/// X is multiplied by this in `Half`, so that small values of X and G are far above the least numbers of that
+/// kind. A power of 2, by which nothing is rounded.
 const SCALE: f64 = 16.0;
 
 impl Muon {
@@ -24,12 +24,19 @@ impl Muon {
         kind: Kind,
         ratio: f64,
     ) -> Result<Tensor> {
-        let fits = plan::fits_half(self.ns_coefficients, self.ns_steps, ratio);
-        if directions.device().is_cuda() && kind == Kind::Float && fits {
+        if self.is_in_half(directions.device(), kind, ratio) {
             return self.orthogonalised_in_half(directions, ratio);
         }
         let mut x = self.orthogonalised_in_bfloat16(directions)?.f_to_kind(kind)?;
         Ok(x.f_mul_scalar_(ratio)?)
+    }
+
+    /// Whether matrices with moments of this kind are orthogonalised in `Half`. A direction whose norm is
+    /// far below ε would not be in its range.
+    pub(super) fn is_in_half(&self, device: Device, kind: Kind, ratio: f64) -> bool {
+        const MOST_EPS: f64 = 1e-6;
+        let fits = || plan::fits_half(self.ns_coefficients, self.ns_steps, ratio);
+        device.is_cuda() && kind == Kind::Float && self.eps <= MOST_EPS && fits()
     }
 
     /// The norms of matrices, rounded to `BFloat16`, as torch's are: a vector whose norm is exactly 1 would
@@ -43,6 +50,7 @@ impl Muon {
         let (a, b, c) = self.ns_coefficients;
         let (_, rows, columns) = directions.size3()?;
         let mut x = directions.f_to_kind(Kind::BFloat16)?;
+        drop(directions);
         let _ = x.f_div_(&self.norms(&x)?)?;
         let is_tall = rows > columns;
         for _ in 0..self.ns_steps {
@@ -62,15 +70,14 @@ impl Muon {
         let is_tall = rows > columns;
         let has_kernel = plan::has_symmetric_kernel(matrices, rows.min(columns));
         let segments = plan::segments(self.ns_steps, rows, columns, has_kernel);
-        let mut scale = if segments.is_empty() { ratio } else { SCALE };
+        let scale = if segments.is_empty() { ratio } else { SCALE };
         let mut x = half::normalize(&directions, &self.norms(&directions)?, scale)?;
         drop(directions);
         for (index, steps) in segments.iter().enumerate() {
             let is_last = index + 1 == segments.len();
-            let factor = if is_last { ratio } else { 1.0 } / scale;
+            let factor = if is_last { ratio / scale } else { 1.0 };
             let z = self.multiplier(&x, *steps, scale, factor, has_kernel)?;
             x = if is_tall { x.f_bmm(&z)? } else { z.f_bmm(&x)? };
-            scale = 1.0;
         }
         Ok(x)
     }

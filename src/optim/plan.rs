@@ -22,17 +22,16 @@ pub(super) fn chunk(total: i64, device: Device) -> i64 {
     }
 }
 
-/// The number of matrices, of as many as there are, that are orthogonalised at once. A CPU needs no more
-/// than 64 Mi values for that. A GPU's last tiles leave fewer multiprocessors idle the more matrices
-/// there are; X before and after a product and four matrices of its smaller side take 1.5 GiB there, or
-/// less.
-pub(super) fn matrices(count: usize, rows: i64, columns: i64, device: Device) -> usize {
+/// The number of matrices, of as many as there are, that are orthogonalised at once: of 64 Mi values, or, in
+/// `Half`, more of them, because a GPU's last tiles leave fewer multiprocessors idle the more matrices there
+/// are. X before and after a product and four matrices of its smaller side take 1.5 GiB then, or less.
+pub(super) fn matrices(count: usize, rows: i64, columns: i64, is_in_half: bool) -> usize {
     let len = rows.saturating_mul(columns).max(1);
     let smaller = rows.min(columns);
     let of_smaller = smaller.saturating_mul(smaller).saturating_mul(4);
-    let most = match device {
-        Device::Cpu => (64 << 20) / len,
-        _ => (768 << 20) / len.saturating_mul(2).saturating_add(of_smaller),
+    let most = match is_in_half {
+        false => (64 << 20) / len,
+        true => (768 << 20) / len.saturating_mul(2).saturating_add(of_smaller),
     };
     let most = usize::try_from(most).unwrap_or(1).max(1);
     // Batches of about one size.
@@ -40,7 +39,7 @@ pub(super) fn matrices(count: usize, rows: i64, columns: i64, device: Device) ->
 }
 
 /// Whether all that the iterations compute of matrices of norm 1 is far below the largest number of
-/// `Half`, with X times 16 in the beginning, and times `ratio` in the end.
+/// `Half`, with X times 16, and times `ratio` in the end.
 pub(super) fn fits_half((a, b, c): (f64, f64, f64), steps: usize, ratio: f64) -> bool {
     const POINTS: u32 = 256;
     // The largest singular value, and the largest factor by which one changed.
@@ -54,7 +53,7 @@ pub(super) fn fits_half((a, b, c): (f64, f64, f64), steps: usize, ratio: f64) ->
             return false;
         }
     }
-    // Three iterations are one product.
+    // Two iterations are one product, or one of them and the last ratio.
     factor.powi(3) * ratio.max(1.0) <= f64::from(1 << 15)
 }
 
@@ -71,10 +70,9 @@ pub(super) fn has_symmetric_kernel(matrices: i64, n: i64) -> bool {
 }
 
 /// How many iterations are one product with X, one segment after another: one each, or in the Gram form
-/// two and then three at a time, if that takes fewer operations.
+/// two and one in turns, if that takes fewer operations. Three at a time, or two after two, lose the small
+/// singular values of matrices with one large column.
 pub(super) fn segments(steps: usize, rows: i64, columns: i64, has_kernel: bool) -> Vec<usize> {
-    const FIRST: usize = 2;
-    const LATER: usize = 3;
     // The tiles on the diagonal are computed whole.
     let symmetric = if has_kernel { 0.6 } else { 1.0 };
     let longer = rows.max(columns) as f64 / rows.min(columns).max(1) as f64;
@@ -85,11 +83,8 @@ pub(super) fn segments(steps: usize, rows: i64, columns: i64, has_kernel: bool) 
     };
     let operations = |segments: &[usize]| segments.iter().map(of_segment).sum::<f64>();
     let plain = vec![1; steps];
-    let rest = steps.saturating_sub(FIRST);
-    let mut gram = vec![steps - rest];
-    gram.extend(vec![LATER; rest / LATER]);
-    gram.push(rest % LATER);
-    gram.retain(|steps| *steps > 0);
+    let (mut gram, rest) = ([2, 1].repeat(steps / 3), steps % 3);
+    gram.extend((rest > 0).then_some(rest));
     if operations(&gram) < operations(&plain) { gram } else { plain }
 }
 
@@ -107,14 +102,14 @@ mod tests {
 
     #[test]
     fn large_matrices_are_orthogonalised_in_batches_of_one_size() {
-        let on = |device| move |(count, rows, columns)| matrices(count, rows, columns, device);
+        let of = |in_half| move |(count, rows, columns)| matrices(count, rows, columns, in_half);
         let of_llama = [(32, 2048, 2048), (32, 512, 2048), (32, 8192, 2048), (16, 2048, 8192)];
-        assert_eq!(of_llama.map(on(Device::Cuda(0))), [32, 32, 16, 16]);
-        assert_eq!(of_llama.map(on(Device::Cpu)), [16, 32, 4, 4]);
-        assert_eq!(on(Device::Cuda(0))((33, 8192, 2048)), 11);
-        for device in [Device::Cpu, Device::Cuda(0)] {
+        assert_eq!(of_llama.map(of(true)), [32, 32, 16, 16]);
+        assert_eq!(of_llama.map(of(false)), [16, 32, 4, 4]);
+        assert_eq!(of(true)((33, 8192, 2048)), 11);
+        for in_half in [false, true] {
             let huge = [(3, 1 << 20, 1 << 20), (2, i64::MAX, 2), (1, 1, 1), (0, 4, 4)];
-            assert_eq!(huge.map(on(device)), [1, 1, 1, 1]);
+            assert_eq!(huge.map(of(in_half)), [1, 1, 1, 1]);
         }
     }
 
@@ -122,12 +117,15 @@ mod tests {
     fn fewer_operations_decide_the_form() {
         for has_kernel in [false, true] {
             assert_eq!(segments(5, 2048, 2048, has_kernel), [1; 5]);
-            assert_eq!(segments(5, 2048, 8192, has_kernel), [2, 3]);
-            assert_eq!(segments(5, 8192, 2048, has_kernel), [2, 3]);
+            assert_eq!(segments(5, 2048, 8192, has_kernel), [2, 1, 2]);
+            assert_eq!(segments(5, 8192, 2048, has_kernel), [2, 1, 2]);
         }
         let wide = |steps| segments(steps, 1, 4, false);
-        assert_eq!([0, 1, 2, 3, 4].map(wide), [vec![], vec![1], vec![2], vec![2, 1], vec![2, 2]]);
-        assert_eq!([6, 9].map(wide), [vec![2, 3, 1], vec![2, 3, 3, 1]]);
+        assert_eq!(
+            [0, 1, 2, 3, 4].map(wide),
+            [vec![], vec![1], vec![2], vec![2, 1], vec![2, 1, 1]]
+        );
+        assert_eq!([6, 8].map(wide), [vec![2, 1, 2, 1], vec![2, 1, 2, 1, 2]]);
     }
 
     #[test]

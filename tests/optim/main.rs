@@ -7,6 +7,7 @@ mod errors;
 mod groups;
 mod masters;
 mod muon;
+mod muon_batches;
 mod muon_in_half;
 mod reference;
 mod scaler;

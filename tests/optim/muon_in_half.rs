@@ -21,12 +21,20 @@ const SHAPES: [(usize, [i64; 2]); 7] = [
     (2, [8, 520]),
 ];
 
-/// A matrix that is normal, has rank 16 and a little noise, or singular values that fall from 1 to 10⁻⁴.
+/// A matrix that is normal, has rank 16 and a little noise, or singular values that fall from 1 to 10⁻⁴, or
+/// whose first row or column is 10³ or 10⁴ times as large as the others.
 fn direction(of: &str, [rows, columns]: [i64; 2], device: Device) -> Tensor {
     let drawn = |rows: i64, columns: i64| normal(&[rows, columns], Kind::Float, CPU);
     let smaller = rows.min(columns);
     let drawn = match of {
         "normal" => drawn(rows, columns),
+        "row" | "column" => {
+            let large = drawn(rows, columns);
+            let shrink = if of == "row" { 1e-3 } else { 1e-4 };
+            let (dim, len) = if of == "row" { (0, rows) } else { (1, columns) };
+            let _ = large.narrow(dim, 1, len - 1).g_mul_scalar_(shrink);
+            large
+        }
         "rank 16" => drawn(rows, 16).mm(&drawn(16, columns)) + drawn(rows, columns) * 1e-3,
         _ => {
             let basis = |rows| Tensor::linalg_qr(&drawn(rows, smaller), "reduced").0;
@@ -45,7 +53,7 @@ fn cuda_large_steps_are_as_near_to_the_iteration_in_double_as_torchs() {
     tch::manual_seed(91);
     let config = Muon { weight_decay: 0.0, ..Default::default() };
     for (count, shape) in SHAPES {
-        for of in ["normal", "rank 16", "falling"] {
+        for of in ["normal", "rank 16", "falling", "row", "column"] {
             let zeros = || Tensor::zeros(shape, (Kind::Float, device));
             let weights: Vec<Tensor> = (0..count).map(|_| zeros()).collect();
             let gradients: Vec<Tensor> =
@@ -107,10 +115,10 @@ fn cuda_steps_that_half_cannot_hold_are_as_torchs() {
         return;
     };
     tch::manual_seed(93);
-    // X grows to 3¹² of what it was.
+    // X grows to 3¹⁶ of what it was, and what `Half` holds ends at 65504.
     let config = Muon {
         ns_coefficients: (3.0, 0.0, 0.0),
-        ns_steps: 12,
+        ns_steps: 16,
         weight_decay: 0.0,
         ..Default::default()
     };
@@ -134,7 +142,8 @@ fn cuda_symmetric_products_agree_with_those_in_double() {
     tch::manual_seed(94);
     let has_kernel = is_hopper() && is_built_for_hopper();
     for n in [8, 64, 120, 136, 256, 264, 520, 1000] {
-        for (batch, k) in [(1, 8), (3, 72), (24, 64), (2, 520)] {
+        // The last one has tiles of several stages for each cluster.
+        for (batch, k) in [(1, 8), (3, 72), (24, 64), (2, 520), (12, 520)] {
             for is_across in [false, true] {
                 let size = if is_across { [batch, k, n] } else { [batch, n, k] };
                 let x = normal(&size, Kind::Half, device) / (k as f64).sqrt();
