@@ -1,6 +1,5 @@
 //! The checks that a change must pass, in order of cost. The first failure stops the run.
 
-use crate::ahead::Ahead;
 use crate::commands::Usage;
 use crate::cuda::Cuda;
 use crate::repo::{Repo, files_below};
@@ -16,8 +15,14 @@ use std::time::{Duration, Instant};
 
 struct Ci {
     repo: Repo,
-    changes: Changes,
     is_full: bool,
+    installed: Installed,
+}
+
+/// What set-up installed, and the environment that it found.
+#[derive(Default)]
+struct Installed {
+    changes: Changes,
     has_vision: bool,
     has_python: bool,
     has_cuda: bool,
@@ -49,13 +54,17 @@ const FULL: &str = "--full";
 const TESTS: &str = "tests";
 const OTHER_LIBTORCH: &str = "libtorch 2.13";
 
-const STEPS: &[Step] = &[
+/// Steps that need no libtorch. They run while libtorch is downloaded, which leaves processors idle.
+const BEFORE_LIBTORCH: &[Step] = &[
     ("format", Ci::format),
     ("clang-format", Ci::clang_format),
     ("headers", Ci::headers),
     ("clippy", Ci::clippy),
     ("documentation", Ci::documentation),
     ("package", Ci::package),
+];
+
+const STEPS: &[Step] = &[
     ("weak symbols", Ci::weak_symbols),
     ("misuse", Ci::misuse),
     (TESTS, Ci::tests),
@@ -78,58 +87,71 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     let is_full = !options.is_empty();
     let is_wanted =
         |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
-    let steps: Vec<&Step> = STEPS.iter().filter(|(name, _)| is_wanted(name)).collect();
-    if steps.is_empty() {
-        let names: Vec<&str> = STEPS.iter().map(|(name, _)| *name).collect();
+    let wanted = |steps: &'static [Step]| -> Vec<&Step> {
+        steps.iter().filter(|(name, _)| is_wanted(name)).collect()
+    };
+    let (first, rest) = (wanted(BEFORE_LIBTORCH), wanted(STEPS));
+    if first.is_empty() && rest.is_empty() {
+        let names: Vec<&str> = BEFORE_LIBTORCH.iter().chain(STEPS).map(|(name, _)| *name).collect();
         bail!("no step's name contains {words:?}; there are: {}", names.join("; "));
     }
-    let is_step = |name: &str| steps.iter().any(|(step, _)| *step == name);
-    let ahead = is_step(TESTS).then(|| {
-        let at_0 = at_0();
-        let options = at_0.iter().map(String::as_str).chain(["--tests"]);
-        Ahead::of_build(&repo, &options.chain(cargo::EVERYTHING).collect::<Vec<_>>())
-    });
-    let mut ready = setup::run(&repo)?;
-    if std::env::var_os(ARCHS).is_none() {
-        let archs = if is_full { MANY } else { NEWEST };
-        ready.changes.push((ARCHS.to_string(), Some(archs.into())));
-    }
-    if std::env::var_os(NVCC_FLAGS.0).is_none() && !setup::has_gpu() {
-        ready.changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
-    }
-    if is_full {
-        ready.changes.push((setup::FULL.to_string(), Some("1".into())));
-    }
-    ready.changes.extend(setup::one_test_at_a_time());
-    // Sources do not change during a run, so data for incremental builds would only fill the disk.
-    ready.changes.push(("CARGO_INCREMENTAL".to_string(), Some("0".into())));
     wheels::TOOLS.ensure(&repo)?;
-    if is_step(OTHER_LIBTORCH) {
-        // Here, so that a disk that is full fails the first step and not the last.
-        wheels::LIBTORCH_2_13.ensure(&repo)?;
-    }
-    let has_vision = setup::vision(&repo, &ready)?;
-    let has_python = setup::python(&repo, &ready)?;
-    let has_transformers = is_step(TESTS) && setup::transformers(&repo, &ready)?;
-    if let Some(ahead) = ahead {
-        ahead.wait();
-    }
-    let has_cuda = matches!(ready.cuda, Cuda::On(_));
-    let changes = ready.changes;
-    let ci = Ci { repo, changes, is_full, has_vision, has_python, has_cuda, has_transformers };
     let mut times = Vec::new();
-    for (name, step) in steps {
-        say(format_args!("\n== {name} =="));
-        let start = Instant::now();
-        let outcome = step(&ci);
-        times.push((*name, start.elapsed()));
-        if let Err(error) = outcome {
-            say(table(&times, false));
-            return Err(error.context(format!("the step `{name}` failed")));
+    let installed = std::thread::scope(|scope| {
+        let install = || install(&repo, is_full, &rest);
+        let installed = (!rest.is_empty()).then(|| scope.spawn(install));
+        let changes = environment(setup::without_libtorch(&repo)?, is_full);
+        let none = Installed { changes, ..Default::default() };
+        let outcome = Ci { repo: repo.clone(), is_full, installed: none }.run(&first, &mut times);
+        let Some(installed) = installed else { return outcome.map(|()| None) };
+        if !installed.is_finished() {
+            say("note: still installing");
         }
+        let start = Instant::now();
+        let installed = installed.join().expect("set-up does not panic");
+        times.push(("waiting for what is installed", start.elapsed()));
+        outcome.and(installed.map(Some))
+    })?;
+    if let Some(installed) = installed {
+        Ci { repo, is_full, installed }.run(&rest, &mut times)?;
     }
     say(table(&times, true));
     Ok(ExitCode::SUCCESS)
+}
+
+/// Installs what these steps need.
+fn install(repo: &Repo, is_full: bool, steps: &[&Step]) -> Result<Installed> {
+    let is_step = |name: &str| steps.iter().any(|(step, _)| *step == name);
+    let ready = setup::run(repo)?;
+    if is_step(OTHER_LIBTORCH) {
+        // Here, so that a disk that is full fails the first step and not the last.
+        wheels::LIBTORCH_2_13.ensure(repo)?;
+    }
+    Ok(Installed {
+        has_vision: setup::vision(repo, &ready)?,
+        has_python: setup::python(repo, &ready)?,
+        has_transformers: is_step(TESTS) && setup::transformers(repo, &ready)?,
+        has_cuda: matches!(ready.cuda, Cuda::On(_)),
+        changes: environment(ready.changes, is_full),
+    })
+}
+
+/// The environment of all steps, given what set-up changes.
+fn environment(mut changes: Changes, is_full: bool) -> Changes {
+    if std::env::var_os(ARCHS).is_none() {
+        let archs = if is_full { MANY } else { NEWEST };
+        changes.push((ARCHS.to_string(), Some(archs.into())));
+    }
+    if std::env::var_os(NVCC_FLAGS.0).is_none() && !setup::has_gpu() {
+        changes.push((NVCC_FLAGS.0.to_string(), Some(NVCC_FLAGS.1.into())));
+    }
+    if is_full {
+        changes.push((setup::FULL.to_string(), Some("1".into())));
+    }
+    changes.extend(setup::one_test_at_a_time());
+    // Sources do not change during a run, so data for incremental builds would only fill the disk.
+    changes.push(("CARGO_INCREMENTAL".to_string(), Some("0".into())));
+    changes
 }
 
 fn at_0() -> [String; 4] {
@@ -137,8 +159,27 @@ fn at_0() -> [String; 4] {
 }
 
 impl Ci {
+    /// Runs these steps, and adds the time of each. The first failure stops the run.
+    fn run(&self, steps: &[&Step], times: &mut Vec<(&'static str, Duration)>) -> Result<()> {
+        for (name, step) in steps {
+            say(format_args!("\n== {name} =="));
+            let start = Instant::now();
+            let outcome = step(self);
+            times.push((*name, start.elapsed()));
+            if let Err(error) = outcome {
+                say(table(times, false));
+                return Err(error.context(format!("the step `{name}` failed")));
+            }
+        }
+        Ok(())
+    }
+
+    fn changes(&self) -> &Changes {
+        &self.installed.changes
+    }
+
     fn cargo(&self, args: &[&str]) -> Command {
-        let mut command = cargo::command(&self.repo, &self.changes, &[]);
+        let mut command = cargo::command(&self.repo, self.changes(), &[]);
         command.args(at_0()).args(args);
         command
     }
@@ -168,7 +209,7 @@ impl Ci {
     }
 
     fn headers(&self) -> Result<()> {
-        headers::check(&self.repo, &self.changes)?;
+        headers::check(&self.repo, self.changes())?;
         cargo::run(&mut self.cargo(&[
             "test",
             "--quiet",
@@ -221,7 +262,7 @@ impl Ci {
     fn weak_symbols(&self) -> Result<()> {
         let messages = self.build()?;
         say(weak_symbols::check(&cargo::out_dir(&messages)?)?);
-        if self.has_cuda {
+        if self.installed.has_cuda {
             let library = crossing::library(&messages).context("there is no kernel library")?;
             say(crossing::check(&self.repo.root, &library)?);
         }
@@ -241,25 +282,25 @@ impl Ci {
         command.args(cargo::EVERYTHING);
         let again = format!("cargo test {} --doc", cargo::EVERYTHING.join(" "));
         let mut runs = vec![Run { title: "documentation".to_string(), command, again }];
-        runs.extend(programs.iter().map(|program| program.run(&self.changes, &cargo::EVERYTHING)));
+        runs.extend(programs.iter().map(|program| program.run(self.changes(), &cargo::EVERYTHING)));
         // In this run, what cannot be loaded or imported is a failure and not a reason to skip a
         // test: torchvision, torch by Python, and transformers for a test of examples/llm.
         for (required, name) in [
-            (self.has_vision, "TCH_EXTENSION_REQUIRE_TORCHVISION"),
-            (self.has_python, "TCH_EXTENSION_REQUIRE_PYTHON"),
-            (self.has_transformers, "TCH_EXTENSION_REQUIRE_TRANSFORMERS"),
+            (self.installed.has_vision, "TCH_EXTENSION_REQUIRE_TORCHVISION"),
+            (self.installed.has_python, "TCH_EXTENSION_REQUIRE_PYTHON"),
+            (self.installed.has_transformers, "TCH_EXTENSION_REQUIRE_TRANSFORMERS"),
         ] {
             if required {
                 runs.iter_mut().for_each(|run| _ = run.command.env(name, "1"));
             }
         }
-        Self::run(runs, false)
+        Self::run_programs(runs, false)
     }
 
     /// Runs test programs. Each has its share of the cores for libtorch's threads, or all of them, and
     /// then threads wait for others that have no core. They sleep while they wait, where they would
     /// otherwise spin (docs/lab/methods.md, "Build times").
-    fn run(mut runs: Vec<Run>, with_all_threads: bool) -> Result<()> {
+    fn run_programs(mut runs: Vec<Run>, with_all_threads: bool) -> Result<()> {
         let (at_once, changes) = runner::shares();
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let threads = if with_all_threads { cores } else { cores / at_once };
@@ -284,12 +325,12 @@ impl Ci {
         let mut runs = Vec::new();
         for program in &programs {
             for (capability, onednn) in others() {
-                let mut run = program.run(&self.changes, &cargo::EVERYTHING);
+                let mut run = program.run(self.changes(), &cargo::EVERYTHING);
                 if !self.is_full {
                     // The tests of values and gradients. Others, and second derivatives, run no code
                     // that is compiled for each instruction set. A full run has them all.
                     let first =
-                        program.first_with_tests(&["random_cases", "agree"], &self.changes)?;
+                        program.first_with_tests(&["random_cases", "agree"], self.changes())?;
                     // Processors without AVX2 are rare.
                     let others: &[&str] =
                         if *capability == DEFAULT { &[] } else { &["agree", "gradcheck"] };
@@ -305,7 +346,7 @@ impl Ci {
             }
         }
         // The step before computed with fewer threads.
-        Self::run(runs, true)
+        Self::run_programs(runs, true)
     }
 
     /// Tests the parts that depend on libtorch's version most, and one family of operators, with
@@ -315,7 +356,7 @@ impl Ci {
         if self.is_full {
             let mut command = versions::command(&self.repo, &[])?;
             command.env("CARGO_INCREMENTAL", "0").env("OMP_WAIT_POLICY", "passive");
-            command.envs(self.changes.iter().filter_map(|(name, value)| {
+            command.envs(self.changes().iter().filter_map(|(name, value)| {
                 let is_set_here = [ARCHS, NVCC_FLAGS.0, setup::FULL].contains(&name.as_str());
                 Some((name, value.as_ref()?)).filter(|_| is_set_here)
             }));
@@ -331,6 +372,8 @@ impl Ci {
             tests.into_iter().chain(rest.map(String::from)).chain(unoptimised).collect();
         let mut command = versions::command(&self.repo, &args)?;
         command.env("TCH_EXTENSION_CUDA", "0").env("CARGO_INCREMENTAL", "0");
+        // The step before has tested the other instruction sets, and libtorch chooses this one.
+        command.env(setup::ISAS, "native");
         let programs = runner::programs(&cargo::messages(&mut command)?);
         let runs = programs.iter().map(|program| {
             let mut run = program.run(&versions::variables(&self.repo), &[]);
@@ -347,22 +390,26 @@ impl Ci {
             }
             run
         });
-        Self::run(runs.collect(), false)
+        Self::run_programs(runs.collect(), false)
     }
 
     /// Builds and tests the wheel of tch-extension-python, with CUDA if the tests before have it:
     /// then everything is compiled already.
     fn wheel(&self) -> Result<()> {
-        if !self.has_python {
+        if !self.installed.has_python {
             say(
                 "skipped: a wheel is built with this repository's own libtorch and its version of Python",
             );
             return Ok(());
         }
-        let workspace = Repo { root: self.repo.root.clone() };
-        let wheel =
-            wheel::build_and_test(&self.repo, workspace, self.changes.clone(), self.has_cuda)?;
-        if self.changes.iter().any(|(name, _)| name == NVCC_FLAGS.0) {
+        let workspace = self.repo.clone();
+        let wheel = wheel::build_and_test(
+            &self.repo,
+            workspace,
+            self.changes().clone(),
+            self.installed.has_cuda,
+        )?;
+        if self.changes().iter().any(|(name, _)| name == NVCC_FLAGS.0) {
             // Nobody shall publish kernels that were compiled with these flags.
             std::fs::remove_file(&wheel)
                 .with_context(|| format!("cannot remove {}", wheel.display()))?;
@@ -372,9 +419,9 @@ impl Ci {
 
     fn example(&self) -> Result<()> {
         // Users compile the kernels or take those of the wheel. The pages compile them.
-        let mut changes = self.changes.clone();
-        if self.has_python && self.has_cuda {
-            let kernels = wheel::kernels(&self.repo, self.changes.clone(), true)?;
+        let mut changes = self.changes().clone();
+        if self.installed.has_python && self.installed.has_cuda {
+            let kernels = wheel::kernels(&self.repo, self.changes().clone(), true)?;
             let kernels = kernels.map(PathBuf::into_os_string);
             changes.push((setup::KERNELS.to_string(), kernels));
         }
@@ -382,17 +429,17 @@ impl Ci {
     }
 
     fn page(&self) -> Result<()> {
-        outside::follow_page(&self.repo, &self.changes, &outside::OPERATOR, self.is_full)
+        outside::follow_page(&self.repo, self.changes(), &outside::OPERATOR, self.is_full)
     }
 
     fn python_page(&self) -> Result<()> {
-        if !self.has_python {
+        if !self.installed.has_python {
             say(
                 "skipped: the libtorch in use does not belong to a torch that was set up for Python",
             );
             return Ok(());
         }
-        outside::follow_page(&self.repo, &self.changes, &outside::PYTHON, self.is_full)
+        outside::follow_page(&self.repo, self.changes(), &outside::PYTHON, self.is_full)
     }
 
     fn documentation(&self) -> Result<()> {

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use walkdir::{DirEntry, WalkDir};
 
 /// A checkout of this repository.
+#[derive(Clone)]
 pub struct Repo {
     /// The folder of the root `Cargo.toml`.
     pub root: PathBuf,

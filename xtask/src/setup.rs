@@ -219,6 +219,23 @@ fn threads_of_tests(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes
 }
 
 fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
+    let mut changes = own_spelling(repo);
+    if search.own_passed_over {
+        let home = search.found.as_ref().map(|nvcc| nvcc.home()).unwrap_or_default();
+        changes.push(("CUDA_HOME".to_string(), Some(home.into())));
+    }
+    changes.extend(name_of(compiler));
+    changes
+}
+
+/// The environment for commands that need no libtorch.
+pub fn without_libtorch(repo: &Repo) -> Result<Changes> {
+    let mut changes = own_spelling(repo);
+    changes.extend(named_compiler()?);
+    Ok(changes)
+}
+
+fn own_spelling(repo: &Repo) -> Changes {
     let mut changes = Changes::new();
     // Remove the values that cargo took from `.cargo/config.toml`, so that the next cargo sets them
     // again with the spelling of a plain `cargo build`. Another spelling of the same folder would
@@ -228,11 +245,6 @@ fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
             changes.push((variable.to_string(), None));
         }
     }
-    if search.own_passed_over {
-        let home = search.found.as_ref().map(|nvcc| nvcc.home()).unwrap_or_default();
-        changes.push(("CUDA_HOME".to_string(), Some(home.into())));
-    }
-    changes.extend(name_of(compiler));
     changes
 }
 

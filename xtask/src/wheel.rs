@@ -96,7 +96,7 @@ pub fn run(repo: &Repo, other_tch: Option<&str>) -> Result<ExitCode> {
     }
     let has_cuda = matches!(ready.cuda, Cuda::On(_));
     let (workspace, mut changes) = match other_tch {
-        None => (Repo { root: repo.root.clone() }, ready.changes),
+        None => (repo.clone(), ready.changes),
         Some(version) => versions::workspace(repo, version)?,
     };
     // It may be published.
@@ -122,7 +122,7 @@ pub fn build_and_test(
 
 /// The kernel library that the wheel of this repository's libtorch has. `None` without CUDA.
 pub fn kernels(repo: &Repo, changes: Changes, has_cuda: bool) -> Result<Option<PathBuf>> {
-    let build = Build::new(repo, Repo { root: repo.root.clone() }, changes, has_cuda)?;
+    let build = Build::new(repo, repo.clone(), changes, has_cuda)?;
     // Not the wheel's package, which this would compile for other flags of the linker.
     let library = ["build", "-p", "tests", "--lib", "--features", cargo::ALL_FEATURES];
     let crates = cargo::messages(&mut cargo::command(&build.workspace, &build.changes, &library))?;
