@@ -3,7 +3,7 @@
 
 use crate::data::{Loader, Order, windows};
 use crate::device::{self, Precision};
-use crate::files::{prepare_folder, write_bytes, write_whole};
+use crate::files::{take_folder, write_bytes, write_whole};
 use crate::lora::Lora;
 use crate::model::Model;
 use crate::options::Size;
@@ -125,7 +125,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     settings.check()?;
     let mut model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
     let order = Order::new(tokens.len(Part::Train), settings.model.context, settings.seed)?;
-    prepare_folder("--inputs", &options.inputs)?;
+    let _inputs = take_folder("--inputs", &options.inputs)?;
     state_dict::save(&model.variables, options.inputs.join(WEIGHTS), &Default::default())?;
     if let Some(lora) = settings.lora.take() {
         model.adapt(&lora, settings.seed)?;

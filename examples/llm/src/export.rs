@@ -63,12 +63,12 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
     let is_whole = options.merge || options.adapter.is_some();
     if let Some(adapter) = origin.adapter.as_ref().filter(|_| !is_whole) {
-        let _lock = take_folder("--to", &options.to)?;
+        let _to = take_folder("--to", &options.to)?;
         adapter.write(&options.to, &origin.config, &origin.base()?.folder)?;
         return say(&format!("{}, in PEFT's format in {}", origin.name, options.to.display()));
     }
     let (model, tokenizer) = (origin.model(Device::Cpu)?, &origin.tokenizer);
-    let _lock = take_folder("--to", &options.to)?;
+    let _to = take_folder("--to", &options.to)?;
     let (begin, end) = (tokenizer.begin_of_text()?, tokenizer.end_of_text());
     let begin = begin.first().copied().or(end);
     let config = family::to_json(&model.config, begin, end)?;
@@ -120,7 +120,7 @@ pub fn import(options: &ImportOptions) -> Result<()> {
     device::check_memory(Device::Cpu, 8 * config.parameters() as u64)?;
     let model = Model::zeros(&config, Device::Cpu)?;
     load(&options.from, &model)?;
-    let _lock = take_folder("--to", &options.to)?;
+    let _to = take_folder("--to", &options.to)?;
     let run = options.to.join(checkpoint::FOLDER);
     ensure!(
         !checkpoint::any(&run)?,

@@ -1,8 +1,8 @@
 //! Files that are written completely or not at all, and the files of a folder.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use std::fs::{self, File, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// The ending of a file that is still being written.
@@ -80,24 +80,12 @@ fn temporary(folder: &Path, name: &str) -> std::io::Result<tempfile::NamedTempFi
         .tempfile_in(folder)
 }
 
-/// Makes the folder that an option names, if need be.
-fn make_folder(option: &str, folder: &Path) -> Result<()> {
-    let name = folder.display();
-    ensure!(
-        !folder.exists() || folder.is_dir(),
-        "{option} {name} is not a folder: give another one"
-    );
-    fs::create_dir_all(folder).with_context(|| cannot_write(option, folder))
-}
-
 fn cannot_write(option: &str, folder: &Path) -> String {
     format!("cannot write to {option} {} (give a folder that you may write to)", folder.display())
 }
 
-/// [`make_folder`], which also removes what a killed run was still writing, and checks that files can
-/// be written there.
-pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
-    make_folder(option, folder)?;
+/// Removes what a killed run was still writing, and checks that files can be written there.
+pub fn clean_folder(option: &str, folder: &Path) -> Result<()> {
     let cannot = || cannot_write(option, folder);
     for entry in fs::read_dir(folder).with_context(cannot)? {
         let entry = entry.with_context(cannot)?;
@@ -111,27 +99,63 @@ pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// [`lock`] and [`prepare_folder`].
-pub fn take_folder(option: &str, folder: &Path) -> Result<File> {
-    make_folder(option, folder)?;
-    let lock = lock(option, folder)?;
-    prepare_folder(option, folder)?;
-    Ok(lock)
+/// A folder that other processes are kept out of until this is dropped or the process ends, in whatever
+/// way. What was made for it goes away again, if nothing was written there.
+pub struct Taken {
+    lock: PathBuf,
+    _file: File,
+    _made: Made,
 }
 
-/// Keeps other processes out of a folder until it is dropped or the process ends, in whatever way.
-pub fn lock(option: &str, folder: &Path) -> Result<File> {
-    let path = folder.join(".lock");
-    let cannot = || cannot_write(option, folder);
-    let file = File::options().create(true).append(true).open(&path).with_context(cannot)?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => bail!(
-            "{option} {} is in use by another process: wait for it, or give another folder",
-            folder.display()
-        ),
-        Err(fs::TryLockError::Error(error)) => Err(error).with_context(cannot),
+impl Drop for Taken {
+    /// The lock is held until the file is gone, so that this is the file of no other process.
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.lock);
     }
+}
+
+/// Folders that did not exist before, the innermost first.
+struct Made(Vec<PathBuf>);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // Those that have files stay.
+        self.0.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+    }
+}
+
+/// Takes the folder that an option names, which is made if need be, and [cleans](clean_folder) it.
+pub fn take_folder(option: &str, folder: &Path) -> Result<Taken> {
+    let (name, cannot) = (folder.display(), || cannot_write(option, folder));
+    ensure!(
+        !folder.exists() || folder.is_dir(),
+        "{option} {name} is not a folder: give another one"
+    );
+    let missing = folder.ancestors().take_while(|folder| !folder.exists());
+    let missing = missing.filter(|folder| !folder.as_os_str().is_empty());
+    let made = Made(missing.map(PathBuf::from).collect());
+    fs::create_dir_all(folder).with_context(cannot)?;
+    let lock = folder.join(".lock");
+    let file = File::options().create(true).append(true).open(&lock).with_context(cannot)?;
+    let is_free = match file.try_lock() {
+        // Another process may have ended, and removed the file, since it was opened.
+        Ok(()) => is_at(&file, &lock),
+        Err(fs::TryLockError::WouldBlock) => false,
+        Err(fs::TryLockError::Error(error)) => return Err(error).with_context(cannot),
+    };
+    ensure!(
+        is_free,
+        "{option} {name} is in use by another process: wait for it, or give another folder"
+    );
+    let taken = Taken { lock, _file: file, _made: made };
+    clean_folder(option, folder)?;
+    Ok(taken)
+}
+
+/// Whether a file that was opened is still the one at this path.
+fn is_at(file: &File, path: &Path) -> bool {
+    let (opened, found) = (file.metadata(), fs::metadata(path));
+    opened.is_ok_and(|a| found.is_ok_and(|b| (a.dev(), a.ino()) == (b.dev(), b.ino())))
 }
 
 /// The root of this repository, if the program finds it. Cargo sets the variable for programs that
@@ -165,12 +189,26 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_locked_once() {
-        let folder = tempfile::tempdir().unwrap();
-        let first = lock("--out", folder.path()).unwrap();
-        assert!(lock("--out", folder.path()).unwrap_err().to_string().contains("another process"));
+    fn a_folder_is_taken_once_and_left_as_it_was() {
+        let place = tempfile::tempdir().unwrap();
+        let take = |name: &str| take_folder("--out", &place.path().join(name));
+        let first = take("a/b").unwrap();
+        assert!(take("a/b").err().unwrap().to_string().contains("another process"));
+        // What opened the lock before it was removed has no lock of the folder.
+        let opened = File::open(place.path().join("a/b/.lock")).unwrap();
         drop(first);
-        lock("--out", folder.path()).unwrap();
+        assert!(
+            !place.path().join("a").exists() && !is_at(&opened, &place.path().join("a/b/.lock"))
+        );
+
+        let again = take("a/b").unwrap();
+        fs::write(place.path().join("a/c"), "kept").unwrap();
+        drop(again);
+        assert_eq!(fs::read_dir(place.path().join("a")).unwrap().count(), 1);
+        // A killed process leaves its lock.
+        fs::write(place.path().join("a/.lock"), "").unwrap();
+        drop(take("a").unwrap());
+        assert!(place.path().join("a/c").exists() && !place.path().join("a/.lock").exists());
     }
 
     #[test]
@@ -178,7 +216,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join(".a.x1.partial"), "half").unwrap();
         fs::write(folder.path().join("b"), "whole").unwrap();
-        prepare_folder("--out", folder.path()).unwrap();
+        clean_folder("--out", folder.path()).unwrap();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

@@ -1,7 +1,7 @@
 //! From text files to a token file and its vocabulary.
 
 use crate::documents;
-use crate::files::{Whole, repository, take_folder};
+use crate::files::{Taken, Whole, repository, take_folder};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
@@ -104,7 +104,8 @@ pub struct Prepared {
     vocabulary: Whole,
     tokens: Whole,
     said: String,
-    _lock: File,
+    // Released last, when the temporary files are gone.
+    _folder: Taken,
 }
 
 impl Prepared {
@@ -136,7 +137,7 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
         "--held-out {held_out:?} is out of range: give a number between 0 and 1, such as 0.1"
     );
     let sources = Sources::find(&options.text)?;
-    let _lock = take_folder(option, folder)?;
+    let _folder = take_folder(option, folder)?;
     let tokenizer = match (&options.vocabulary_from, options.vocabulary()) {
         (Some(folder), _) => Tokenizer::load(folder)?,
         (None, Vocabulary::Bytes) => Tokenizer::bytes(),
@@ -157,7 +158,7 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
         written.len(Part::HeldOut),
         written.vocabulary()
     );
-    Ok(Prepared { vocabulary: tokenizer.write(folder)?, tokenizer, tokens, said, _lock })
+    Ok(Prepared { vocabulary: tokenizer.write(folder)?, tokenizer, tokens, said, _folder })
 }
 
 /// The texts of a file: its pieces, or its documents.
@@ -415,7 +416,7 @@ mod tests {
         let error = format!("{:#}", failed.unwrap_err());
         assert!(error.starts_with("the text is empty"), "{error}");
         assert!(files().map(Result::unwrap) == before);
-        assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 3, "and the lock");
+        assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 2);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use crate::apart::{Apart, Documents};
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
-use crate::files::{prepare_folder, take_folder, write_bytes};
+use crate::files::{Taken, clean_folder, take_folder, write_bytes};
 use crate::log::{self, Curves, Log};
 use crate::model::Model;
 use crate::options::TrainOptions;
@@ -20,7 +20,6 @@ use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
 use crate::trained::State;
 use anyhow::{Context, Result, anyhow, ensure};
-use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -53,7 +52,6 @@ fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()>
 
 /// What only rank 0 has: the files of the run.
 struct Main {
-    _lock: File,
     settings: Settings,
     apart: Option<Apart>,
     checkpoint: Option<Checkpoint>,
@@ -64,11 +62,13 @@ struct Main {
     folder: PathBuf,
     /// What is to replace the data of an earlier run, once nothing can fail any more.
     new: Option<Prepared>,
+    // Released last, when the temporary files are gone.
+    _out: Taken,
 }
 
 impl Main {
     fn prepare(options: &TrainOptions, device: Device, ranks: usize) -> Result<Main> {
-        let lock = take_folder("--out", &options.out)?;
+        let _out = take_folder("--out", &options.out)?;
         let checkpoint = earlier(options)?;
         let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
         let base = earlier.and_then(|earlier| earlier.source.base.clone());
@@ -122,7 +122,7 @@ impl Main {
         windows(&settings, None, &tokens, options.eval_windows)?;
         let apart = Apart::of(settings.documents, &tokens, &tokenizer, settings.model.context)?;
         let folder = std::path::absolute(&folder).unwrap_or(folder);
-        Ok(Main { _lock: lock, settings, apart, checkpoint, init, tokens, tokenizer, folder, new })
+        Ok(Main { settings, apart, checkpoint, init, tokens, tokenizer, folder, new, _out })
     }
 }
 
@@ -141,7 +141,9 @@ fn windows(
 /// The checkpoint to continue from. Refuses to begin anew where a run is.
 fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
     let folder = options.out.join(checkpoint::FOLDER);
-    prepare_folder("--out", &folder)?;
+    if folder.exists() {
+        clean_folder("--out", &folder)?;
+    }
     if options.resume {
         let newest = checkpoint::newest(&folder, warn)?;
         if let Some(checkpoint) = &newest {
