@@ -53,9 +53,10 @@ pub struct BenchOptions {
     /// Train adapters of this rank with frozen weights; --write writes those to begin with
     #[arg(long, value_name = "RANK")]
     pub lora: Option<i64>,
-    /// What updates the matrices of the blocks; AdamW updates all else
-    #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
-    pub optimizer: Optimizer,
+    /// What updates the matrices of the blocks; AdamW updates all else [default: what was given with
+    /// --write, or adamw]
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub optimizer: Option<Optimizer>,
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
@@ -121,6 +122,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     }
     (settings.steps, settings.accumulate, settings.seed) = (options.steps, 1, options.seed);
     settings.warm_up = settings.warm_up.min(options.steps / 10);
+    set_optimizer(&mut settings, options);
     settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
     settings.check()?;
     let mut model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
@@ -144,6 +146,12 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     let inputs = serde_json::to_string_pretty(&Inputs { rates, settings })?;
     write_bytes(&options.inputs.join(SETTINGS), inputs)?;
     say(&format!("{} batches in {}", options.steps, options.inputs.display()))
+}
+
+/// The optimizer that is given, in place of what the settings have.
+fn set_optimizer(settings: &mut Settings, options: &BenchOptions) {
+    let optimizer = &mut settings.updates.optimizer;
+    *optimizer = options.optimizer.unwrap_or(*optimizer);
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -185,7 +193,7 @@ impl Bench {
         settings.model.recompute = options.recompute;
         settings.model.recompute_layers = options.recompute_layers;
         settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
-        settings.updates.optimizer = options.optimizer;
+        set_optimizer(&mut settings, options);
         settings.check()?;
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
