@@ -294,7 +294,32 @@ impl HeldOut {
         );
         let count = (count as usize).min(windows);
         let starts = (0..count).map(|index| index * windows / count * context).collect();
-        Ok(HeldOut { tokens, starts, rows: rows as usize, context, apart })
+        let held_out = HeldOut { tokens, starts, rows: rows as usize, context, apart };
+        ensure!(
+            held_out.learns()?,
+            "no token that is held out is learned in the {count} windows of --eval-windows, so that they have no loss: \
+             raise it or --held-out, or give documents with longer completions"
+        );
+        Ok(held_out)
+    }
+
+    /// Whether a token is learned in some window.
+    fn learns(&self) -> Result<bool> {
+        for starts in self.starts.chunks(self.rows) {
+            let targets = &self.batch(starts, Device::Cpu)?[1];
+            if targets.f_ne(IGNORED)?.f_any()?.f_int64_value(&[])? != 0 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn batch(&self, starts: &[usize], device: Device) -> Result<Vec<Tensor>> {
+        let HeldOut { tokens, context, apart, .. } = self;
+        let borders = borders(*apart, starts.len()) as i64;
+        let starts = starts.iter().copied();
+        let on_host = windows(tokens, Part::HeldOut, starts, *context, *apart)?;
+        batch(&on_host.f_to_device(device)?, *context as i64, borders)
     }
 
     /// This rank's part of the batches. The last one of all may have fewer rows.
@@ -304,13 +329,8 @@ impl HeldOut {
         ranks: &Ranks,
     ) -> impl Iterator<Item = Result<Vec<Tensor>>> + '_ {
         let all = self.starts.chunks(self.rows);
-        all.skip(ranks.rank()).step_by(ranks.size()).map(move |starts| {
-            let HeldOut { tokens, context, apart, .. } = self;
-            let borders = borders(*apart, starts.len()) as i64;
-            let starts = starts.iter().copied();
-            let on_host = windows(tokens, Part::HeldOut, starts, *context, *apart)?;
-            batch(&on_host.f_to_device(device)?, *context as i64, borders)
-        })
+        let own = all.skip(ranks.rank()).step_by(ranks.size());
+        own.map(move |starts| self.batch(starts, device))
     }
 }
 

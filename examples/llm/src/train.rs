@@ -119,8 +119,8 @@ impl Main {
         let tokens = Rc::new(tokens);
         // What cannot work is refused before anything is computed.
         Division::new(settings.batch, settings.accumulate, 0, ranks)?;
-        windows(&settings, None, &tokens, options.eval_windows)?;
         let apart = Apart::of(settings.documents, &tokens, &tokenizer, settings.model.context)?;
+        windows(&settings, apart, &tokens, options.eval_windows)?;
         let folder = std::path::absolute(&folder).unwrap_or(folder);
         Ok(Main { settings, apart, checkpoint, init, tokens, tokenizer, folder, new, _out })
     }

@@ -274,6 +274,12 @@ fn completions_are_learned_and_prompts_are_not() {
     for (step, (whole, halves)) in whole.iter().zip(&halves).enumerate() {
         assert!((whole - halves).abs() < 1e-3, "step {step}: {whole} and {halves}");
     }
+    // Without a held-out token to learn there is no loss of them.
+    let prompt = format!(r#"{{"prompt": "{}", "completion": "!"}}"#, "ab".repeat(2000));
+    fs::write(&file, [&lines.join("\n"), "\n", &prompt].concat()).unwrap();
+    let error = failed(&train("unheard", &["--held-out", "0.05", "--eval-windows", "2"]));
+    assert!(error.contains("no token that is held out is learned in the 2 windows"), "{error}");
+    assert!(!place.path("unheard").exists());
     fs::write(&file, r#"{"prompt": "a", "completion": ""}"#.to_string() + "\n").unwrap();
     let error = failed(&train("none", &[]));
     assert!(error.contains("no text is learned"), "{error}");
