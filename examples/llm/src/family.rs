@@ -143,6 +143,7 @@ pub fn read(config: &Value, generation: &Value) -> Result<ModelConfig> {
         "it has a quantization_config: give a model that is not quantized"
     );
     let name = &config["model_type"];
+    ensure!(!name.is_null(), "it lacks the model_type: give gpt2, llama, mistral, qwen2 or qwen3");
     let model = match Member::deserialize(name) {
         Ok(member) => read_llama(config, member)?,
         Err(_) if *name == "gpt2" => read_gpt2(config)?,

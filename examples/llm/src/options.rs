@@ -9,8 +9,8 @@ use crate::model::ModelConfig;
 use crate::origin::Origin;
 use crate::prepare::TextOptions;
 use crate::sample::Drawing;
-use crate::settings::{DataId, Optimizer, Settings, Source};
-use anyhow::{Result, anyhow, ensure};
+use crate::settings::{DataId, Difference, Optimizer, Settings, Source};
+use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tch::Device;
@@ -271,7 +271,8 @@ pub struct Changes {
     /// Largest norm of all gradients together [default: 1]
     #[arg(long, value_name = "NORM")]
     clip: Option<f64>,
-    /// Whether the documents of a window see one another [default: together]
+    /// Whether the documents of a window see one another [default: as in the run of --init, or
+    /// together]
     #[arg(long, value_enum)]
     documents: Option<Documents>,
     /// Seed of the initial weights, the order of the text and dropout [default: 1]
@@ -430,18 +431,24 @@ impl TrainOptions {
 
     /// Refuses options of the text that differ from those of the run that is continued.
     pub fn check_text(&self, earlier: &Settings) -> Result<()> {
-        if let Some([option, before, now]) = self.text.difference(&earlier.source.text) {
-            return Err(self.differs(&option, &before, &now));
-        }
-        Ok(())
+        self.check_same(self.text.difference(&earlier.source.text))
     }
 
-    fn differs(&self, option: &str, before: &str, now: &str) -> anyhow::Error {
-        anyhow!(
-            "{option} of the run in {} was {before}, and is {now} now: leave it out to --resume, or give \
-             another --out",
-            self.out.display()
-        )
+    /// Refuses a difference from the run that is continued.
+    fn check_same(&self, difference: Option<Difference>) -> Result<()> {
+        let Some(Difference { option, before, now }) = difference else { return Ok(()) };
+        let run = format!("of the run in {}", self.out.display());
+        match option.as_str() {
+            "--data" => {
+                bail!("the data {run} were others: give those with --data, or another --out")
+            }
+            "--llama" => bail!(
+                "the architecture {run} was another one: leave --size out to --resume, or give another --out"
+            ),
+            _ => bail!(
+                "{option} {run} was {before}, and is {now} now: leave it out to --resume, or give another --out"
+            ),
+        }
     }
 
     /// The settings of a new run, perhaps with the model of another one, `init`, or of the run that is
@@ -461,6 +468,7 @@ impl TrainOptions {
                 let context = settings.model.context;
                 settings.source = self.source();
                 if let Some(init) = init {
+                    settings.documents = init.documents;
                     let (init, adapter) = (&init.config, init.adapter.as_ref());
                     settings.lora = adapter.map(|adapter| adapter.lora.clone());
                     let Changes { lora, lora_alpha, lora_targets, .. } = &self.changes;
@@ -508,15 +516,7 @@ impl TrainOptions {
             "--recompute-layers would draw other random numbers for --dropout in a captured step: leave one of them \
              out, or give --no-capture"
         );
-        if let Some((option, before, now)) =
-            earlier.and_then(|earlier| settings.difference(earlier))
-        {
-            let option = match option.as_str() {
-                "--vocabulary" | "--tokens" | "--checksum" | "--learned" => "the data".to_string(),
-                _ => option,
-            };
-            return Err(self.differs(&option, &before, &now));
-        }
+        self.check_same(earlier.and_then(|earlier| settings.difference(earlier)))?;
         if let (Some(_), Some(folder)) = (earlier, self.source().data) {
             // The same data, perhaps at another place.
             settings.source.data = Some(folder);

@@ -1,6 +1,7 @@
 //! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format, perhaps with an
 //! adapter.
 
+use crate::apart::Documents;
 use crate::checkpoint::{self, Checkpoint};
 use crate::device::{self, Precision};
 use crate::export;
@@ -26,6 +27,8 @@ pub struct Origin {
     weights: Weights,
     /// That of the run.
     precision: Option<Precision>,
+    /// How a run saw the documents of a window.
+    pub documents: Documents,
     /// What was done with it, in words.
     pub name: String,
 }
@@ -63,7 +66,17 @@ impl Origin {
         if export::is_model(folder) && !is_run {
             let (config, tokenizer) = export::read(folder)?;
             let (folder, weights, precision) = (folder_of_weights, Weights::Folder, None);
-            return Ok(Origin { config, tokenizer, adapter, folder, weights, precision, name });
+            let documents = Documents::Together;
+            return Ok(Origin {
+                config,
+                tokenizer,
+                adapter,
+                folder,
+                weights,
+                precision,
+                documents,
+                name,
+            });
         }
         ensure!(
             is_run || !folder.join(lora::CONFIG).exists(),
@@ -76,6 +89,7 @@ impl Origin {
             config: settings.model.clone(),
             tokenizer: Tokenizer::load(folder)?,
             precision: Some(settings.precision),
+            documents: settings.documents,
             name: format!("step {} of {path}", checkpoint.state.step),
             adapter: adapted.as_ref().map(|(lora, _)| Adapter::of_run(lora, &checkpoint)),
             folder: folder_of_weights,

@@ -2,6 +2,7 @@
 
 use crate::documents;
 use crate::files::{Taken, Whole, repository, take_folder};
+use crate::settings::{Difference, NOT_GIVEN};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
@@ -88,12 +89,11 @@ impl TextOptions {
         all.into_iter().filter_map(|(name, value)| Some((name.to_string(), value?))).collect()
     }
 
-    /// The first option that was given and that differs from those of an earlier run: its name, its
-    /// value there and here.
-    pub fn difference(&self, earlier: &BTreeMap<String, String>) -> Option<[String; 3]> {
-        self.given().into_iter().find_map(|(name, now)| {
-            let before = earlier.get(&name).cloned().unwrap_or("none".to_string());
-            (before != now).then_some([name, before, now])
+    /// The first option that was given and that differs from those of an earlier run.
+    pub fn difference(&self, earlier: &BTreeMap<String, String>) -> Option<Difference> {
+        self.given().into_iter().find_map(|(option, now)| {
+            let before = earlier.get(&option).cloned().unwrap_or(NOT_GIVEN.to_string());
+            (before != now).then_some(Difference { option, before, now })
         })
     }
 }

@@ -171,29 +171,41 @@ impl Settings {
         self.batch * self.accumulate * self.model.context
     }
 
-    /// The first difference from the settings of an earlier run: the option, its value there and
-    /// here.
-    pub fn difference(&self, earlier: &Settings) -> Option<(String, String, String)> {
+    /// The first difference from the settings of an earlier run.
+    pub fn difference(&self, earlier: &Settings) -> Option<Difference> {
         let values = |settings: &Settings| serde_json::to_value(settings).unwrap_or_default();
         first_difference("", &values(earlier), &values(self))
     }
 }
 
-fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<(String, String, String)> {
-    match (earlier, now) {
-        (Value::Object(earlier), Value::Object(now)) => {
-            let names = earlier.keys().chain(now.keys());
-            let of = |all: &Map<String, Value>, name| all.get(name).cloned().unwrap_or_default();
-            names
-                .into_iter()
-                .find_map(|name| first_difference(name, &of(earlier, name), &of(now, name)))
-        }
-        _ if earlier == now => None,
-        _ => {
-            let shown = |value: &Value| value.to_string().replace('"', "");
-            Some((format!("--{}", name.replace('_', "-")), shown(earlier), shown(now)))
-        }
+/// An option that differs from that of an earlier run, and its value there and here.
+#[derive(Debug, PartialEq)]
+pub struct Difference {
+    pub option: String,
+    pub before: String,
+    pub now: String,
+}
+
+/// What stands for the value of an option without one.
+pub const NOT_GIVEN: &str = "not given";
+
+fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<Difference> {
+    if earlier == now {
+        return None;
     }
+    // Their parts are no options of their own.
+    let is_whole = ["data", "llama"].contains(&name);
+    if let (Value::Object(earlier), Value::Object(now), false) = (earlier, now, is_whole) {
+        let of = |all: &Map<String, Value>, name| all.get(name).cloned().unwrap_or_default();
+        let mut names = earlier.keys().chain(now.keys());
+        return names.find_map(|name| first_difference(name, &of(earlier, name), &of(now, name)));
+    }
+    let shown = |value: &Value| match value {
+        Value::Null => NOT_GIVEN.to_string(),
+        value => value.to_string().replace('"', ""),
+    };
+    let option = format!("--{}", name.replace('_', "-"));
+    Some(Difference { option, before: shown(earlier), now: shown(now) })
 }
 
 /// Keeps every bit of a number, or of one that may be missing, which JSON's numbers need not.
@@ -278,11 +290,17 @@ pub mod tests {
         let mut now = settings();
         assert_eq!(now.difference(&earlier), None);
         now.warm_up = 20;
-        let found = now.difference(&earlier).unwrap();
-        assert_eq!(found, ("--warm-up".to_string(), "10".to_string(), "20".to_string()));
+        let found = |now: &Settings| {
+            let Difference { option, before, now } = now.difference(&earlier).unwrap();
+            [option, before, now]
+        };
+        assert_eq!(found(&now), ["--warm-up", "10", "20"]);
         let mut now = settings();
         now.model.layers = 3;
-        assert_eq!(now.difference(&earlier).unwrap().0, "--layers");
+        assert_eq!(found(&now), ["--layers", "2", "3"]);
+        let mut now = settings();
+        now.updates.muon_lr = Some(0.5);
+        assert_eq!(found(&now), ["--muon-lr", NOT_GIVEN, "0.5"]);
     }
 
     #[test]
