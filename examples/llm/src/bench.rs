@@ -8,6 +8,7 @@ use crate::lora::Lora;
 use crate::model::Model;
 use crate::options::Size;
 use crate::progress::say;
+use crate::range;
 use crate::ranks::{Division, Ranks};
 use crate::settings::{DataId, Optimizer, Settings};
 use crate::step::{Trainer, TrainerOptions};
@@ -99,11 +100,7 @@ pub fn run(options: &BenchOptions, begun: Instant) -> Result<()> {
 }
 
 fn write(options: &BenchOptions, data: &Path) -> Result<()> {
-    ensure!(
-        (1..=1_000_000).contains(&options.steps),
-        "--steps {} is out of range: give 1 to 1000000",
-        options.steps
-    );
+    range::check("--steps", options.steps, [1, 1_000_000])?;
     let tokens = Tokens::open(data)?;
     let id = DataId {
         vocabulary: String::new(),

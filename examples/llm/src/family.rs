@@ -1,6 +1,7 @@
 //! The families of models, as Hugging Face's `config.json` describes them.
 
 use crate::model::ModelConfig;
+use crate::range;
 use crate::settings::exact;
 use anyhow::{Context, Result, bail, ensure};
 use serde::de::DeserializeOwned;
@@ -89,20 +90,12 @@ impl Scaling {
 impl Llama {
     /// Checks what the layers would otherwise panic about.
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
-        let sizes = [
-            ("num_key_value_heads", self.kv_heads, config.heads),
-            ("head_dim", self.head_dim, 1 << 10),
-            ("intermediate_size", self.hidden, 1 << 20),
-            ("max_position_embeddings", self.positions, 1 << 30),
-            (
-                "--context",
-                config.context,
-                self.window.unwrap_or(self.positions).min(self.positions),
-            ),
-        ];
-        for (key, value, most) in sizes {
-            ensure!((1..=most).contains(&value), "{key} {value} is out of range: give 1 to {most}");
-        }
+        let most_context = self.window.unwrap_or(self.positions).min(self.positions);
+        range::check("num_key_value_heads", self.kv_heads, [1, config.heads])?;
+        range::check("head_dim", self.head_dim, [1, 1 << 10])?;
+        range::check("intermediate_size", self.hidden, [1, 1 << 20])?;
+        range::check("max_position_embeddings", self.positions, [1, 1 << 30])?;
+        range::check("--context", config.context, [1, most_context])?;
         ensure!(
             config.heads % self.kv_heads == 0,
             "{} heads are no multiple of num_key_value_heads {}",
@@ -110,11 +103,7 @@ impl Llama {
             self.kv_heads
         );
         ensure!(self.head_dim % 2 == 0, "head_dim {} is odd, and cannot be rotated", self.head_dim);
-        ensure!(
-            (0.0..1.0).contains(&self.eps),
-            "rms_norm_eps {:?} is out of range: give 0 or more, below 1",
-            self.eps
-        );
+        range::check_below_1("rms_norm_eps", self.eps)?;
         // What is wrong with the angles, the tables' function says.
         let (scaling, options) = (self.scaling.of_tables(), (Kind::Float, Device::Cpu));
         let _ = f_scaled_rope_tables(1, 2, self.theta, scaling, options)?;

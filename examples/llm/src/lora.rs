@@ -6,6 +6,7 @@ use crate::family::given;
 use crate::files::write_bytes;
 use crate::model::{Model, ModelConfig};
 use crate::origin::{MODEL, Origin};
+use crate::range;
 use crate::settings::exact;
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -48,16 +49,8 @@ impl Lora {
     }
 
     pub fn check(&self, model: &ModelConfig) -> Result<()> {
-        ensure!(
-            (1..=1 << 12).contains(&self.rank),
-            "--lora {} is out of range: give 1 to 4096",
-            self.rank
-        );
-        ensure!(
-            self.alpha > 0.0 && self.alpha <= 1e30,
-            "--lora-alpha {:?} is out of range: give a number above 0, up to 1e30",
-            self.alpha
-        );
+        range::check("--lora", self.rank, [1, 1 << 12])?;
+        range::check_above_0("--lora-alpha", self.alpha, 1e30)?;
         let layers = match model.llama {
             None => &["c_attn", "c_proj", "c_fc"][..],
             Some(_) => {

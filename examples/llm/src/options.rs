@@ -8,13 +8,16 @@ use crate::lora::Lora;
 use crate::model::ModelConfig;
 use crate::origin::Origin;
 use crate::prepare::TextOptions;
-use crate::sample::Drawing;
+use crate::range;
+use crate::sample::{Drawing, LENGTHS};
 use crate::settings::{DataId, Difference, Optimizer, Settings, Source};
 use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tch::Device;
 
+/// Steps and windows.
+const COUNTS: [i64; 2] = [1, 1 << 40];
 /// The context in which a large model is trained further, unless another one is given.
 const FINE_TUNED: i64 = 2048;
 
@@ -386,26 +389,12 @@ impl TrainOptions {
 
     /// Checks what does not depend on the data.
     pub fn check(&self, device: Device) -> Result<()> {
-        let counts = [
-            ("--eval-every", self.eval_every.unwrap_or(1)),
-            ("--eval-windows", self.eval_windows),
-            ("--save-every", self.save_every.unwrap_or(1)),
-            ("--log-every", self.log_every),
-        ];
-        for (option, value) in counts {
-            ensure!(
-                (1..=1 << 40).contains(&value),
-                "{option} {value} is out of range: give 1 to {}",
-                1_i64 << 40
-            );
-        }
-        if let Some(peak) = self.peak {
-            ensure!(
-                peak > 0.0 && peak <= 1e9,
-                "--peak {peak:?} is out of range: give TFLOP/s above 0, up to 1e9"
-            );
-        }
-        crate::sample::check_length("--sample", self.sample)?;
+        range::check("--eval-every", self.eval_every.unwrap_or(1), COUNTS)?;
+        range::check("--eval-windows", self.eval_windows, COUNTS)?;
+        range::check("--save-every", self.save_every.unwrap_or(1), COUNTS)?;
+        range::check("--log-every", self.log_every, COUNTS)?;
+        range::check_above_0("--peak", self.peak.unwrap_or(1.0), 1e9)?;
+        range::check("--sample", self.sample, LENGTHS)?;
         self.drawing.check()?;
         if self.resume || self.init.is_some() {
             // The sizes are those of a checkpoint.

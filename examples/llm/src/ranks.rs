@@ -1,6 +1,7 @@
 //! The processes that train one model together. Without a launcher there is one. With the feature
 //! `distributed`, tch-run, torchrun or Slurm start several, each of which is a rank.
 
+use crate::range;
 use anyhow::{Result, anyhow, ensure};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -34,11 +35,7 @@ impl Ranks {
     /// Joins the processes that the launcher started, and takes this one's device: the one that is
     /// named, or its own GPU.
     pub fn join(device: &str, timeout: i64) -> Result<(Ranks, Device)> {
-        ensure!(
-            (1..=1 << 30).contains(&timeout),
-            "--timeout {timeout} is out of range: give 1 to {} seconds",
-            1 << 30
-        );
+        range::check("--timeout", timeout, [1, 1 << 30])?;
         Ranks::of_launcher(device, Duration::from_secs(timeout as u64))
     }
 

@@ -5,11 +5,15 @@ use crate::device;
 use crate::model::Model;
 use crate::origin::Origin;
 use crate::progress::{say, show};
+use crate::range;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, ensure};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tch::{Kind, Tensor};
+
+/// Tokens of a text.
+pub const LENGTHS: [i64; 2] = [0, 10_000_000];
 
 /// How tokens are drawn.
 #[derive(Debug, Clone, clap::Args)]
@@ -68,13 +72,8 @@ impl Drawing {
             "--temperature {:?} is out of range: give 0 for the likeliest token, or up to 1e30",
             self.temperature
         );
-        if let Some(k) = self.top_k {
-            ensure!(k >= 1, "--top-k {k} is out of range: give 1 or more");
-        }
-        if let Some(p) = self.top_p {
-            ensure!(p > 0.0 && p <= 1.0, "--top-p {p:?} is out of range: give 1 or less, above 0");
-        }
-        Ok(())
+        range::check("--top-k", self.top_k.unwrap_or(1), [1, 1 << 40])?;
+        range::check_above_0("--top-p", self.top_p.unwrap_or(1.0), 1.0)
     }
 
     /// Draws a token `[B, 1]` from the logits `[B, V]` of each row. Nothing waits for a GPU.
@@ -116,12 +115,8 @@ impl Drawing {
 pub fn run(options: &SampleOptions) -> Result<()> {
     let begun = Instant::now();
     options.drawing.check()?;
-    check_length("--length", options.length)?;
-    ensure!(
-        (1..=4096).contains(&options.count),
-        "--count {} is out of range: give 1 to 4096",
-        options.count
-    );
+    range::check("--length", options.length, LENGTHS)?;
+    range::check("--count", options.count, [1, 4096])?;
     let device = device::parse(&options.device)?;
     let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
     let (model, tokenizer) = (origin.model_for_text(device)?, &origin.tokenizer);
@@ -185,14 +180,6 @@ fn logits(model: &Model, tokenizer: &Tokenizer, prompt: &str) -> Result<String> 
     let logits = model.next_logits(&input, &mut model.caches(input.size2()?.1))?;
     let logits: Vec<f32> = logits.f_view([-1])?.f_to_kind(Kind::Float)?.try_into()?;
     Ok(serde_json::to_string(&logits)?)
-}
-
-pub fn check_length(option: &str, length: i64) -> Result<()> {
-    ensure!(
-        (0..=10_000_000).contains(&length),
-        "{option} {length} is out of range: give 0 to 10000000"
-    );
-    Ok(())
 }
 
 /// The prompt and `length` tokens after it, as text.

@@ -4,6 +4,7 @@ use crate::apart::Documents;
 use crate::device::Precision;
 use crate::lora::{Base, Lora};
 use crate::model::ModelConfig;
+use crate::range;
 use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -112,41 +113,20 @@ impl Settings {
             self.lora.is_some() || self.source.base.is_none(),
             "the settings name a base, but no adapter: they are of another version"
         );
-        let numbers = [
-            ("--batch", self.batch, 1, 1 << 20),
-            ("--accumulate", self.accumulate, 1, 1 << 20),
-            ("--steps", self.steps, 1, 1 << 40),
-            ("--warm-up", self.warm_up, 0, 1 << 40),
-        ];
-        for (option, value, low, high) in numbers {
-            ensure!(
-                (low..=high).contains(&value),
-                "{option} {value} is out of range: give {low} to {high}"
-            );
-        }
-        let Updates { optimizer, muon_lr, muon_momentum } = &self.updates;
+        range::check("--batch", self.batch, [1, 1 << 20])?;
+        range::check("--accumulate", self.accumulate, [1, 1 << 20])?;
+        range::check("--steps", self.steps, [1, 1 << 40])?;
+        range::check("--warm-up", self.warm_up, [0, 1 << 40])?;
+        let Updates { optimizer, muon_lr, muon_momentum } = self.updates;
         ensure!(
-            *optimizer == Optimizer::Muon || muon_lr.or(*muon_momentum).is_none(),
+            optimizer == Optimizer::Muon || muon_lr.or(muon_momentum).is_none(),
             "--muon-lr and --muon-momentum are for --optimizer muon: give it, or leave them out"
         );
-        let muon_lr = muon_lr.unwrap_or(self.lr);
-        for (option, value) in [("--lr", self.lr), ("--muon-lr", muon_lr), ("--clip", self.clip)] {
-            ensure!(
-                value > 0.0 && value <= 1e30,
-                "{option} {value:?} is out of range: give a number above 0, up to 1e30"
-            );
-        }
-        ensure!(
-            (0.0..=1e30).contains(&self.weight_decay),
-            "--weight-decay {:?} is out of range: give a number from 0 to 1e30",
-            self.weight_decay
-        );
-        let momentum = self.updates.muon_momentum.unwrap_or(0.0);
-        ensure!(
-            (0.0..1.0).contains(&momentum),
-            "--muon-momentum {momentum:?} is out of range: give 0 or more, below 1"
-        );
-        Ok(())
+        range::check_above_0("--lr", self.lr, 1e30)?;
+        range::check_above_0("--muon-lr", muon_lr.unwrap_or(self.lr), 1e30)?;
+        range::check_above_0("--clip", self.clip, 1e30)?;
+        range::check("--weight-decay", self.weight_decay, [0.0, 1e30])?;
+        range::check_below_1("--muon-momentum", muon_momentum.unwrap_or(0.0))
     }
 
     /// The learning rate of the step after `done` steps: it rises evenly to its peak and then falls

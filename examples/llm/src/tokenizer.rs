@@ -1,6 +1,7 @@
 //! Vocabularies: bytes, or byte pairs that are trained here.
 
 use crate::files::Whole;
+use crate::range;
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
@@ -16,7 +17,7 @@ const END_OF_TEXT: &str = "<|endoftext|>";
 /// What others have in its place: Llama 3, and Llama 2 and Mistral.
 const OTHER_ENDS: [&str; 2] = ["<|end_of_text|>", "</s>"];
 /// The smallest byte-pair vocabulary: all bytes, and the end of a text.
-pub const SMALLEST: usize = 257;
+const SMALLEST: usize = 257;
 
 /// What turns text into tokens and back.
 #[derive(Clone)]
@@ -41,7 +42,6 @@ impl Tokenizer {
 
     /// Trains byte pairs on texts, until there are `size` tokens or no pair occurs twice.
     pub fn train(texts: impl Iterator<Item = String> + Send, size: usize) -> Result<Tokenizer> {
-        ensure!(size >= SMALLEST, "--vocabulary-size {size} is too small: give {SMALLEST} or more");
         let mut trainer = BpeTrainer::builder()
             .show_progress(false)
             .vocab_size(size)
@@ -244,15 +244,12 @@ pub enum Vocabulary {
 
 /// Checks that a size given for a vocabulary is one that it can have.
 pub fn check_size(kind: Vocabulary, size: Option<usize>) -> Result<()> {
-    match (kind, size) {
-        (Vocabulary::Bytes, Some(size)) => bail!(
-            "--vocabulary-size {size} is for --vocabulary bpe: leave it out, because there are 256 bytes"
-        ),
-        (Vocabulary::Bpe, Some(size)) if !(SMALLEST..=1 << 20).contains(&size) => {
-            bail!("--vocabulary-size {size} is out of range: give {SMALLEST} to {}", 1 << 20)
-        }
-        _ => Ok(()),
-    }
+    let Some(size) = size else { return Ok(()) };
+    ensure!(
+        kind == Vocabulary::Bpe,
+        "--vocabulary-size {size} is for --vocabulary bpe: leave it out, because there are 256 bytes"
+    );
+    range::check("--vocabulary-size", size, [SMALLEST, 1 << 20])
 }
 
 #[cfg(test)]
