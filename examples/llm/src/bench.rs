@@ -6,11 +6,11 @@ use crate::device::{self, Precision};
 use crate::files::{take_folder, write_bytes, write_whole};
 use crate::lora::Lora;
 use crate::model::Model;
-use crate::options::Size;
+use crate::options::{Recomputed, Size};
 use crate::progress::say;
 use crate::range;
 use crate::ranks::{Division, Ranks};
-use crate::settings::{DataId, Optimizer, Settings};
+use crate::settings::{Optimizer, Settings};
 use crate::step::{Trainer, TrainerOptions};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Context, Result, bail, ensure};
@@ -58,34 +58,13 @@ pub struct BenchOptions {
     /// --write, or adamw]
     #[arg(long, value_enum, value_name = "NAME")]
     pub optimizer: Option<Optimizer>,
-    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    pub device: String,
     /// Kinds of weights, features and products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
-    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
-    /// memory
-    #[arg(long)]
-    pub recompute: bool,
-    /// Keep only the input of each layer, and compute the layer again in the backward pass
-    #[arg(long)]
-    pub recompute_layers: bool,
-    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
-    #[arg(long)]
-    pub no_capture: bool,
-    /// With several processes, round the gradients that they exchange to BFloat16
-    #[arg(long)]
-    pub half_gradients: bool,
-    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
-    #[arg(long)]
-    pub sharded: bool,
-    /// With several processes, how many MiB of gradients are sent at once
-    #[arg(long, value_name = "MIB")]
-    pub bucket_mb: Option<f64>,
-    /// With several processes, how long one waits for the others
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
-    pub timeout: i64,
+    #[command(flatten)]
+    pub recomputed: Recomputed,
+    #[command(flatten)]
+    pub how: TrainerOptions,
     /// Train as many steps as each line on stdin says, and print the result of each
     #[arg(long)]
     pub by_line: bool,
@@ -102,12 +81,7 @@ pub fn run(options: &BenchOptions, begun: Instant) -> Result<()> {
 fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     range::check("--steps", options.steps, [1, 1_000_000])?;
     let tokens = Tokens::open(data)?;
-    let id = DataId {
-        vocabulary: String::new(),
-        tokens: tokens.len(Part::Train),
-        checksum: tokens.checksum(),
-        learned: tokens.learned(),
-    };
+    let id = tokens.id(String::new());
     let mut settings = options.size.settings(Device::Cpu, tokens.vocabulary(), id);
     if let Some(rows) = options.rows_of_embedding {
         ensure!(
@@ -174,7 +148,7 @@ struct Bench {
 
 impl Bench {
     fn new(options: &BenchOptions, begun: Instant) -> Result<Bench> {
-        let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
+        let (ranks, device) = Ranks::join(&options.how.device, options.how.timeout)?;
         ensure!(
             ranks.size() == 1 || !options.by_line,
             "--by-line is for one process: leave it out with {}",
@@ -187,8 +161,7 @@ impl Bench {
         let Inputs { rates, mut settings } = serde_json::from_str(&text)
             .with_context(|| format!("{} is not what --write makes", file.display()))?;
         settings.precision = options.precision.unwrap_or(Precision::of(device));
-        settings.model.recompute = options.recompute;
-        settings.model.recompute_layers = options.recompute_layers;
+        options.recomputed.set(&mut settings.model);
         settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
         set_optimizer(&mut settings, options);
         settings.check()?;
@@ -207,13 +180,8 @@ impl Bench {
         let all_rows = settings.batch * ranks.size() as i64;
         let division = Division::new(all_rows, 1, ranks.rank(), ranks.size())?;
         let loader = loader(&options.inputs.join(BATCHES), &settings, division, device)?;
-        let how = TrainerOptions {
-            capture: !options.no_capture,
-            half_gradients: options.half_gradients,
-            sharded: options.sharded,
-            bucket_mb: options.bucket_mb,
-        };
-        let trainer = Trainer::new(Rc::new(model), &settings, None, &ranks, division, &how)?;
+        let (model, how) = (Rc::new(model), &options.how);
+        let trainer = Trainer::new(model, &settings, None, &ranks, division, how)?;
         let ready = begun.elapsed().as_secs_f64();
         let (first_step, step) = (None, 0);
         Ok(Bench { ranks, device, settings, rates, trainer, loader, ready, first_step, step })
@@ -295,7 +263,7 @@ impl Bench {
         };
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         Ok(json!({
-            "device": device::describe(self.device),
+            "device": device::describe(self.device)?,
             "precision": self.settings.precision.name(),
             "world": self.ranks.size(),
             "batch": self.settings.batch,

@@ -1,7 +1,6 @@
 //! Where a model runs, in which kind, and how fast that device could be.
 
 use anyhow::{Result, bail, ensure};
-use std::process::Command;
 use tch::{Cuda, Device, Kind};
 use tch_extension::cuda;
 
@@ -98,29 +97,14 @@ fn available_bytes() -> Option<u64> {
     Some(kibibytes << 10)
 }
 
-/// The name of a device, as far as it is known.
-pub fn describe(device: Device) -> String {
+/// The name of a device.
+pub fn describe(device: Device) -> Result<String> {
     match device {
         Device::Cuda(index) => {
-            let name = gpu_name(index).unwrap_or_else(|| "a GPU".to_string());
-            format!("cuda:{index}, {name}")
+            Ok(format!("cuda:{index}, {}", cuda::device_properties(device)?.name))
         }
-        _ => format!("cpu, {} threads", tch::get_num_threads()),
+        _ => Ok(format!("cpu, {} threads", tch::get_num_threads())),
     }
-}
-
-/// The device's name by the driver's own program. It does not know of `CUDA_VISIBLE_DEVICES`, which
-/// is a list of its indices or identifiers.
-fn gpu_name(index: usize) -> Option<String> {
-    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok().filter(|list| !list.is_empty());
-    let id = match &visible {
-        Some(list) => list.split(',').nth(index)?.trim().to_string(),
-        None => index.to_string(),
-    };
-    let query = ["--query-gpu=name", "--format=csv,noheader", "-i", &id];
-    let output = Command::new("nvidia-smi").args(query).output().ok()?;
-    let name = String::from_utf8(output.stdout).ok()?.lines().next()?.trim().to_string();
-    (output.status.success() && !name.is_empty()).then_some(name)
 }
 
 /// A GPU's peak rate of BFloat16 products with sums in Float, without sparsity, in TFLOP/s, from
@@ -142,8 +126,7 @@ const PEAKS: [(&str, f64); 12] = [
 
 /// The peak rate of a device in BFloat16, in TFLOP/s, if its name is known.
 pub fn peak_tflops(device: Device) -> Option<f64> {
-    let Device::Cuda(index) = device else { return None };
-    peak_of(&gpu_name(index)?)
+    peak_of(&cuda::device_properties(device).ok()?.name)
 }
 
 fn peak_of(name: &str) -> Option<f64> {

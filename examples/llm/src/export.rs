@@ -1,11 +1,12 @@
 //! To and from models in Hugging Face's format, with adapters in their weights.
 
 use crate::checkpoint;
-use crate::device::{self, Precision};
+use crate::device;
 use crate::family;
 use crate::files::{take_folder, write_bytes};
 use crate::lora;
 use crate::model::{Model, ModelConfig};
+use crate::options::Size;
 use crate::origin::{Origin, model_tensors};
 use crate::progress::say;
 use crate::settings::{DataId, Settings};
@@ -135,25 +136,8 @@ pub fn import(options: &ImportOptions) -> Result<()> {
 
 /// The settings of a run that was imported: those of no training.
 fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
-    let data =
-        DataId { vocabulary: tokenizer.hash_in_hex(), tokens: 0, checksum: 0, learned: None };
-    Settings {
-        model,
-        precision: Precision::F32,
-        batch: 1,
-        accumulate: 1,
-        steps: 1,
-        lr: 1e-4,
-        warm_up: 0,
-        updates: Default::default(),
-        weight_decay: 0.0,
-        clip: 1.0,
-        seed: 1,
-        data,
-        documents: Default::default(),
-        lora: None,
-        source: Default::default(),
-    }
+    let data = DataId { vocabulary: tokenizer.hash_in_hex(), ..Default::default() };
+    Settings { model, steps: 1, warm_up: 0, ..Size::Mini.settings(Device::Cpu, 0, data) }
 }
 
 /// Whether a folder has a model in Hugging Face's format.
@@ -289,11 +273,7 @@ mod tests {
             layers: 2,
             heads: 2,
             dim: 8,
-            dropout: 0.0,
-            recompute: false,
-            recompute_layers: false,
-            llama: None,
-            ends: vec![],
+            ..Default::default()
         };
         let _alone = crate::sample::tests::alone();
         let model = Model::new(&config, Device::Cpu, 5).unwrap();

@@ -199,10 +199,7 @@ fn read_gpt2(config: &Value) -> Result<ModelConfig> {
         heads: size(config, "n_head")?,
         dim,
         dropout: given(config, "resid_pdrop")?.unwrap_or(0.0),
-        recompute: false,
-        recompute_layers: false,
-        llama: None,
-        ends: vec![],
+        ..Default::default()
     })
 }
 
@@ -237,9 +234,6 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
         layers: size(config, "num_hidden_layers")?,
         heads,
         dim,
-        dropout: 0.0,
-        recompute: false,
-        recompute_layers: false,
         llama: Some(Llama {
             member,
             kv_heads: given(config, "num_key_value_heads")?.unwrap_or(kv_heads),
@@ -253,7 +247,7 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
             positions,
             window,
         }),
-        ends: vec![],
+        ..Default::default()
     })
 }
 

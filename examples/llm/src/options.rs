@@ -11,6 +11,7 @@ use crate::prepare::TextOptions;
 use crate::range;
 use crate::sample::{Drawing, LENGTHS};
 use crate::settings::{DataId, Difference, Optimizer, Settings, Source};
+use crate::step::TrainerOptions;
 use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
@@ -113,11 +114,8 @@ impl Size {
             layers,
             heads,
             dim,
-            dropout: 0.0,
-            recompute: false,
-            recompute_layers: false,
             llama: self.llama(),
-            ends: vec![],
+            ..Default::default()
         }
     }
 
@@ -175,9 +173,8 @@ pub struct TrainOptions {
     /// Begin again where --out has a run already
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    pub device: String,
+    #[command(flatten)]
+    pub how: TrainerOptions,
     #[command(flatten)]
     pub changes: Changes,
     /// Measure the held-out loss after every N steps and at the end [default: a tenth of the steps]
@@ -192,18 +189,6 @@ pub struct TrainOptions {
     /// Read the losses from the device after every N steps
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub log_every: i64,
-    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
-    #[arg(long)]
-    pub no_capture: bool,
-    /// With several processes, round the gradients that they exchange to BFloat16
-    #[arg(long)]
-    pub half_gradients: bool,
-    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
-    #[arg(long)]
-    pub sharded: bool,
-    /// With several processes, how long one waits for the others
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
-    pub timeout: i64,
     /// The device's peak in TFLOP/s, for the MFU [default: by the GPU's name]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -232,14 +217,8 @@ pub struct Changes {
     /// Probability of dropout [default: 0]
     #[arg(long, value_name = "P")]
     dropout: Option<f64>,
-    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
-    /// memory; Llama's family always does
-    #[arg(long)]
-    recompute: bool,
-    /// Keep only the input of each layer, and compute the layer again in the backward pass, which
-    /// saves most memory and takes a third more operations
-    #[arg(long)]
-    recompute_layers: bool,
+    #[command(flatten)]
+    pub recomputed: Recomputed,
     /// Kinds of weights, features and products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     precision: Option<Precision>,
@@ -293,12 +272,26 @@ pub struct Changes {
     lora_targets: Vec<String>,
 }
 
-impl Changes {
-    /// Sets what is no part of a run's settings, because it changes no numbers.
-    pub fn set_recomputed(&self, model: &mut ModelConfig) {
+/// What is no part of a run's settings, because it changes no numbers.
+#[derive(Debug, Args)]
+pub struct Recomputed {
+    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory; Llama's family always does
+    #[arg(long)]
+    recompute: bool,
+    /// Keep only the input of each layer, and compute the layer again in the backward pass, which
+    /// saves most memory and takes a third more operations
+    #[arg(long)]
+    recompute_layers: bool,
+}
+
+impl Recomputed {
+    pub fn set(&self, model: &mut ModelConfig) {
         (model.recompute, model.recompute_layers) = (self.recompute, self.recompute_layers);
     }
+}
 
+impl Changes {
     /// The settings with what was given.
     pub fn apply(&self, mut settings: Settings) -> Settings {
         fn set<T: Copy>(target: &mut T, given: Option<T>) {
@@ -310,7 +303,7 @@ impl Changes {
         set(&mut model.heads, self.heads);
         set(&mut model.dim, self.dim);
         set(&mut model.dropout, self.dropout);
-        self.set_recomputed(model);
+        self.recomputed.set(model);
         set(&mut settings.precision, self.precision);
         set(&mut settings.batch, self.batch);
         set(&mut settings.accumulate, self.accumulate);
@@ -402,8 +395,7 @@ impl TrainOptions {
         }
         // These checks need no data, so settings that cannot work fail before text is prepared.
         let size = self.size.unwrap_or(Size::of(device));
-        let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0, learned: None };
-        let settings = size.settings(device, 256, data);
+        let settings = size.settings(device, 256, DataId::default());
         self.changes.apply_to_preset(settings, 0, true).check()
     }
 
@@ -494,11 +486,11 @@ impl TrainOptions {
         };
         settings.check()?;
         ensure!(
-            !self.sharded || settings.updates.optimizer == Optimizer::AdamW,
+            !self.how.sharded || settings.updates.optimizer == Optimizer::AdamW,
             "--sharded divides matrices, which Muon needs as wholes: leave it out, or give --optimizer adamw"
         );
         ensure!(
-            self.no_capture
+            self.how.no_capture
                 || !(device.is_cuda()
                     && settings.model.recompute_layers
                     && settings.model.dropout > 0.0),

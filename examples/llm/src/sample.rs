@@ -347,11 +347,7 @@ pub mod tests {
             layers: 1,
             heads: 1,
             dim: 8,
-            dropout: 0.0,
-            recompute: false,
-            recompute_layers: false,
-            llama: None,
-            ends: vec![],
+            ..Default::default()
         };
         Model::new(&config, Device::Cpu, 1).unwrap()
     }

@@ -85,7 +85,7 @@ pub struct Source {
 }
 
 /// What tells data apart.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DataId {
     /// The hash of the vocabulary, in hexadecimal digits.
     pub vocabulary: String,
@@ -223,10 +223,7 @@ pub mod tests {
                 heads: 2,
                 dim: 8,
                 dropout: 0.1,
-                recompute: false,
-                recompute_layers: false,
-                llama: None,
-                ends: vec![],
+                ..Default::default()
             },
             precision: Precision::F32,
             batch: 2,

@@ -20,18 +20,28 @@ use tch_extension::train::{Step, StepOptions, StepStats};
 
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<Tensor>>;
 
-/// How steps are run. It does not change what they compute, except for rounding.
-#[derive(Clone, Copy, Debug)]
+/// Where and how steps are run. It does not change what they compute, except for rounding.
+#[derive(Debug, clap::Args)]
 #[cfg_attr(not(feature = "distributed"), allow(dead_code))]
 pub struct TrainerOptions {
-    /// Whether a GPU's steps are captured.
-    pub capture: bool,
-    /// Whether ranks round the gradients that they send to BFloat16.
-    pub half_gradients: bool,
-    /// Whether each rank has a part of the optimizer's state only.
+    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
+    #[arg(long)]
+    pub no_capture: bool,
+    /// With several processes, round the gradients that they exchange to BFloat16
+    #[arg(long)]
+    half_gradients: bool,
+    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
+    #[arg(long)]
     pub sharded: bool,
-    /// How many MiB of gradients are sent at once.
-    pub bucket_mb: Option<f64>,
+    /// With several processes, how many MiB of gradients are sent at once
+    #[arg(long, value_name = "MIB")]
+    bucket_mb: Option<f64>,
+    /// With several processes, how long one waits for the others
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: i64,
 }
 
 /// A model in training.
@@ -56,7 +66,7 @@ impl Trainer {
         let optimizer = optimizer_of(&model, settings)?;
         let (optimizer, closure) = together(model, optimizer, settings, apart, ranks, options)?;
         let accumulate = division.accumulate as usize;
-        let capture = options.capture;
+        let capture = !options.no_capture;
         let options = StepOptions { capture, accumulate, ..Default::default() };
         Ok(Trainer {
             step: Step::new(options, optimizer, closure)?,

@@ -14,8 +14,8 @@ use crate::prepare::{self, Prepared};
 use crate::progress::{Progress, say, warn};
 use crate::ranks::{Division, OnRank0, Ranks};
 use crate::sample::sample;
-use crate::settings::{DataId, Optimizer, Settings};
-use crate::step::{Trainer, TrainerOptions};
+use crate::settings::{Optimizer, Settings};
+use crate::step::Trainer;
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
 use crate::trained::State;
@@ -30,7 +30,7 @@ const PLOT: &str = "losses.svg";
 
 /// The subcommand.
 pub fn run(options: &TrainOptions) -> Result<()> {
-    let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
+    let (ranks, device) = Ranks::join(&options.how.device, options.how.timeout)?;
     ranks.run(|| run_with(options, &ranks, device))
 }
 
@@ -39,7 +39,7 @@ fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()>
     let mut main = ranks.on_main(|| Main::prepare(options, device, ranks.size()))?;
     let settings = ranks.share(&main.as_ref().map(|main| main.settings.clone()))?;
     let mut settings = settings.context("rank 0 sent no settings")?;
-    options.changes.set_recomputed(&mut settings.model);
+    options.changes.recomputed.set(&mut settings.model);
     let mut run = Run::new(options, settings, ranks, device, main.as_mut())?;
     run.train()?;
     run.trainer.drop_graphs();
@@ -110,7 +110,7 @@ impl Main {
             lora.map_or(Ok(()), |lora| lora.check(&init.config))?;
         }
         let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
-        let id = data_id(&tokens, &tokenizer);
+        let id = tokens.id(tokenizer.hash_in_hex());
         let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;
         settings.source.base = match (base, &init) {
             (None, Some(init)) if settings.lora.is_some() => Some(init.base()?),
@@ -209,22 +209,12 @@ fn data(options: &TrainOptions, earlier: Option<&Settings>) -> Result<Data> {
 /// The tokens of a rank that has not prepared them, from its own machine.
 fn tokens_of_others(folder: &Path, settings: &Settings) -> Result<Rc<Tokens>> {
     let tokens = Tokens::open(folder)?;
-    let DataId { tokens: count, checksum, .. } = settings.data;
     ensure!(
-        tokens.len(Part::Train) == count && tokens.checksum() == checksum,
+        tokens.id(settings.data.vocabulary.clone()) == settings.data,
         "the tokens in {} are not those of rank 0: give every machine the same files",
         folder.display()
     );
     Ok(Rc::new(tokens))
-}
-
-fn data_id(tokens: &Tokens, tokenizer: &Tokenizer) -> DataId {
-    DataId {
-        vocabulary: tokenizer.hash_in_hex(),
-        tokens: tokens.len(Part::Train),
-        checksum: tokens.checksum(),
-        learned: tokens.learned(),
-    }
 }
 
 /// A run in this process.
@@ -285,14 +275,9 @@ impl<'a> Run<'a> {
         }
         model.set_precision(settings.precision)?;
         let model = Rc::new(model);
-        let how = TrainerOptions {
-            capture: !options.no_capture,
-            half_gradients: options.half_gradients,
-            sharded: options.sharded,
-            bucket_mb: None,
-        };
         let apart = ranks.share(&main.as_ref().and_then(|main| main.apart))?;
-        let mut trainer = Trainer::new(model.clone(), &settings, apart, ranks, division, &how)?;
+        let how = &options.how;
+        let mut trainer = Trainer::new(model.clone(), &settings, apart, ranks, division, how)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
             resume(checkpoint, &model, &mut trainer)?;
@@ -327,16 +312,16 @@ impl<'a> Run<'a> {
             device,
             model,
         };
-        say(&run.describe())?;
+        say(&run.describe()?)?;
         Ok(run)
     }
 
-    fn describe(&self) -> String {
+    fn describe(&self) -> Result<String> {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
-        format!(
+        Ok(format!(
             "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{}\n\
              {steps} steps of {accumulate} × {batch} rows, {}learning rate {lr:?}, {}{}{}, seed {seed}",
-            device::describe(self.device),
+            device::describe(self.device)?,
             if self.ranks.size() > 1 {
                 format!(", {} processes", self.ranks.size())
             } else {
@@ -367,7 +352,7 @@ impl<'a> Run<'a> {
                 Documents::Apart => ", documents apart",
             },
             if self.model.config.recompute_layers { ", layers computed again" } else { "" }
-        )
+        ))
     }
 
     fn train(&mut self) -> Result<()> {

@@ -6,18 +6,7 @@ use crate::sample::tests::alone;
 use tch::Kind;
 
 fn config() -> ModelConfig {
-    ModelConfig {
-        vocabulary: 11,
-        context: 8,
-        layers: 2,
-        heads: 2,
-        dim: 8,
-        dropout: 0.0,
-        recompute: false,
-        recompute_layers: false,
-        llama: None,
-        ends: vec![],
-    }
+    ModelConfig { vocabulary: 11, context: 8, layers: 2, heads: 2, dim: 8, ..Default::default() }
 }
 
 #[test]
