@@ -3,7 +3,7 @@
 
 use crate::data::{Loader, Order, windows};
 use crate::device::{self, Precision};
-use crate::files::{take_folder, write_bytes, write_whole};
+use crate::files::{read_text, take_folder, write_bytes, write_whole};
 use crate::lora::Lora;
 use crate::model::Model;
 use crate::options::{Recomputed, Size};
@@ -11,7 +11,7 @@ use crate::progress::say;
 use crate::range;
 use crate::ranks::{Division, Ranks};
 use crate::settings::{Optimizer, Settings};
-use crate::step::{Trainer, TrainerOptions};
+use crate::step::{Trainer, TrainerOptions, on_host};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -155,9 +155,7 @@ impl Bench {
             ranks.size()
         );
         let file = options.inputs.join(SETTINGS);
-        let text = std::fs::read_to_string(&file).with_context(|| {
-            format!("cannot read {} (make --inputs with `bench --write`)", file.display())
-        })?;
+        let text = read_text(&file, "make --inputs with `bench --write`")?;
         let Inputs { rates, mut settings } = serde_json::from_str(&text)
             .with_context(|| format!("{} is not what --write makes", file.display()))?;
         settings.precision = options.precision.unwrap_or(Precision::of(device));
@@ -248,12 +246,9 @@ impl Bench {
             self.step += 1;
         }
         // Copying the losses to the host waits for the device.
-        let losses = Tensor::f_stack(&losses, 0)?.f_to_kind(Kind::Double)?;
-        let losses = losses.f_to_device(Device::Cpu)?;
+        let losses = on_host(&losses)?;
         let seconds = begun.elapsed().as_secs_f64();
-        self.ranks.sum(&losses)?;
-        let losses: Vec<f64> = losses.try_into()?;
-        Ok((seconds, losses.into_iter().map(|sum| sum / self.ranks.size() as f64).collect()))
+        Ok((seconds, self.ranks.means(&losses)?))
     }
 
     fn summary(&self) -> Result<serde_json::Value> {

@@ -1,14 +1,13 @@
 //! Which tokens a step is trained on, and how they come to the device.
 
 use crate::apart::Apart;
+use crate::device::PinnedCopies;
 use crate::ranks::{Division, Ranks};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Result, ensure};
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
-use tch_extension::args;
 use tch_extension::cuda::{Event, Stream, StreamGuard};
-use tch_extension::library::Operator;
 
 /// The order in which windows of the text are trained on: each once an epoch, in an order and at an
 /// offset that the seed and the epoch decide. So a number of a window says where it is, and a
@@ -198,9 +197,8 @@ impl Loader {
 
 /// Two batches on the device: one in use, and one that is being copied.
 struct Ahead {
-    copies: Stream,
-    /// `copy_`, of which tch has only the form that waits for the copy.
-    copy: Operator,
+    stream: Stream,
+    copies: PinnedCopies,
     slots: [Slot; 2],
 }
 
@@ -213,19 +211,17 @@ struct Slot {
 
 impl Ahead {
     fn new(numbers: i64, device: Device) -> Result<Ahead> {
-        // tch's form passes a device, about which libtorch prints a warning.
-        let pin = Operator::find("aten::pin_memory")?;
+        let copies = PinnedCopies::new()?;
         let slot = || -> Result<Slot> {
-            let pageable = Tensor::f_zeros([numbers], (Kind::Int64, Device::Cpu))?;
             Ok(Slot {
-                pinned: pin.call(args![&pageable])?,
+                pinned: copies.memory(&[numbers])?,
                 on_device: Tensor::f_zeros([numbers], (Kind::Int64, device))?,
                 copied: Event::without_timing(device)?,
                 holds: None,
             })
         };
-        let copy = Operator::find("aten::copy_")?.no_grad();
-        Ok(Ahead { copies: Stream::new(device)?, copy, slots: [slot()?, slot()?] })
+        let slots = [slot()?, slot()?];
+        Ok(Ahead { stream: Stream::new(device)?, copies, slots })
     }
 
     fn has(&self, index: u64) -> bool {
@@ -240,10 +236,9 @@ impl Ahead {
             slot.copied.synchronize()?;
         }
         slot.pinned.f_copy_(batch)?;
-        self.copies.wait_stream(&Stream::current(slot.on_device.device())?)?;
-        let _guard = StreamGuard::new(&self.copies)?;
-        let _: Tensor =
-            self.copy.call(args![&slot.on_device, &slot.pinned, non_blocking = true])?;
+        self.stream.wait_stream(&Stream::current(slot.on_device.device())?)?;
+        let _guard = StreamGuard::new(&self.stream)?;
+        self.copies.begin(&slot.on_device, &slot.pinned)?;
         slot.copied.record()?;
         slot.holds = Some(index);
         Ok(())

@@ -1,13 +1,12 @@
 //! Generates tokens for the rows of a batch. On a GPU a token is one replay of a captured graph, in
 //! which everything stays on the device: each row's place, its cache, and the token that is drawn.
 
+use crate::device::PinnedCopies;
 use crate::model::Model;
 use crate::sample::Drawing;
 use anyhow::{Context, Result, ensure};
-use tch::{Device, Kind, Tensor};
-use tch_extension::args;
+use tch::{Kind, Tensor};
 use tch_extension::cuda::{Event, Graph};
-use tch_extension::library::Operator;
 use tch_extension::nn::KvCache;
 
 /// Tokens of a prompt that are computed at a time, which bounds the memory that they take.
@@ -163,7 +162,7 @@ enum Reads {
 }
 
 struct Pinned {
-    copy: Operator,
+    copies: PinnedCopies,
     /// Of the tokens that were sent last, and of those before: a copy may still be under way.
     slots: [(Tensor, Event); 2],
     sent: usize,
@@ -171,19 +170,18 @@ struct Pinned {
 
 impl Pinned {
     fn new(tokens: &Tensor) -> Result<Pinned> {
-        let pin = Operator::find("aten::pin_memory")?;
+        let copies = PinnedCopies::new()?;
         let slot = || -> Result<(Tensor, Event)> {
-            let pageable = Tensor::f_zeros(tokens.size(), (Kind::Int64, Device::Cpu))?;
-            Ok((pin.call(args![&pageable])?, Event::without_timing(tokens.device())?))
+            Ok((copies.memory(&tokens.size())?, Event::without_timing(tokens.device())?))
         };
-        let copy = Operator::find("aten::copy_")?.no_grad();
-        Ok(Pinned { copy, slots: [slot()?, slot()?], sent: 0 })
+        let slots = [slot()?, slot()?];
+        Ok(Pinned { copies, slots, sent: 0 })
     }
 
     fn send(&mut self, tokens: &Tensor) -> Result<()> {
         self.sent += 1;
         let (pinned, copied) = &self.slots[self.sent % 2];
-        let _: Tensor = self.copy.call(args![pinned, tokens, non_blocking = true])?;
+        self.copies.begin(pinned, tokens)?;
         Ok(copied.record()?)
     }
 

@@ -1,8 +1,9 @@
 //! Where a model runs, in which kind, and how fast that device could be.
 
 use anyhow::{Result, bail, ensure};
-use tch::{Cuda, Device, Kind};
-use tch_extension::cuda;
+use tch::{Cuda, Device, Kind, Tensor};
+use tch_extension::library::Operator;
+use tch_extension::{args, cuda};
 
 /// The device that `--device` names.
 pub fn parse(name: &str) -> Result<Device> {
@@ -95,6 +96,33 @@ fn available_bytes() -> Option<u64> {
     let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kibibytes << 10)
+}
+
+/// Copies between a GPU and pinned memory for which the host does not wait.
+pub struct PinnedCopies {
+    pin: Operator,
+    /// `copy_`, of which tch has only the form that waits.
+    copy: Operator,
+}
+
+impl PinnedCopies {
+    pub fn new() -> Result<PinnedCopies> {
+        // tch's form passes a device, about which libtorch prints a warning.
+        let pin = Operator::find("aten::pin_memory")?;
+        Ok(PinnedCopies { pin, copy: Operator::find("aten::copy_")?.no_grad() })
+    }
+
+    /// Pinned memory of so many numbers, of kind Int64.
+    pub fn memory(&self, size: &[i64]) -> Result<Tensor> {
+        let pageable = Tensor::f_zeros(size, (Kind::Int64, Device::Cpu))?;
+        Ok(self.pin.call(args![&pageable])?)
+    }
+
+    /// Begins a copy on the current stream.
+    pub fn begin(&self, to: &Tensor, from: &Tensor) -> Result<()> {
+        let _: Tensor = self.copy.call(args![to, from, non_blocking = true])?;
+        Ok(())
+    }
 }
 
 /// The name of a device.

@@ -3,7 +3,7 @@
 use crate::checkpoint;
 use crate::device;
 use crate::family;
-use crate::files::{take_folder, write_bytes};
+use crate::files::{read_text, take_folder, write_bytes};
 use crate::lora;
 use crate::model::{Model, ModelConfig};
 use crate::options::Size;
@@ -167,10 +167,8 @@ pub fn read(folder: &Path) -> Result<(ModelConfig, Tokenizer)> {
 }
 
 pub fn read_json(file: &Path) -> Result<Value> {
-    let cannot =
-        || format!("cannot read {} (give a folder that save_pretrained wrote)", file.display());
     ensure!(!file.exists() || file.is_file(), "{} is no file", file.display());
-    let text = std::fs::read_to_string(file).with_context(cannot)?;
+    let text = read_text(file, "give a folder that save_pretrained wrote")?;
     serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))
 }
 

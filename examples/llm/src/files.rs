@@ -158,6 +158,16 @@ fn is_at(file: &File, path: &Path) -> bool {
     opened.is_ok_and(|a| found.is_ok_and(|b| (a.dev(), a.ino()) == (b.dev(), b.ino())))
 }
 
+/// The path from the root, or the path itself if there is no current folder.
+pub fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.into())
+}
+
+/// Reads a text file. `hint` says which one is expected.
+pub fn read_text(file: &Path, hint: &str) -> Result<String> {
+    fs::read_to_string(file).with_context(|| format!("cannot read {} ({hint})", file.display()))
+}
+
 /// The root of this repository, if the program finds it. Cargo sets the variable for programs that
 /// it runs; a bundle's script sets it to the folder with the bundle's copy of the sources.
 pub fn repository() -> Option<PathBuf> {

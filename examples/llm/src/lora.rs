@@ -3,7 +3,7 @@
 use crate::checkpoint::{self, Checkpoint};
 use crate::export::{self, name_in_files};
 use crate::family::given;
-use crate::files::write_bytes;
+use crate::files::{self, write_bytes};
 use crate::model::{Model, ModelConfig};
 use crate::origin::{MODEL, Origin};
 use crate::range;
@@ -92,8 +92,7 @@ pub struct Base {
 impl Base {
     /// The same model, in another folder if one is given.
     pub fn moved_to(self, folder: Option<&Path>) -> Base {
-        let folder = folder.map(|folder| std::path::absolute(folder).unwrap_or(folder.into()));
-        Base { folder: folder.unwrap_or(self.folder), ..self }
+        Base { folder: folder.map_or(self.folder, files::absolute), ..self }
     }
 
     /// The model, if it is still the same.

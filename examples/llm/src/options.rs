@@ -4,6 +4,7 @@ use crate::apart::Documents;
 use crate::checkpoint;
 use crate::device::Precision;
 use crate::family::{Llama, Member, Scaling};
+use crate::files;
 use crate::lora::Lora;
 use crate::model::ModelConfig;
 use crate::origin::Origin;
@@ -402,10 +403,7 @@ impl TrainOptions {
     /// Where the data of a new run come from.
     fn source(&self) -> Source {
         match &self.data {
-            Some(folder) => Source {
-                data: Some(std::path::absolute(folder).unwrap_or_else(|_| folder.clone())),
-                ..Default::default()
-            },
+            Some(folder) => Source { data: Some(files::absolute(folder)), ..Default::default() },
             None => Source { text: self.text.by_name(), ..Default::default() },
         }
     }

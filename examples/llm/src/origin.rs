@@ -5,6 +5,7 @@ use crate::apart::Documents;
 use crate::checkpoint::{self, Checkpoint};
 use crate::device::{self, Precision};
 use crate::export;
+use crate::files;
 use crate::lora::{self, Adapter, Base};
 use crate::model::{Model, ModelConfig};
 use crate::progress::warn;
@@ -60,21 +61,18 @@ impl Origin {
 
     fn of(option: &str, folder: &Path) -> Result<Origin> {
         let name = folder.display().to_string();
-        let (is_run, adapter) = (checkpoint::any(&folder.join(checkpoint::FOLDER))?, None);
-        let folder_of_weights = std::path::absolute(folder).unwrap_or_else(|_| folder.into());
+        let is_run = checkpoint::any(&folder.join(checkpoint::FOLDER))?;
         // A run may have been exported into its own folder, and trained on.
         if export::is_model(folder) && !is_run {
             let (config, tokenizer) = export::read(folder)?;
-            let (folder, weights, precision) = (folder_of_weights, Weights::Folder, None);
-            let documents = Documents::Together;
             return Ok(Origin {
                 config,
                 tokenizer,
-                adapter,
-                folder,
-                weights,
-                precision,
-                documents,
+                adapter: None,
+                folder: files::absolute(folder),
+                weights: Weights::Folder,
+                precision: None,
+                documents: Documents::Together,
                 name,
             });
         }
@@ -92,7 +90,7 @@ impl Origin {
             documents: settings.documents,
             name: format!("step {} of {path}", checkpoint.state.step),
             adapter: adapted.as_ref().map(|(lora, _)| Adapter::of_run(lora, &checkpoint)),
-            folder: folder_of_weights,
+            folder: files::absolute(folder),
             weights: match adapted {
                 Some((_, base)) => Weights::Base(base),
                 None => Weights::Run(Box::new(checkpoint)),

@@ -1,11 +1,12 @@
 //! From text files to a token file and its vocabulary.
 
 use crate::documents;
-use crate::files::{Taken, Whole, repository, take_folder};
+use crate::files::{self, Taken, Whole, repository, take_folder};
 use crate::settings::{Difference, NOT_GIVEN};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
+use clap::ValueEnum;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -53,35 +54,25 @@ impl TextOptions {
 
     /// The options by name, with the defaults of those that were not given.
     pub fn by_name(&self) -> BTreeMap<String, String> {
-        let mut all = self.given();
+        let mut all = self.clone();
+        all.held_out = Some(self.held_out());
         if self.vocabulary_from.is_none() {
-            let name = match self.vocabulary() {
-                Vocabulary::Bytes => "bytes",
-                Vocabulary::Bpe => "bpe",
-            };
-            all.insert("--vocabulary".to_string(), name.to_string());
-            if self.vocabulary() == Vocabulary::Bpe {
-                let size = self.vocabulary_size.unwrap_or(DEFAULT_SIZE);
-                all.insert("--vocabulary-size".to_string(), size.to_string());
-            }
+            all.vocabulary = Some(self.vocabulary());
         }
-        all.insert("--held-out".to_string(), format!("{:?}", self.held_out()));
-        all
+        if all.vocabulary == Some(Vocabulary::Bpe) {
+            all.vocabulary_size.get_or_insert(DEFAULT_SIZE);
+        }
+        all.given()
     }
 
     /// Those that were given.
     fn given(&self) -> BTreeMap<String, String> {
-        let absolute = |path: &PathBuf| {
-            std::path::absolute(path).unwrap_or_else(|_| path.clone()).display().to_string()
-        };
+        let absolute = |path: &PathBuf| files::absolute(path).display().to_string();
         let text: Vec<String> = self.text.iter().map(absolute).collect();
-        let vocabulary = self.vocabulary.map(|kind| match kind {
-            Vocabulary::Bytes => "bytes".to_string(),
-            Vocabulary::Bpe => "bpe".to_string(),
-        });
+        let vocabulary = self.vocabulary.and_then(|kind| kind.to_possible_value());
         let all = [
             ("--text", (!text.is_empty()).then(|| text.join(" "))),
-            ("--vocabulary", vocabulary),
+            ("--vocabulary", vocabulary.map(|value| value.get_name().to_string())),
             ("--vocabulary-size", self.vocabulary_size.map(|size| size.to_string())),
             ("--vocabulary-from", self.vocabulary_from.as_ref().map(absolute)),
             ("--held-out", self.held_out.map(|part| format!("{part:?}"))),
@@ -284,21 +275,11 @@ impl Sources {
 
     fn of_repository() -> Result<Sources> {
         let root = repository().context("there are no sources here: give a text with --text")?;
+        let folders = ["docs", "src", "csrc", "tests", "benches", "examples", "xtask"];
+        let parts = ["README.md", "CHANGELOG.md"].iter().chain(&folders);
         let mut files = Vec::new();
-        for part in [
-            "README.md",
-            "CHANGELOG.md",
-            "docs",
-            "src",
-            "csrc",
-            "tests",
-            "benches",
-            "examples",
-            "xtask",
-        ] {
-            if root.join(part).exists() {
-                files.extend(texts_below(&root.join(part))?);
-            }
+        for part in parts.map(|part| root.join(part)).filter(|part| part.exists()) {
+            files.extend(texts_below(&part)?);
         }
         files.retain(|file| {
             let ending = file.extension().unwrap_or_default();

@@ -94,21 +94,17 @@ impl Progress {
         let each = (now - self.last.1).as_secs_f64() / (step - self.last.0).max(1) as f64;
         self.last = (step, now);
         self.speeds.push(self.tokens_per_step / each);
-        let left = self.seconds_left(step, now);
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(format!("{}, {left:.0}s left", self.standing(loss, each)));
-                bar.set_position(step as u64);
-            }
-            None => {
-                let due = step * PLAIN_LINES / self.steps;
-                if due > self.lines && !is_silent() {
-                    self.lines = due;
-                    let standing = self.standing(loss, each);
-                    let line = format!("step {step}/{}: {standing}, {left:.0}s left", self.steps);
-                    let _ = writeln!(stderr().lock(), "{line}");
-                }
-            }
+        let done = (step - self.begun.0).max(1) as f64;
+        let spent = (now - self.begun.1).saturating_sub(self.other).as_secs_f64();
+        let left = spent / done * (self.steps - step) as f64;
+        let message = format!("{}, {left:.0}s left", self.standing(loss, each));
+        let due = step * PLAIN_LINES / self.steps;
+        if let Some(bar) = &self.bar {
+            bar.set_message(message);
+            bar.set_position(step as u64);
+        } else if due > self.lines && !is_silent() {
+            self.lines = due;
+            let _ = writeln!(stderr().lock(), "step {step}/{}: {message}", self.steps);
         }
     }
 
@@ -119,12 +115,6 @@ impl Progress {
         self.other += begun.elapsed();
         self.last.1 += begun.elapsed();
         result
-    }
-
-    fn seconds_left(&self, step: i64, now: Instant) -> f64 {
-        let done = (step - self.begun.0).max(1) as f64;
-        let spent = (now - self.begun.1).saturating_sub(self.other).as_secs_f64();
-        spent / done * (self.steps - step) as f64
     }
 
     fn standing(&self, loss: f64, each: f64) -> String {

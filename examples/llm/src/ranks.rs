@@ -152,6 +152,12 @@ impl Ranks {
         Ok(())
     }
 
+    /// The means of the numbers of all ranks, which are on the CPU.
+    pub fn means(&self, numbers: &Tensor) -> Result<Vec<f64>> {
+        self.sum(numbers)?;
+        Ok(Vec::try_from(numbers.f_div_scalar(self.size as f64)?)?)
+    }
+
     /// Tells the other ranks if `body` fails, so that none waits for this one.
     pub fn run(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
         #[cfg(feature = "distributed")]

@@ -10,7 +10,7 @@ use crate::settings::{Optimizer, Settings};
 use crate::trained::{State, Trained};
 use anyhow::Result;
 use std::rc::Rc;
-use tch::{Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 #[cfg(feature = "distributed")]
 use tch_extension::distributed::{
     CommHook, Compression, Ddp, DdpOptions, ShardedOptimizer, ShardedOptions,
@@ -134,6 +134,11 @@ impl Trainer {
     pub fn stats(&self) -> StepStats {
         self.step.stats()
     }
+}
+
+/// Copies losses to the host, which waits for the device.
+pub fn on_host(losses: &[Tensor]) -> Result<Tensor> {
+    Ok(Tensor::f_stack(losses, 0)?.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?)
 }
 
 /// What updates the weights that are trained, adapters or all.

@@ -4,7 +4,7 @@ use crate::apart::{Apart, Documents};
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
-use crate::files::{Taken, clean_folder, take_folder, write_bytes};
+use crate::files::{self, Taken, clean_folder, take_folder, write_bytes};
 use crate::log::{self, Curves, Log};
 use crate::model::Model;
 use crate::options::TrainOptions;
@@ -15,7 +15,7 @@ use crate::progress::{Progress, say, warn};
 use crate::ranks::{Division, OnRank0, Ranks};
 use crate::sample::sample;
 use crate::settings::{Optimizer, Settings};
-use crate::step::Trainer;
+use crate::step::{Trainer, on_host};
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
 use crate::trained::State;
@@ -45,7 +45,7 @@ fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()>
     run.trainer.drop_graphs();
     ranks.leave()?;
     match &main {
-        Some(main) => run.finish(&main.tokenizer),
+        Some(main) => run.finish(&main.data.tokenizer),
         None => Ok(()),
     }
 }
@@ -56,12 +56,7 @@ struct Main {
     apart: Option<Apart>,
     checkpoint: Option<Checkpoint>,
     init: Option<Origin>,
-    tokens: Rc<Tokens>,
-    tokenizer: Tokenizer,
-    /// Where the tokens are, once the new ones are in place.
-    folder: PathBuf,
-    /// What is to replace the data of an earlier run, once nothing can fail any more.
-    new: Option<Prepared>,
+    data: Data,
     // Released last, when the temporary files are gone.
     _out: Taken,
 }
@@ -109,20 +104,19 @@ impl Main {
             let lora = options.changes.lora_of(&init.config, None);
             lora.map_or(Ok(()), |lora| lora.check(&init.config))?;
         }
-        let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
+        let data = data(options, earlier)?;
+        let Data { tokens, tokenizer, .. } = &data;
         let id = tokens.id(tokenizer.hash_in_hex());
         let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;
         settings.source.base = match (base, &init) {
             (None, Some(init)) if settings.lora.is_some() => Some(init.base()?),
             (base, _) => base,
         };
-        let tokens = Rc::new(tokens);
         // What cannot work is refused before anything is computed.
         Division::new(settings.batch, settings.accumulate, 0, ranks)?;
-        let apart = Apart::of(settings.documents, &tokens, &tokenizer, settings.model.context)?;
-        windows(&settings, apart, &tokens, options.eval_windows)?;
-        let folder = std::path::absolute(&folder).unwrap_or(folder);
-        Ok(Main { settings, apart, checkpoint, init, tokens, tokenizer, folder, new, _out })
+        let apart = Apart::of(settings.documents, tokens, tokenizer, settings.model.context)?;
+        windows(&settings, apart, tokens, options.eval_windows)?;
+        Ok(Main { settings, apart, checkpoint, init, data, _out })
     }
 }
 
@@ -168,10 +162,11 @@ fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
 
 /// What a run is trained on.
 struct Data {
-    tokens: Tokens,
+    tokens: Rc<Tokens>,
     tokenizer: Tokenizer,
-    /// Where the tokens are or will be.
+    /// Where the tokens are, once the new ones are in place.
     folder: PathBuf,
+    /// What is to replace the data of an earlier run, once nothing can fail any more.
     new: Option<Prepared>,
 }
 
@@ -193,17 +188,17 @@ fn data(options: &TrainOptions, earlier: Option<&Settings>) -> Result<Data> {
         }
         (None, None) => {
             let new = prepare::beside(&options.text, "--out", &own)?;
-            let (tokens, tokenizer) = (new.tokens()?, new.tokenizer.clone());
-            return Ok(Data { tokens, tokenizer, folder: own, new: Some(new) });
+            let (tokens, tokenizer) = (Rc::new(new.tokens()?), new.tokenizer.clone());
+            return Ok(Data { tokens, tokenizer, folder: files::absolute(&own), new: Some(new) });
         }
     };
-    let (tokens, tokenizer) = (Tokens::open(&folder)?, Tokenizer::load(&folder)?);
+    let (tokens, tokenizer) = (Rc::new(Tokens::open(&folder)?), Tokenizer::load(&folder)?);
     ensure!(
         tokens.vocabulary_hash() == tokenizer.hash(),
         "the tokens and the vocabulary in {} do not belong together; write both again with `prepare`",
         folder.display()
     );
-    Ok(Data { tokens, tokenizer, folder, new: None })
+    Ok(Data { tokens, tokenizer, folder: files::absolute(&folder), new: None })
 }
 
 /// The tokens of a rank that has not prepared them, from its own machine.
@@ -286,13 +281,13 @@ impl<'a> Run<'a> {
         }
         // The files are changed last, and then the other ranks may read them.
         let files = ranks.on_main(|| match main.as_mut() {
-            Some(main) => files(options, main, checkpoint.is_none(), step).map(Some),
+            Some(main) => begin(options, &mut main.data, checkpoint.is_none(), step).map(Some),
             None => Ok(None),
         })?;
-        let folder = ranks.share(&main.as_ref().map(|main| main.folder.clone()))?;
+        let folder = ranks.share(&main.as_ref().map(|main| main.data.folder.clone()))?;
         let folder = folder.context("rank 0 sent no folder")?;
         let tokens = match &main {
-            Some(main) => Rc::clone(&main.tokens),
+            Some(main) => Rc::clone(&main.data.tokens),
             None => tokens_of_others(&folder, &settings)?,
         };
         let (order, held_out) = windows(&settings, apart, &tokens, options.eval_windows)?;
@@ -318,40 +313,34 @@ impl<'a> Run<'a> {
 
     fn describe(&self) -> Result<String> {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
+        let processes = match self.ranks.size() {
+            1 => String::new(),
+            size => format!(", {size} processes"),
+        };
+        let adapters = self.settings.lora.as_ref().map_or(String::new(), |lora| {
+            let trained = self.model.named_variables();
+            let trained: usize = trained.iter().map(|(_, variable)| variable.numel()).sum();
+            format!(", and {:.2} M of adapters of rank {}", trained as f64 / 1e6, lora.rank)
+        });
+        let muon = match (self.settings.updates.optimizer, self.settings.updates.muon_lr) {
+            (Optimizer::AdamW, _) => String::new(),
+            (Optimizer::Muon, None) => "Muon, ".into(),
+            (Optimizer::Muon, Some(rate)) => format!("Muon with learning rate {rate:?}, "),
+        };
+        let is_apart = self.settings.documents == Documents::Apart;
         Ok(format!(
-            "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{}\n\
-             {steps} steps of {accumulate} × {batch} rows, {}learning rate {lr:?}, {}{}{}, seed {seed}",
+            "{}{processes}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{adapters}\n\
+             {steps} steps of {accumulate} × {batch} rows, {muon}learning rate {lr:?}, {}{}{}, seed {seed}",
             device::describe(self.device)?,
-            if self.ranks.size() > 1 {
-                format!(", {} processes", self.ranks.size())
-            } else {
-                String::new()
-            },
             model.layers,
             model.dim,
             model.heads,
             model.context,
             model.vocabulary,
             model.parameters() as f64 / 1e6,
-            match &self.settings.lora {
-                Some(lora) => {
-                    let trained = self.model.named_variables().into_iter();
-                    let trained: usize = trained.map(|(_, variable)| variable.numel()).sum();
-                    format!(", and {:.2} M of adapters of rank {}", trained as f64 / 1e6, lora.rank)
-                }
-                None => String::new(),
-            },
-            match (self.settings.updates.optimizer, self.settings.updates.muon_lr) {
-                (Optimizer::AdamW, _) => String::new(),
-                (Optimizer::Muon, None) => "Muon, ".into(),
-                (Optimizer::Muon, Some(rate)) => format!("Muon with learning rate {rate:?}, "),
-            },
             precision.name(),
-            match self.settings.documents {
-                Documents::Together => "",
-                Documents::Apart => ", documents apart",
-            },
-            if self.model.config.recompute_layers { ", layers computed again" } else { "" }
+            if is_apart { ", documents apart" } else { "" },
+            if model.recompute_layers { ", layers computed again" } else { "" }
         ))
     }
 
@@ -390,12 +379,7 @@ impl<'a> Run<'a> {
         if self.unread.is_empty() {
             return Ok(());
         }
-        let losses = Tensor::f_stack(&std::mem::take(&mut self.unread), 0)?;
-        let losses = losses.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?;
-        self.ranks.sum(&losses)?;
-        let losses: Vec<f64> = losses.try_into()?;
-        let losses: Vec<f64> =
-            losses.into_iter().map(|sum| sum / self.ranks.size() as f64).collect();
+        let losses = self.ranks.means(&on_host(&std::mem::take(&mut self.unread))?)?;
         let first = self.step - losses.len() as i64 + 1;
         if let Some(place) = losses.iter().position(|loss| !loss.is_finite()) {
             let (step, loss) = (first + place as i64, losses[place]);
@@ -549,14 +533,14 @@ fn held_out_loss(model: &Model, held_out: &HeldOut, ranks: &Ranks) -> Result<f64
 }
 
 /// Removes an earlier run if this one is new, puts new data in their place, and opens the log.
-fn files(options: &TrainOptions, main: &mut Main, is_new: bool, step: i64) -> Result<Log> {
+fn begin(options: &TrainOptions, data: &mut Data, is_new: bool, step: i64) -> Result<Log> {
     if is_new {
         checkpoint::remove_all(&options.out.join(checkpoint::FOLDER))?;
     }
-    if let Some(new) = main.new.take() {
+    if let Some(new) = data.new.take() {
         say(&new.put()?)?;
     }
     let log = Log::open(&options.out, step)?;
-    main.tokenizer.save(&options.out)?;
+    data.tokenizer.save(&options.out)?;
     Ok(log)
 }
