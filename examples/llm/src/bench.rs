@@ -3,7 +3,7 @@
 
 use crate::data::{Loader, Order, windows};
 use crate::device::{self, Precision};
-use crate::files::{read_text, take_folder, write_bytes, write_whole};
+use crate::files::{read_text, take_folder, write_json};
 use crate::lora::Lora;
 use crate::model::Model;
 use crate::options::{Recomputed, Size};
@@ -16,11 +16,12 @@ use crate::tokens::{Part, Tokens};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Instant;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 use tch_extension::cuda;
 use tch_extension::nn::state_dict;
 
@@ -93,7 +94,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     }
     (settings.steps, settings.accumulate, settings.seed) = (options.steps, 1, options.seed);
     settings.warm_up = settings.warm_up.min(options.steps / 10);
-    set_optimizer(&mut settings, options);
+    settings.updates.optimizer = options.optimizer.unwrap_or_default();
     settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
     settings.check()?;
     let mut model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
@@ -110,19 +111,11 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     let all = windows(&tokens, Part::Train, starts.into_iter(), context, None)?;
     let shape = [2, settings.steps, settings.batch, settings.model.context];
     let batches = all.f_view(shape)?.f_to_kind(Kind::Int)?;
-    write_whole(&options.inputs.join(BATCHES), |path| {
-        Ok(Tensor::write_safetensors(&[("batches", &batches)], path)?)
-    })?;
+    let batches = BTreeMap::from([("batches".to_string(), batches)]);
+    state_dict::save_tensors(&batches, options.inputs.join(BATCHES))?;
     let rates = (0..settings.steps).map(|step| settings.learning_rate(step)).collect();
-    let inputs = serde_json::to_string_pretty(&Inputs { rates, settings })?;
-    write_bytes(&options.inputs.join(SETTINGS), inputs)?;
+    write_json(&options.inputs.join(SETTINGS), &Inputs { rates, settings })?;
     say(&format!("{} batches in {}", options.steps, options.inputs.display()))
-}
-
-/// The optimizer that is given, in place of what the settings have.
-fn set_optimizer(settings: &mut Settings, options: &BenchOptions) {
-    let optimizer = &mut settings.updates.optimizer;
-    *optimizer = options.optimizer.unwrap_or(*optimizer);
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -161,7 +154,7 @@ impl Bench {
         settings.precision = options.precision.unwrap_or(Precision::of(device));
         options.recomputed.set(&mut settings.model);
         settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
-        set_optimizer(&mut settings, options);
+        settings.updates.optimizer = options.optimizer.unwrap_or(settings.updates.optimizer);
         settings.check()?;
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
@@ -259,7 +252,7 @@ impl Bench {
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         Ok(json!({
             "device": device::describe(self.device)?,
-            "precision": self.settings.precision.name(),
+            "precision": self.settings.precision,
             "world": self.ranks.size(),
             "batch": self.settings.batch,
             "ddp": self.trainer.ddp_statistics()?,
@@ -276,9 +269,8 @@ impl Bench {
 /// Loads the batches of a file, from the beginning again after the last one.
 fn loader(file: &Path, settings: &Settings, division: Division, device: Device) -> Result<Loader> {
     let name = file.display();
-    let tensors = Tensor::read_safetensors(file).with_context(|| format!("cannot read {name}"))?;
-    let found = tensors.into_iter().find(|(name, _)| name == "batches");
-    let (_, batches) = found.with_context(|| format!("{name} has no tensor \"batches\""))?;
+    let found = state_dict::load_tensors(file)?.remove("batches");
+    let batches = found.with_context(|| format!("{name} has no tensor \"batches\""))?;
     let (rows, context) = (settings.batch, settings.model.context);
     let size = batches.size();
     ensure!(

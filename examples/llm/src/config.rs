@@ -96,7 +96,8 @@ impl ModelConfig {
     }
 
     /// The operations of a training step per token: six for each parameter in a product, four if it is
-    /// frozen, and those of attention, as if it were not causal. nanoGPT and PaLM count in the same way.
+    /// frozen, and those of attention, as if it were not causal. nanoGPT and PaLM count in the same way. Those of
+    /// adapters are left out.
     pub fn flops_per_token(&self, is_frozen: bool) -> f64 {
         let each = if is_frozen { 4 } else { 6 };
         let products = each * (self.parameters() - self.looked_up());

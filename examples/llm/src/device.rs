@@ -66,15 +66,6 @@ impl Precision {
     pub fn half(self) -> Option<Kind> {
         (self != Precision::F32).then_some(Kind::BFloat16)
     }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Precision::F32 => "f32",
-            Precision::Bf16 => "bf16",
-            Precision::Bf16Mixed => "bf16-mixed",
-            Precision::Bf16True => "bf16-true",
-        }
-    }
 }
 
 /// Refuses what cannot fit in main memory. Linux grants memory that it does not have and later kills

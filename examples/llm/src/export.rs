@@ -3,7 +3,7 @@
 use crate::checkpoint;
 use crate::device;
 use crate::family;
-use crate::files::{read_text, take_folder, write_bytes};
+use crate::files::{read_text, take_folder, write_json};
 use crate::lora;
 use crate::model::{Model, ModelConfig};
 use crate::options::Size;
@@ -87,17 +87,17 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     )?;
     let generation = json!({"eos_token_id": config["eos_token_id"]});
     for (name, value) in [(CONFIG, config), (GENERATION, generation)] {
-        write_bytes(&options.to.join(name), serde_json::to_string_pretty(&value)?)?;
+        write_json(&options.to.join(name), &value)?;
     }
     tokenizer.save(&options.to)?;
-    let of_tokenizer = serde_json::to_string_pretty(&json!({
+    let of_tokenizer = json!({
         "bos_token": begin.and_then(|token| tokenizer.name(token)),
         "eos_token": end.and_then(|token| tokenizer.name(token)),
         "clean_up_tokenization_spaces": false,
         "model_max_length": model.config.context,
         "tokenizer_class": "PreTrainedTokenizerFast"
-    }))?;
-    write_bytes(&options.to.join("tokenizer_config.json"), of_tokenizer)?;
+    });
+    write_json(&options.to.join("tokenizer_config.json"), &of_tokenizer)?;
     say(&format!("{}, in Hugging Face's format in {}", origin.name, options.to.display()))
 }
 

@@ -153,9 +153,9 @@ pub fn given<T: DeserializeOwned>(config: &Value, key: &str) -> Result<Option<T>
     T::deserialize(value).map(Some).with_context(|| format!("{key} is {value}, not of kind {kind}"))
 }
 
-/// A number of the configuration.
-fn size(config: &Value, key: &str) -> Result<i64> {
-    given(config, key)?.with_context(|| format!("it lacks the number {key:?}"))
+/// A value that must be there.
+pub fn required<T: DeserializeOwned>(config: &Value, key: &str) -> Result<T> {
+    given(config, key)?.with_context(|| format!("it lacks {key:?}"))
 }
 
 /// Tokens after which a text ends: one, or a list. Those of a `generation_config.json` come first.
@@ -182,7 +182,7 @@ fn check_variant(config: &Value, expected: &[(&str, &[Value])]) -> Result<()> {
 }
 
 fn read_gpt2(config: &Value) -> Result<ModelConfig> {
-    let dim = size(config, "n_embd")?;
+    let dim: i64 = required(config, "n_embd")?;
     let expected: [(&str, &[Value]); 6] = [
         ("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")]),
         ("n_inner", &[json!(dim.saturating_mul(4))]),
@@ -193,10 +193,10 @@ fn read_gpt2(config: &Value) -> Result<ModelConfig> {
     ];
     check_variant(config, &expected)?;
     Ok(ModelConfig {
-        vocabulary: size(config, "vocab_size")?,
-        context: size(config, "n_positions")?,
-        layers: size(config, "n_layer")?,
-        heads: size(config, "n_head")?,
+        vocabulary: required(config, "vocab_size")?,
+        context: required(config, "n_positions")?,
+        layers: required(config, "n_layer")?,
+        heads: required(config, "n_head")?,
         dim,
         dropout: given(config, "resid_pdrop")?.unwrap_or(0.0),
         ..Default::default()
@@ -212,9 +212,10 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
             ("partial_rotary_factor", &[json!(1.0), json!(1)]),
         ],
     )?;
-    let (dim, heads) = (size(config, "hidden_size")?, size(config, "num_attention_heads")?);
+    let dim: i64 = required(config, "hidden_size")?;
+    let heads: i64 = required(config, "num_attention_heads")?;
     let (theta, scaling) = rope(config)?;
-    let positions = size(config, "max_position_embeddings")?;
+    let positions: i64 = required(config, "max_position_embeddings")?;
     // Absent values are those of transformers' classes.
     let is = |key: &str| Ok::<_, anyhow::Error>(given(config, key)?.unwrap_or(false));
     let head_dim = if member == Member::Qwen3 { 128 } else { dim / heads.max(1) };
@@ -228,17 +229,17 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
         _ => Some(given(config, "sliding_window")?.unwrap_or(4096)),
     };
     Ok(ModelConfig {
-        vocabulary: size(config, "vocab_size")?,
+        vocabulary: required(config, "vocab_size")?,
         // Up to the window, every token sees all before it.
         context: window.unwrap_or(positions).min(positions).min(MOST_CONTEXT),
-        layers: size(config, "num_hidden_layers")?,
+        layers: required(config, "num_hidden_layers")?,
         heads,
         dim,
         llama: Some(Llama {
             member,
             kv_heads: given(config, "num_key_value_heads")?.unwrap_or(kv_heads),
             head_dim: given(config, "head_dim")?.unwrap_or(head_dim),
-            hidden: size(config, "intermediate_size")?,
+            hidden: required(config, "intermediate_size")?,
             eps: given(config, "rms_norm_eps")?.unwrap_or(1e-6),
             theta,
             scaling,

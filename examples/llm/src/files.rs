@@ -66,6 +66,11 @@ pub fn write_bytes(target: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
     write_whole(target, |path| Ok(fs::write(path, bytes)?))
 }
 
+/// [`write_bytes`] of a value as JSON.
+pub fn write_json(target: &Path, value: &impl serde::Serialize) -> Result<()> {
+    write_bytes(target, serde_json::to_string_pretty(value)?)
+}
+
 fn folder_of(target: &Path) -> &Path {
     target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -84,16 +89,25 @@ fn cannot_write(option: &str, folder: &Path) -> String {
     format!("cannot write to {option} {} (give a folder that you may write to)", folder.display())
 }
 
+/// The files in a folder with such names, sorted.
+pub fn files_in(folder: &Path, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
+    let cannot = || format!("cannot list {}", folder.display());
+    let mut files = Vec::new();
+    for entry in fs::read_dir(folder).with_context(cannot)? {
+        let entry = entry.with_context(cannot)?;
+        if is_wanted(&entry.file_name().to_string_lossy()) {
+            files.push(entry.path());
+        }
+    }
+    files.sort();
+    Ok(files)
+}
+
 /// Removes what a killed run was still writing, and checks that files can be written there.
 pub fn clean_folder(option: &str, folder: &Path) -> Result<()> {
     let cannot = || cannot_write(option, folder);
-    for entry in fs::read_dir(folder).with_context(cannot)? {
-        let entry = entry.with_context(cannot)?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with('.') && name.ends_with(PARTIAL) {
-            fs::remove_file(entry.path()).with_context(cannot)?;
-        }
+    for file in files_in(folder, |name| name.starts_with('.') && name.ends_with(PARTIAL))? {
+        fs::remove_file(file).with_context(cannot)?;
     }
     temporary(folder, "probe").with_context(cannot)?;
     Ok(())

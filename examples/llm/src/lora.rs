@@ -2,8 +2,8 @@
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::export::{self, name_in_files};
-use crate::family::given;
-use crate::files::{self, write_bytes};
+use crate::family::{given, required};
+use crate::files::{self, write_json};
 use crate::model::{Model, ModelConfig};
 use crate::origin::{MODEL, Origin};
 use crate::range;
@@ -72,12 +72,8 @@ impl Lora {
 
     /// Whether the layer of this name in the files has an adapter.
     pub fn is_target(&self, layer: &str) -> bool {
-        let ends = |target: &String| {
-            layer
-                .strip_suffix(target.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        };
-        self.targets.iter().any(ends)
+        let layer = format!(".{layer}");
+        self.targets.iter().any(|target| layer.ends_with(&format!(".{target}")))
     }
 }
 
@@ -165,7 +161,7 @@ impl Adapter {
             .map(|(name, tensor)| (adapter_name_in_files(model, name), tensor.shallow_clone()));
         let named = named.collect();
         state_dict::save_tensors(&named, folder.join(WEIGHTS))?;
-        write_bytes(&folder.join(CONFIG), serde_json::to_string_pretty(&config)?)
+        write_json(&folder.join(CONFIG), &config)
     }
 }
 
@@ -221,12 +217,11 @@ fn read_config(config: &Value) -> Result<Lora> {
         };
         ensure!(is_usual || off.contains(value), "{key} is {value}, which this program lacks");
     }
-    let lacks = |key| move || format!("it lacks {key:?}");
     Ok(Lora {
-        rank: given(config, "r")?.with_context(lacks("r"))?,
-        alpha: given(config, "lora_alpha")?.with_context(lacks("lora_alpha"))?,
+        rank: required(config, "r")?,
+        alpha: required(config, "lora_alpha")?,
         // A string is a regular expression.
-        targets: given(config, "target_modules")?.with_context(lacks("target_modules"))?,
+        targets: required(config, "target_modules")?,
         use_rslora: given(config, "use_rslora")?.unwrap_or(false),
     })
 }

@@ -270,9 +270,8 @@ impl Model {
         inputs: &Tensor,
         caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        let _autocast = self.autocast()?;
         let start = At::Start(caches.first().map_or(0, KvCache::len));
-        self.hidden(inputs, start, false, Some(caches))
+        self.hidden(inputs, start, caches)
     }
 
     /// Features `[B, 1, C]` of one token of each row, `[B, 1]`, at places `[B]` that the host does not
@@ -283,8 +282,7 @@ impl Model {
         places: &Tensor,
         caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        let _autocast = self.autocast()?;
-        self.hidden(inputs, At::Places(places), false, Some(caches))
+        self.hidden(inputs, At::Places(places), caches)
     }
 
     /// The logits of features.
@@ -303,18 +301,18 @@ impl Model {
         kind.map(|kind| Autocast::new(self.device(), kind)).transpose()
     }
 
-    /// The features `[B, T, C]` of tokens `[B, T]`, after the last norm.
+    /// The features `[B, T, C]` of tokens `[B, T]` after those that are in the caches.
     fn hidden(
         &self,
         tokens: &Tensor,
         at: At<'_>,
-        train: bool,
-        caches: Option<&mut [KvCache]>,
+        caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        self.hidden_of(self.tokens.f_forward(tokens)?, at, train, caches)
+        let _autocast = self.autocast()?;
+        self.hidden_of(self.tokens.f_forward(tokens)?, at, false, Some(caches))
     }
 
-    /// The same for the tokens' rows of the embedding, `[B, T, C]`.
+    /// The features of tokens whose rows of the embedding are `sum`, `[B, T, C]`, after the last norm.
     fn hidden_of(
         &self,
         mut sum: Tensor,

@@ -46,40 +46,21 @@ pub enum Size {
     Llama1B,
 }
 
-/// What a size stands for.
-struct Preset {
-    context: i64,
-    layers: i64,
-    heads: i64,
-    dim: i64,
-    batch: i64,
-    accumulate: i64,
-    steps: i64,
-    lr: f64,
-    warm_up: i64,
-}
-
 impl Size {
     pub fn of(device: Device) -> Size {
         if device.is_cuda() { Size::Char } else { Size::Mini }
     }
 
-    #[rustfmt::skip]
-    fn preset(self) -> Preset {
-        let gpt2 = |layers, heads, dim, batch, accumulate, lr| Preset {
-            context: 1024, layers, heads, dim, batch, accumulate, steps: 20_000, lr, warm_up: 700,
-        };
+    /// Context, layers, heads and features; rows of a batch, batches of a step, steps, and those of the
+    /// warm-up; the learning rate.
+    fn numbers(self) -> ([i64; 4], [i64; 4], f64) {
         match self {
-            Size::Mini | Size::LlamaMini => Preset {
-                context: 64, layers: 4, heads: 4, dim: 128, batch: 12, accumulate: 1, steps: 3000, lr: 3e-3, warm_up: 100,
-            },
-            Size::Char => Preset {
-                context: 256, layers: 6, heads: 6, dim: 384, batch: 64, accumulate: 1, steps: 5000, lr: 1e-3, warm_up: 100,
-            },
-            Size::M124 => gpt2(12, 12, 768, 16, 30, 6e-4),
-            Size::M350 => gpt2(24, 16, 1024, 8, 60, 3e-4),
-            Size::M774 => gpt2(36, 20, 1280, 4, 120, 2.5e-4),
-            Size::Llama1B => Preset { context: 2048, ..gpt2(16, 32, 2048, 4, 60, 3e-4) },
+            Size::Mini | Size::LlamaMini => ([64, 4, 4, 128], [12, 1, 3000, 100], 3e-3),
+            Size::Char => ([256, 6, 6, 384], [64, 1, 5000, 100], 1e-3),
+            Size::M124 => ([1024, 12, 12, 768], [16, 30, 20_000, 700], 6e-4),
+            Size::M350 => ([1024, 24, 16, 1024], [8, 60, 20_000, 700], 3e-4),
+            Size::M774 => ([1024, 36, 20, 1280], [4, 120, 20_000, 700], 2.5e-4),
+            Size::Llama1B => ([2048, 16, 32, 2048], [4, 60, 20_000, 700], 3e-4),
         }
     }
 
@@ -90,7 +71,7 @@ impl Size {
             Size::Llama1B => (8, 8192, 5e5),
             _ => return None,
         };
-        let Preset { context, heads, dim, .. } = self.preset();
+        let ([context, _, heads, dim], ..) = self.numbers();
         Some(Llama {
             member: Member::Llama,
             kv_heads,
@@ -108,7 +89,7 @@ impl Size {
 
     /// The model of this size, for a vocabulary of so many tokens.
     pub fn model(self, vocabulary: usize) -> ModelConfig {
-        let Preset { context, layers, heads, dim, .. } = self.preset();
+        let ([context, layers, heads, dim], ..) = self.numbers();
         ModelConfig {
             vocabulary: padded(vocabulary),
             context,
@@ -121,7 +102,7 @@ impl Size {
     }
 
     pub fn settings(self, device: Device, vocabulary: usize, data: DataId) -> Settings {
-        let Preset { batch, accumulate, steps, lr, warm_up, .. } = self.preset();
+        let (_, [batch, accumulate, steps, warm_up], lr) = self.numbers();
         Settings {
             model: self.model(vocabulary),
             precision: Precision::of(device),
@@ -140,6 +121,11 @@ impl Size {
             source: Default::default(),
         }
     }
+}
+
+/// What the command line calls a value.
+pub fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_string())
 }
 
 /// The rows of an embedding: a multiple of 64, so that the products of the last layer are fast.

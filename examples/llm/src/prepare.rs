@@ -2,11 +2,11 @@
 
 use crate::documents;
 use crate::files::{self, Taken, Whole, repository, take_folder};
+use crate::options::name_of;
 use crate::settings::{Difference, NOT_GIVEN};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
-use clap::ValueEnum;
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -69,10 +69,9 @@ impl TextOptions {
     fn given(&self) -> BTreeMap<String, String> {
         let absolute = |path: &PathBuf| files::absolute(path).display().to_string();
         let text: Vec<String> = self.text.iter().map(absolute).collect();
-        let vocabulary = self.vocabulary.and_then(|kind| kind.to_possible_value());
         let all = [
             ("--text", (!text.is_empty()).then(|| text.join(" "))),
-            ("--vocabulary", vocabulary.map(|value| value.get_name().to_string())),
+            ("--vocabulary", self.vocabulary.as_ref().map(name_of)),
             ("--vocabulary-size", self.vocabulary_size.map(|size| size.to_string())),
             ("--vocabulary-from", self.vocabulary_from.as_ref().map(absolute)),
             ("--held-out", self.held_out.map(|part| format!("{part:?}"))),
@@ -127,24 +126,22 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
         held_out > 0.0 && held_out < 1.0,
         "--held-out {held_out:?} is out of range: give a number between 0 and 1, such as 0.1"
     );
-    let sources = Sources::find(&options.text)?;
+    let (name, files) = sources(&options.text)?;
     let _folder = take_folder(option, folder)?;
     let tokenizer = match (&options.vocabulary_from, options.vocabulary()) {
         (Some(folder), _) => Tokenizer::load(folder)?,
         (None, Vocabulary::Bytes) => Tokenizer::bytes(),
-        (None, Vocabulary::Bpe) => {
-            train(&sources, options.vocabulary_size.unwrap_or(DEFAULT_SIZE))?
-        }
+        (None, Vocabulary::Bpe) => train(&files, options.vocabulary_size.unwrap_or(DEFAULT_SIZE))?,
     };
     let size = (tokenizer.hash(), tokenizer.len());
-    let unlearned = sources.files.iter().any(|file| documents::are_in(file));
+    let unlearned = files.iter().any(|file| documents::are_in(file));
     let tokens = tokens::write(folder, size, held_out, unlearned, |writer| {
-        sources.files.iter().try_for_each(|file| encode(file, &tokenizer, writer))
+        files.iter().try_for_each(|file| encode(file, &tokenizer, writer))
     })?;
     let written = Tokens::open_file(tokens.path())?;
     let said = format!(
-        "{}: {} tokens to train on, {} held out, vocabulary of {}",
-        sources.describe(),
+        "{name} ({} files): {} tokens to train on, {} held out, vocabulary of {}",
+        files.len(),
         written.len(Part::Train),
         written.len(Part::HeldOut),
         written.vocabulary()
@@ -155,10 +152,7 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
 /// The texts of a file: its pieces, or its documents.
 fn texts(file: &Path) -> Box<dyn Iterator<Item = Result<String>> + Send + '_> {
     if !documents::are_in(file) {
-        return Box::new(pieces(file).map(|piece| {
-            let (file, bytes) = piece?;
-            Ok(text(file, &bytes)?.to_string())
-        }));
+        return Box::new(pieces(file).map(move |piece| Ok(text(file, &piece?)?.to_string())));
     }
     match documents::read(file) {
         Ok(documents) => Box::new(documents.map(|document| Ok(document?.text()))),
@@ -166,10 +160,9 @@ fn texts(file: &Path) -> Box<dyn Iterator<Item = Result<String>> + Send + '_> {
     }
 }
 
-fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
+fn train(files: &[PathBuf], size: usize) -> Result<Tokenizer> {
     let mut failure = None;
-    let texts = sources
-        .files
+    let texts = files
         .iter()
         .flat_map(|file| texts(file))
         .map_while(|text| text.map_err(|error| failure.get_or_insert(error)).ok());
@@ -185,19 +178,14 @@ fn encode(file: &Path, vocabulary: &Tokenizer, writer: &mut tokens::Writer) -> R
         return documents::read(file)?.try_for_each(|document| document?.write(vocabulary, writer));
     }
     writer.write(&vocabulary.begin_of_text()?)?;
-    let mut waiting = Vec::with_capacity(PIECES);
-    for piece in pieces(file) {
-        let (_, bytes) = piece?;
+    let mut pieces = pieces(file).peekable();
+    while pieces.peek().is_some() {
+        let some = pieces.by_ref().take(PIECES).collect::<Result<Vec<_>>>()?;
         if !vocabulary.takes_any_bytes() {
-            text(file, &bytes)?;
+            some.iter().try_for_each(|piece| text(file, piece).map(drop))?;
         }
-        waiting.push(bytes);
-        if waiting.len() == PIECES {
-            writer.write(&vocabulary.encode(&waiting)?)?;
-            waiting.clear();
-        }
+        writer.write(&vocabulary.encode(&some)?)?;
     }
-    writer.write(&vocabulary.encode(&waiting)?)?;
     writer.write(vocabulary.end_of_text().as_slice())
 }
 
@@ -210,8 +198,8 @@ fn text<'a>(file: &Path, bytes: &'a [u8]) -> Result<&'a str> {
     })
 }
 
-/// The contents of a file in pieces that end with a line.
-fn pieces(file: &Path) -> impl Iterator<Item = Result<(&Path, Vec<u8>)>> + Send + use<'_> {
+/// The contents of a file in pieces that end with a line, up to the first error.
+fn pieces(file: &Path) -> impl Iterator<Item = Result<Vec<u8>>> + Send + use<'_> {
     let mut reader = None;
     let mut next = move || -> Result<Vec<u8>> {
         let reader = match &mut reader {
@@ -233,69 +221,46 @@ fn pieces(file: &Path) -> impl Iterator<Item = Result<(&Path, Vec<u8>)>> + Send 
         }
         Ok(piece)
     };
-    let mut failed = false;
     std::iter::from_fn(move || {
-        if failed {
-            return None;
-        }
-        match next() {
-            Ok(piece) => (!piece.is_empty()).then_some(Ok((file, piece))),
-            Err(error) => {
-                failed = true;
-                Some(Err(error.context(cannot_read(file))))
-            }
-        }
+        let piece = next().with_context(|| cannot_read(file));
+        piece.map(|piece| (!piece.is_empty()).then_some(piece)).transpose()
     })
 }
 
-/// The files of a text, in order.
-struct Sources {
-    name: String,
-    files: Vec<PathBuf>,
+/// What a text is called, and its files in order.
+fn sources(paths: &[PathBuf]) -> Result<(String, Vec<PathBuf>)> {
+    if paths.is_empty() {
+        return Ok(("this repository".to_string(), of_repository()?));
+    }
+    let mut files = Vec::new();
+    for path in paths {
+        ensure!(
+            path.exists(),
+            "--text {} does not exist: give a text file or a folder of them",
+            path.display()
+        );
+        files.extend(texts_below(path)?);
+    }
+    let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+    ensure!(!files.is_empty(), "--text {}: there is no text file: give one", names.join(" "));
+    Ok((names.join(", "), files))
 }
 
-impl Sources {
-    fn find(paths: &[PathBuf]) -> Result<Sources> {
-        if paths.is_empty() {
-            return Sources::of_repository();
-        }
-        let mut files = Vec::new();
-        for path in paths {
-            ensure!(
-                path.exists(),
-                "--text {} does not exist: give a text file or a folder of them",
-                path.display()
-            );
-            files.extend(texts_below(path)?);
-        }
-        let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
-        ensure!(!files.is_empty(), "--text {}: there is no text file: give one", names.join(" "));
-        Ok(Sources { name: names.join(", "), files })
+fn of_repository() -> Result<Vec<PathBuf>> {
+    let root = repository().context("there are no sources here: give a text with --text")?;
+    let folders = ["docs", "src", "csrc", "tests", "benches", "examples", "xtask"];
+    let parts = ["README.md", "CHANGELOG.md"].iter().chain(&folders);
+    let mut files = Vec::new();
+    for part in parts.map(|part| root.join(part)).filter(|part| part.exists()) {
+        files.extend(texts_below(&part)?);
     }
-
-    fn of_repository() -> Result<Sources> {
-        let root = repository().context("there are no sources here: give a text with --text")?;
-        let folders = ["docs", "src", "csrc", "tests", "benches", "examples", "xtask"];
-        let parts = ["README.md", "CHANGELOG.md"].iter().chain(&folders);
-        let mut files = Vec::new();
-        for part in parts.map(|part| root.join(part)).filter(|part| part.exists()) {
-            files.extend(texts_below(&part)?);
-        }
-        files.retain(|file| {
-            let ending = file.extension().unwrap_or_default();
-            ["md", "rs", "h", "cpp", "cu", "cuh", "py", "toml"].iter().any(|known| ending == *known)
-        });
-        ensure!(
-            !files.is_empty(),
-            "there are no sources in {}: give a text with --text",
-            root.display()
-        );
-        Ok(Sources { name: "this repository".to_string(), files })
-    }
-
-    fn describe(&self) -> String {
-        format!("{} ({} files)", self.name, self.files.len())
-    }
+    files.retain(|file| {
+        let ending = file.extension().unwrap_or_default();
+        ["md", "rs", "h", "cpp", "cu", "cuh", "py", "toml"].iter().any(|known| ending == *known)
+    });
+    let root = root.display();
+    ensure!(!files.is_empty(), "there are no sources in {root}: give a text with --text");
+    Ok(files)
 }
 
 /// A file, or the text files in a folder in the order of their names, without hidden ones and build
@@ -406,7 +371,7 @@ mod tests {
         let line = "x".repeat(1000) + "\n";
         let whole = line.repeat(3000) + "end";
         std::fs::write(file.path(), &whole).unwrap();
-        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap().1).collect();
+        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap()).collect();
         assert_eq!(found.concat(), whole.as_bytes());
         assert_eq!(found.len(), 3);
         assert!(found[..2].iter().all(|piece| piece.ends_with(b"x\n")));
@@ -417,7 +382,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let whole = "x".to_string() + &"\u{e9}".repeat((PIECE + LONGEST_LINE) as usize / 2 + 9);
         std::fs::write(file.path(), &whole).unwrap();
-        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap().1).collect();
+        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap()).collect();
         assert_eq!(found.len(), 2);
         assert!(found.iter().all(|piece| std::str::from_utf8(piece).is_ok()));
         assert!(found.concat() == whole.as_bytes());

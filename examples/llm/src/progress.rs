@@ -73,6 +73,7 @@ pub struct Progress {
 impl Progress {
     pub fn new(settings: &Settings, done: i64, peak: Option<f64>) -> Progress {
         let tokens_per_step = settings.tokens_per_step() as f64;
+        let flops_per_token = settings.model.flops_per_token(settings.lora.is_some());
         let now = Instant::now();
         Progress {
             bar: (stderr().is_terminal() && !is_silent()).then(|| bar(settings.steps)),
@@ -81,7 +82,7 @@ impl Progress {
             other: Duration::ZERO,
             last: (done, now),
             tokens_per_step,
-            flops_per_step: tokens_per_step * settings.flops_per_token(),
+            flops_per_step: tokens_per_step * flops_per_token,
             peak,
             lines: done * PLAIN_LINES / settings.steps,
             speeds: Vec::new(),

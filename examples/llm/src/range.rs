@@ -4,9 +4,13 @@ use anyhow::{Result, ensure};
 use std::fmt::Debug;
 
 /// Refuses a number that is not between these two, which it may also be.
-pub fn check<T: PartialOrd + Debug>(option: &str, value: T, [low, high]: [T; 2]) -> Result<()> {
+pub fn check<T: PartialOrd + Debug + Copy>(
+    option: &str,
+    value: T,
+    [low, high]: [T; 2],
+) -> Result<()> {
     ensure!(
-        low <= value && value <= high,
+        (low..=high).contains(&value),
         "{option} {value:?} is out of range: give {low:?} to {high:?}"
     );
     Ok(())

@@ -129,9 +129,9 @@ pub fn run(options: &SampleOptions) -> Result<()> {
         text.ends.clear();
     }
     let mut times = Vec::new();
-    let mut shown = Shown::new(tokenizer, &text);
+    let mut shown = Shown::new(&text);
     if options.count == 1 {
-        show(&shown.begin()?)?;
+        show(&text.whole(&text.prompt)?)?;
     }
     let rows = text.generate(&options.drawing, options.length, options.count, |rows| {
         times.push(begun.elapsed());
@@ -241,11 +241,8 @@ impl<'a> Text<'a> {
         let sizes = [count as i64, self.prompt.len() as i64 + length];
         let vocabulary = self.tokenizer.len() as i64;
         let mut decoder = Decoder::new(self.model, vocabulary, drawing, sizes)?;
-        let from = |rows: &[Vec<u32>], first: usize| -> Vec<Vec<u32>> {
-            rows.iter().map(|row| row[first..].to_vec()).collect()
-        };
         let mut first = self.prompt.len().saturating_sub(context);
-        decoder.start(&from(&rows, first))?;
+        decoder.start(&rows, first)?;
         decoder.send()?;
         for done in 1..=length as usize {
             let len = self.prompt.len() + done;
@@ -270,7 +267,7 @@ impl<'a> Text<'a> {
             if !goes_on {
                 // Positions are absolute, so the second half is computed again, as the first half.
                 first = len - context.div_ceil(2);
-                decoder.start(&from(&rows, first))?;
+                decoder.start(&rows, first)?;
             }
             decoder.send()?;
         }
@@ -282,14 +279,13 @@ impl<'a> Text<'a> {
 
     /// What is shown of a row.
     fn whole(&self, row: &[u32]) -> Result<String> {
-        Ok(self.tokenizer.decode(&row[self.hidden..])?.chars().map(printable).collect())
+        Ok(printable(&self.tokenizer.decode(&row[self.hidden..])?))
     }
 }
 
 /// A text that is shown while it is generated.
 struct Shown<'a> {
     tokenizer: &'a Tokenizer,
-    prompt: &'a [u32],
     /// Tokens before this one have been shown.
     shown: usize,
     /// Tokens from this one to `shown` are decoded again, because what a token is depends on them.
@@ -297,14 +293,9 @@ struct Shown<'a> {
 }
 
 impl<'a> Shown<'a> {
-    fn new(tokenizer: &'a Tokenizer, text: &'a Text<'_>) -> Self {
-        let (shown, before) = (text.prompt.len(), text.hidden);
-        Shown { tokenizer, prompt: &text.prompt, shown, before }
-    }
-
-    fn begin(&self) -> Result<String> {
-        let text = self.tokenizer.decode(&self.prompt[self.before..])?;
-        Ok(text.chars().map(printable).collect())
+    /// The prompt is shown already.
+    fn new(text: &Text<'a>) -> Self {
+        Shown { tokenizer: text.tokenizer, shown: text.prompt.len(), before: text.hidden }
     }
 
     /// The text of the row's tokens that were not shown, unless they end within a character.
@@ -318,13 +309,13 @@ impl<'a> Shown<'a> {
             return Ok(String::new());
         }
         (self.before, self.shown) = (self.shown, row.len());
-        Ok(new.chars().map(printable).collect())
+        Ok(printable(new))
     }
 }
 
 /// Replaces control characters: a generated one must not control the terminal.
-fn printable(c: char) -> char {
-    if c.is_control() && c != '\n' && c != '\t' { char::REPLACEMENT_CHARACTER } else { c }
+fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{FFFD}")
 }
 
 #[cfg(test)]
@@ -444,8 +435,8 @@ pub mod tests {
         let row: Vec<u32> =
             "aé\u{1F600}b\u{1}é".bytes().chain([0xff, b'c']).map(u32::from).collect();
         let text = text(&model, &bytes, &row[..1], &[]);
-        let mut shown = Shown::new(&bytes, &text);
-        let mut pieces = vec![shown.begin().unwrap()];
+        let mut shown = Shown::new(&text);
+        let mut pieces = vec![text.whole(&text.prompt).unwrap()];
         for len in 2..=row.len() {
             pieces.push(shown.next(&row[..len]).unwrap());
         }

@@ -141,11 +141,6 @@ impl Settings {
         self.updates.muon_lr.map_or(1.0, |rate| self.lr / rate)
     }
 
-    /// The operations of a step per token, without those of adapters.
-    pub fn flops_per_token(&self) -> f64 {
-        self.model.flops_per_token(self.lora.is_some())
-    }
-
     /// Tokens of a step.
     pub fn tokens_per_step(&self) -> i64 {
         self.batch * self.accumulate * self.model.context

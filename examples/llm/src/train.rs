@@ -7,7 +7,7 @@ use crate::device;
 use crate::files::{self, Taken, clean_folder, take_folder, write_bytes};
 use crate::log::{self, Curves, Log};
 use crate::model::Model;
-use crate::options::TrainOptions;
+use crate::options::{TrainOptions, name_of};
 use crate::origin::{Origin, model_tensors};
 use crate::plot::{self, Curve};
 use crate::prepare::{self, Prepared};
@@ -20,6 +20,7 @@ use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
 use crate::trained::State;
 use anyhow::{Context, Result, anyhow, ensure};
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -37,10 +38,10 @@ pub fn run(options: &TrainOptions) -> Result<()> {
 fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()> {
     options.check(device)?;
     let mut main = ranks.on_main(|| Main::prepare(options, device, ranks.size()))?;
-    let settings = ranks.share(&main.as_ref().map(|main| main.settings.clone()))?;
-    let mut settings = settings.context("rank 0 sent no settings")?;
-    options.changes.recomputed.set(&mut settings.model);
-    let mut run = Run::new(options, settings, ranks, device, main.as_mut())?;
+    let plan = ranks.share(&main.as_ref().map(|main| main.plan.clone()))?;
+    let mut plan = plan.context("rank 0 sent no plan")?;
+    options.changes.recomputed.set(&mut plan.settings.model);
+    let mut run = Run::new(options, plan, ranks, device, main.as_mut())?;
     run.train()?;
     run.trainer.drop_graphs();
     ranks.leave()?;
@@ -50,10 +51,18 @@ fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()>
     }
 }
 
-/// What only rank 0 has: the files of the run.
-struct Main {
+/// What rank 0 tells the others.
+#[derive(Clone, Serialize, Deserialize)]
+struct Plan {
     settings: Settings,
     apart: Option<Apart>,
+    /// Where the tokens are, once the new ones are in place.
+    data: PathBuf,
+}
+
+/// What only rank 0 has: the files of the run.
+struct Main {
+    plan: Plan,
     checkpoint: Option<Checkpoint>,
     init: Option<Origin>,
     data: Data,
@@ -116,7 +125,8 @@ impl Main {
         Division::new(settings.batch, settings.accumulate, 0, ranks)?;
         let apart = Apart::of(settings.documents, tokens, tokenizer, settings.model.context)?;
         windows(&settings, apart, tokens, options.eval_windows)?;
-        Ok(Main { settings, apart, checkpoint, init, data, _out })
+        let plan = Plan { settings, apart, data: data.folder.clone() };
+        Ok(Main { plan, checkpoint, init, data, _out })
     }
 }
 
@@ -238,7 +248,7 @@ impl<'a> Run<'a> {
     /// removes what an earlier run left when all that its input can spoil was done.
     fn new(
         options: &'a TrainOptions,
-        settings: Settings,
+        Plan { settings, apart, data }: Plan,
         ranks: &'a Ranks,
         device: Device,
         mut main: Option<&mut Main>,
@@ -257,20 +267,15 @@ impl<'a> Run<'a> {
         // All ranks get the weights of rank 0.
         let init = main.as_mut().and_then(|main| main.init.take());
         let init = init.filter(|_| checkpoint.is_none() || is_frozen);
-        ranks.on_main(|| match &init {
-            Some(init) => begin_with(init, &model, &settings),
-            None => Ok(()),
-        })?;
+        let init = init.as_ref();
+        ranks.on_main(|| init.map_or(Ok(()), |init| begin_with(init, &model, &settings)))?;
         if let Some(lora) = &settings.lora {
             model.adapt(lora, seed)?;
-            ranks.on_main(|| match init.as_ref().and_then(|init| init.adapter.as_ref()) {
-                Some(adapter) => adapter.copy_into(&model),
-                None => Ok(()),
-            })?;
+            let adapter = init.and_then(|init| init.adapter.as_ref());
+            ranks.on_main(|| adapter.map_or(Ok(()), |adapter| adapter.copy_into(&model)))?;
         }
         model.set_precision(settings.precision)?;
         let model = Rc::new(model);
-        let apart = ranks.share(&main.as_ref().and_then(|main| main.apart))?;
         let how = &options.how;
         let mut trainer = Trainer::new(model.clone(), &settings, apart, ranks, division, how)?;
         let mut step = 0;
@@ -280,21 +285,21 @@ impl<'a> Run<'a> {
             say(&format!("continues after step {step}, from {}", checkpoint.path.display()))?;
         }
         // The files are changed last, and then the other ranks may read them.
-        let files = ranks.on_main(|| match main.as_mut() {
-            Some(main) => begin(options, &mut main.data, checkpoint.is_none(), step).map(Some),
-            None => Ok(None),
+        let log = ranks.on_main(|| {
+            let main = main.as_mut().context("rank 0 has no files")?;
+            begin(options, &mut main.data, checkpoint.is_none(), step)
         })?;
-        let folder = ranks.share(&main.as_ref().map(|main| main.data.folder.clone()))?;
-        let folder = folder.context("rank 0 sent no folder")?;
         let tokens = match &main {
             Some(main) => Rc::clone(&main.data.tokens),
-            None => tokens_of_others(&folder, &settings)?,
+            None => tokens_of_others(&data, &settings)?,
         };
         let (order, held_out) = windows(&settings, apart, &tokens, options.eval_windows)?;
-        let peak = peak(&settings, device).map(|peak| peak * ranks.size() as f64);
+        // To compare with: the rate in the kind in which products are computed.
+        let peak = settings.precision.half().and_then(|_| device::peak_tflops(device));
+        let peak = peak.map(|peak| peak * ranks.size() as f64);
         let run = Run {
             loader: Loader::new(tokens, order, division, context, apart, device)?,
-            log: files.flatten(),
+            log,
             peak: options.peak.or(peak),
             saved: checkpoint.map(|_| step),
             unread: Vec::new(),
@@ -338,7 +343,7 @@ impl<'a> Run<'a> {
             model.context,
             model.vocabulary,
             model.parameters() as f64 / 1e6,
-            precision.name(),
+            name_of(precision),
             if is_apart { ", documents apart" } else { "" },
             if model.recompute_layers { ", layers computed again" } else { "" }
         ))
@@ -376,9 +381,6 @@ impl<'a> Run<'a> {
     /// Copies the losses since the last call to the host. On a GPU, this is the only time at which a
     /// step waits for the device.
     fn read_losses(&mut self, progress: &mut Progress) -> Result<()> {
-        if self.unread.is_empty() {
-            return Ok(());
-        }
         let losses = self.ranks.means(&on_host(&std::mem::take(&mut self.unread))?)?;
         let first = self.step - losses.len() as i64 + 1;
         if let Some(place) = losses.iter().position(|loss| !loss.is_finite()) {
@@ -480,11 +482,6 @@ fn begin_with(init: &Origin, model: &Model, settings: &Settings) -> Result<()> {
          model"
     );
     init.copy_into(model).context("--init cannot be loaded into a model of this run's sizes")
-}
-
-/// The rate to compare with: that of the kind in which products are computed.
-fn peak(settings: &Settings, device: Device) -> Option<f64> {
-    settings.precision.half().and_then(|_| device::peak_tflops(device))
 }
 
 /// What stands before the names of the optimizer's tensors in a checkpoint.
