@@ -46,7 +46,7 @@ pub struct TrainerOptions {
 
 /// A model in training.
 pub struct Trainer {
-    step: Step<Trained, Closure>,
+    step: Step<Box<dyn Trained>, Closure>,
     division: Division,
     adamw_lr_ratio: f64,
     /// The seed of dropout, if there is any.
@@ -105,7 +105,7 @@ impl Trainer {
     /// The optimizer's state, on the rank that `is_main`, where the model has all master weights then.
     /// All ranks call it.
     pub fn state(&self, model: &Model, is_main: bool) -> Result<Option<State>> {
-        Ok(self.step.optimizer().state(is_main, &model.masters())?)
+        Ok(self.step.optimizer().whole_state(is_main, &model.masters())?)
     }
 
     /// Takes over a state of [`Trainer::state`], on all ranks. The weights come first.
@@ -115,19 +115,7 @@ impl Trainer {
 
     /// What DDP has measured, if there are several ranks.
     pub fn ddp_statistics(&self) -> Result<Option<serde_json::Value>> {
-        #[cfg(feature = "distributed")]
-        if let Trained::Ddp(optimizer) = self.step.optimizer() {
-            let found = optimizer.ddp().statistics()?;
-            let ms = |time: std::time::Duration| 1e3 * time.as_secs_f64();
-            return Ok(Some(serde_json::json!({
-                "backward_ms": ms(found.backward),
-                "communication_ms": ms(found.communication),
-                "overlap_ms": ms(found.overlap),
-                "overlap_share": found.overlap_share(),
-                "bucket_bytes": found.buckets,
-            })));
-        }
-        Ok(None)
+        Ok(self.step.optimizer().ddp_statistics()?)
     }
 
     /// What was captured.
@@ -182,7 +170,7 @@ fn together(
     apart: Option<Apart>,
     ranks: &Ranks,
     options: &TrainerOptions,
-) -> Result<(Trained, Closure)> {
+) -> Result<(Box<dyn Trained>, Closure)> {
     let share = apart.map(|apart| apart.learned_share()).or(settings.data.learned_share());
     let loss = move |model: &Model, batch: &[Tensor]| match share {
         None => model.loss(batch, None, true, Reduction::Mean),
@@ -209,8 +197,7 @@ fn together(
             }
             sharded.bucket_mb = options.bucket_mb.unwrap_or(sharded.bucket_mb);
             let optimizer = ShardedOptimizer::new(group, optimizer, &sharded)?;
-            let optimizer = Trained::Sharded(Box::new(optimizer));
-            return Ok((optimizer, Box::new(move |batch| loss(&model, batch))));
+            return Ok((Box::new(optimizer), Box::new(move |batch| loss(&model, batch))));
         }
         let mut ddp = DdpOptions::default();
         if options.half_gradients {
@@ -218,8 +205,8 @@ fn together(
         }
         ddp.bucket_cap_mb = options.bucket_mb.unwrap_or(ddp.bucket_cap_mb);
         let ddp = Ddp::new(group, model.trained(), ddp)?;
-        let optimizer = Trained::Ddp(ddp.guard(optimizer)?);
+        let optimizer = Box::new(ddp.guard(optimizer)?);
         return Ok((optimizer, Box::new(move |batch| ddp.forward(|| loss(&model, batch)))));
     }
-    Ok((Trained::Alone(optimizer), Box::new(move |batch| loss(&model, batch))))
+    Ok((Box::new(optimizer), Box::new(move |batch| loss(&model, batch))))
 }
