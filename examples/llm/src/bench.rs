@@ -108,7 +108,7 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     let windows_needed = (settings.steps * settings.batch) as u64;
     let starts: Vec<usize> = (0..windows_needed).map(|window| order.start(window)).collect();
     let context = settings.model.context as usize;
-    let all = windows(&tokens, Part::Train, starts.into_iter(), context, None)?;
+    let all = windows(&tokens, Part::Train, &starts, context, None)?;
     let shape = [2, settings.steps, settings.batch, settings.model.context];
     let batches = all.f_view(shape)?.f_to_kind(Kind::Int)?;
     let batches = BTreeMap::from([("batches".to_string(), batches)]);

@@ -98,7 +98,7 @@ pub const IGNORED: i64 = -100;
 pub fn windows(
     tokens: &Tokens,
     part: Part,
-    starts: impl ExactSizeIterator<Item = usize>,
+    starts: &[usize],
     context: usize,
     apart: Option<Apart>,
 ) -> Result<Tensor> {
@@ -106,8 +106,8 @@ pub fn windows(
     let (mut inputs, mut targets) = (vec![0; rows * context], vec![0; rows * context]);
     let mut window = vec![0; context + 1];
     let mut begins = Vec::new();
-    for (row, start) in starts.enumerate() {
-        tokens.read(part, start, &mut window);
+    for (row, start) in starts.iter().enumerate() {
+        tokens.read(part, *start, &mut window);
         for (place, pair) in (row * context..).zip(window.windows(2)) {
             // Tokens that are not learned are inverted.
             inputs[place] = pair[0].max(!pair[0]);
@@ -161,7 +161,7 @@ impl Loader {
             let first = division.first_row(index);
             let starts: Vec<usize> =
                 (first..first + division.rows as u64).map(|window| order.start(window)).collect();
-            windows(&tokens, Part::Train, starts.into_iter(), context as usize, apart)
+            windows(&tokens, Part::Train, &starts, context as usize, apart)
         };
         let borders = borders(apart, division.rows as usize) as i64;
         Loader::from(Box::new(source), [division.rows, context, borders], device)
@@ -312,7 +312,6 @@ impl HeldOut {
     fn batch(&self, starts: &[usize], device: Device) -> Result<Vec<Tensor>> {
         let HeldOut { tokens, context, apart, .. } = self;
         let borders = borders(*apart, starts.len()) as i64;
-        let starts = starts.iter().copied();
         let on_host = windows(tokens, Part::HeldOut, starts, *context, *apart)?;
         batch(&on_host.f_to_device(device)?, *context as i64, borders)
     }

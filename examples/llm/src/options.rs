@@ -91,7 +91,8 @@ impl Size {
     pub fn model(self, vocabulary: usize) -> ModelConfig {
         let ([context, layers, heads, dim], ..) = self.numbers();
         ModelConfig {
-            vocabulary: padded(vocabulary),
+            // Rows in multiples of 64, so that the products of the last layer are fast.
+            vocabulary: vocabulary.next_multiple_of(64) as i64,
             context,
             layers,
             heads,
@@ -126,11 +127,6 @@ impl Size {
 /// What the command line calls a value.
 pub fn name_of(value: &impl ValueEnum) -> String {
     value.to_possible_value().map_or(String::new(), |value| value.get_name().to_string())
-}
-
-/// The rows of an embedding: a multiple of 64, so that the products of the last layer are fast.
-pub fn padded(vocabulary: usize) -> i64 {
-    vocabulary.next_multiple_of(64) as i64
 }
 
 #[derive(Debug, Args)]

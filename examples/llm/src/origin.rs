@@ -101,7 +101,7 @@ impl Origin {
     /// The same, to generate text: on a GPU in the kind of the run's products, weights and all.
     pub fn model_for_text(&self, device: Device) -> Result<Model> {
         let mut model = self.model(device)?;
-        if self.precision(device) != Precision::F32 && device.is_cuda() {
+        if device.is_cuda() && self.precision != Some(Precision::F32) {
             model.set_precision(Precision::Bf16True)?;
         }
         Ok(model)
@@ -141,11 +141,6 @@ impl Origin {
             Weights::Base(base) => return Ok(base.clone()),
         };
         Ok(Base { folder: self.folder.clone(), checksum })
-    }
-
-    /// The precision to compute with: that of the run.
-    pub fn precision(&self, device: Device) -> Precision {
-        self.precision.unwrap_or(Precision::of(device))
     }
 }
 

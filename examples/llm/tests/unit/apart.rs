@@ -34,7 +34,7 @@ fn tokens(count: usize) -> (tempfile::TempDir, Rc<Tokens>) {
 
 /// The inputs, the targets and the borders of a window.
 fn window(tokens: &Tokens, part: Part, start: usize, apart: Apart) -> [Vec<i64>; 3] {
-    let all = windows(tokens, part, [start].into_iter(), CONTEXT, Some(apart)).unwrap();
+    let all = windows(tokens, part, &[start], CONTEXT, Some(apart)).unwrap();
     let all = Vec::<i64>::try_from(all).unwrap();
     let (inputs, rest) = all.split_at(CONTEXT);
     let (targets, borders) = rest.split_at(CONTEXT);
@@ -134,7 +134,7 @@ fn a_window_learns_what_its_documents_learn_alone() {
         };
         let starts = [3, 40, 71, 160];
         let rows = starts.len() as i64;
-        let all = windows(&tokens, Part::Train, starts.into_iter(), CONTEXT, Some(apart)).unwrap();
+        let all = windows(&tokens, Part::Train, &starts, CONTEXT, Some(apart)).unwrap();
         let count = rows * CONTEXT as i64;
         let part = |at| all.narrow(0, at, count).view([rows, -1]);
         let (inputs, targets) = (part(0), part(count));
