@@ -72,20 +72,34 @@ impl<'a> Decoder<'a> {
         tokens.into_iter().map(|token| Ok(u32::try_from(token)?)).collect()
     }
 
-    /// Computes all rows from `first` on anew, which are equally long, and draws the next token of each.
-    pub fn start(&mut self, rows: &[Vec<u32>], first: usize) -> Result<()> {
-        let tokens = rows.iter().flat_map(|row| &row[first..]);
-        let tokens: Vec<i64> = tokens.map(|&token| i64::from(token)).collect();
-        let tokens = Tensor::f_from_slice(&tokens)?.f_view([rows.len() as i64, -1])?;
-        let (tokens, count) = (tokens.f_to_device(self.model.device())?, tokens.size2()?.1);
+    /// Computes all rows anew, which need not be equally long, and draws the next token of each.
+    pub fn start(&mut self, rows: &[&[u32]]) -> Result<()> {
+        let lengths: Vec<i64> = rows.iter().map(|row| row.len() as i64).collect();
+        let longest = lengths.iter().copied().max().unwrap_or(0);
+        // Padded at the end. What is computed of the padding is written over before a row sees it.
+        let padded = |row: &&[u32]| {
+            let tokens = row.iter().map(|&token| i64::from(token));
+            tokens.chain(std::iter::repeat(0)).take(longest as usize).collect::<Vec<_>>()
+        };
+        let tokens: Vec<i64> = rows.iter().flat_map(padded).collect();
+        let tokens = Tensor::f_from_slice(&tokens)?.f_view([rows.len() as i64, longest])?;
+        let tokens = tokens.f_to_device(self.model.device())?;
         self.caches.iter_mut().for_each(|cache| cache.truncate(0));
-        let mut last = None;
-        for from in (0..count).step_by(CHUNK as usize) {
-            let chunk = tokens.f_narrow(1, from, CHUNK.min(count - from))?;
-            last = Some(self.model.continued(&chunk, &mut self.caches)?.f_select(1, -1)?);
+        let mut last: Vec<Option<Tensor>> = rows.iter().map(|_| None).collect();
+        for from in (0..longest).step_by(CHUNK as usize) {
+            let chunk = tokens.f_narrow(1, from, CHUNK.min(longest - from))?;
+            let hidden = self.model.continued(&chunk, &mut self.caches)?;
+            for (row, last) in last.iter_mut().enumerate() {
+                let at = lengths[row] - 1 - from;
+                if (0..CHUNK).contains(&at) {
+                    *last = Some(hidden.f_get(row as i64)?.f_get(at)?);
+                }
+            }
         }
-        let _ = self.places.f_fill_(count)?;
-        Ok(self.draw(&last.context("internal error: an empty prompt")?)?)
+        let last: Option<Vec<Tensor>> = last.into_iter().collect();
+        let last = Tensor::f_stack(&last.context("internal error: an empty row")?, 0)?;
+        self.places.f_copy_(&Tensor::f_from_slice(&lengths)?)?;
+        Ok(self.draw(&last)?)
     }
 
     /// A graph of the next step. What a step before it has changed is set back.
