@@ -156,6 +156,7 @@ impl Bench {
         settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
         settings.updates.optimizer = options.optimizer.unwrap_or(settings.updates.optimizer);
         settings.check()?;
+        options.how.check()?;
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
         }

@@ -4,7 +4,7 @@
 //! have the settings, the step, which also decides the place in the data and the random numbers, and
 //! the checksum of each tensor.
 
-use crate::files::{files_in, write_whole};
+use crate::files::{files_in, is_there, write_whole};
 use crate::ranks::Ranks;
 use crate::settings::Settings;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -108,7 +108,7 @@ impl Stored {
 
 /// The checkpoints of a folder, the newest first.
 fn found(folder: &Path) -> Result<Vec<PathBuf>> {
-    if !folder.exists() {
+    if !is_there(folder) {
         return Ok(vec![]);
     }
     let is_checkpoint = |name: &str| name.starts_with(PREFIX) && name.ends_with(ENDING);
@@ -291,6 +291,16 @@ mod tests {
         let targets = tensors(-1);
         checkpoint.copy_into(&targets).unwrap();
         targets
+    }
+
+    #[test]
+    fn a_link_that_leads_nowhere_is_no_folder_without_checkpoints() {
+        let place = tempfile::tempdir().unwrap();
+        let link = place.path().join("link");
+        assert!(!any(&link).unwrap());
+        std::os::unix::fs::symlink(place.path().join("away"), &link).unwrap();
+        assert!(any(&link).unwrap_err().to_string().starts_with("cannot list"));
+        assert!(newest(&link, |_| ()).is_err());
     }
 
     #[test]

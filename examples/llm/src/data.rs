@@ -293,7 +293,7 @@ impl HeldOut {
         ensure!(
             held_out.learns()?,
             "no token that is held out is learned in the {count} windows of --eval-windows, so that they have no loss: \
-             raise it or --held-out, or give documents with longer completions"
+             raise it; or for a new run, raise --held-out or give documents with longer completions"
         );
         Ok(held_out)
     }

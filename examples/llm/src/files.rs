@@ -2,6 +2,7 @@
 
 use anyhow::{Context, Result, ensure};
 use std::fs::{self, File, Permissions};
+use std::io::ErrorKind;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
@@ -117,14 +118,17 @@ pub fn clean_folder(option: &str, folder: &Path) -> Result<()> {
 /// way. What was made for it goes away again, if nothing was written there.
 pub struct Taken {
     lock: PathBuf,
-    _file: File,
+    file: File,
     _made: Made,
 }
 
 impl Drop for Taken {
-    /// The lock is held until the file is gone, so that this is the file of no other process.
+    /// The lock is held until the file is gone. One that is no longer ours, or has a content, stays.
     fn drop(&mut self) {
-        let _ = fs::remove_file(&self.lock);
+        let is_empty = self.file.metadata().is_ok_and(|file| file.len() == 0);
+        if is_empty && is_at(&self.file, &self.lock) {
+            let _ = fs::remove_file(&self.lock);
+        }
     }
 }
 
@@ -140,30 +144,51 @@ impl Drop for Made {
 
 /// Takes the folder that an option names, which is made if need be, and [cleans](clean_folder) it.
 pub fn take_folder(option: &str, folder: &Path) -> Result<Taken> {
+    // Another process that ends removes its lock, and perhaps the folder, while this one takes it.
+    const TRIES: usize = 20;
     let (name, cannot) = (folder.display(), || cannot_write(option, folder));
     ensure!(
         !folder.exists() || folder.is_dir(),
         "{option} {name} is not a folder: give another one"
     );
+    let mut taken = try_take(folder);
+    for _ in 1..TRIES {
+        match &taken {
+            Err(error) if error.kind() == ErrorKind::NotFound => taken = try_take(folder),
+            _ => break,
+        }
+    }
+    let taken = taken.with_context(cannot)?.with_context(|| {
+        format!("{option} {name} is in use by another process: wait for it, or give another folder")
+    })?;
+    clean_folder(option, folder)?;
+    Ok(taken)
+}
+
+/// `None` if another process has the folder. It is not found if one has just removed the folder or the lock.
+fn try_take(folder: &Path) -> std::io::Result<Option<Taken>> {
+    // Without `.` at the end, under which a folder cannot be removed.
+    let folder: PathBuf = folder.components().collect();
     let missing = folder.ancestors().take_while(|folder| !folder.exists());
     let missing = missing.filter(|folder| !folder.as_os_str().is_empty());
     let made = Made(missing.map(PathBuf::from).collect());
-    fs::create_dir_all(folder).with_context(cannot)?;
+    fs::create_dir_all(&folder)?;
     let lock = folder.join(".lock");
-    let file = File::options().create(true).append(true).open(&lock).with_context(cannot)?;
-    let is_free = match file.try_lock() {
-        // Another process may have ended, and removed the file, since it was opened.
-        Ok(()) => is_at(&file, &lock),
-        Err(fs::TryLockError::WouldBlock) => false,
-        Err(fs::TryLockError::Error(error)) => return Err(error).with_context(cannot),
-    };
-    ensure!(
-        is_free,
-        "{option} {name} is in use by another process: wait for it, or give another folder"
-    );
-    let taken = Taken { lock, _file: file, _made: made };
-    clean_folder(option, folder)?;
-    Ok(taken)
+    let file = File::options().create(true).append(true).open(&lock)?;
+    match file.try_lock() {
+        Ok(()) if !is_at(&file, &lock) => Err(ErrorKind::NotFound.into()),
+        Err(fs::TryLockError::WouldBlock) => Ok(None),
+        locked => {
+            let taken = Taken { lock, file, _made: made };
+            locked.map_err(std::io::Error::from)?;
+            Ok(Some(taken))
+        }
+    }
+}
+
+/// Whether something has this name, which may be a link that leads nowhere now.
+pub fn is_there(path: &Path) -> bool {
+    !fs::symlink_metadata(path).is_err_and(|error| error.kind() == ErrorKind::NotFound)
 }
 
 /// Whether a file that was opened is still the one at this path.
@@ -229,6 +254,20 @@ mod tests {
         fs::write(place.path().join("a/c"), "kept").unwrap();
         drop(again);
         assert_eq!(fs::read_dir(place.path().join("a")).unwrap().count(), 1);
+        // A lock of another process, in a folder that was removed and made again, stays.
+        let removed = take("d").unwrap();
+        fs::remove_dir_all(place.path().join("d")).unwrap();
+        let other = take("d").unwrap();
+        drop(removed);
+        assert!(take("d").is_err() && place.path().join("d/.lock").exists());
+        drop(other);
+        // So does a file of the user's.
+        fs::create_dir(place.path().join("e")).unwrap();
+        fs::write(place.path().join("e/.lock"), "mine").unwrap();
+        drop(take("e/.").unwrap());
+        assert_eq!(fs::read(place.path().join("e/.lock")).unwrap(), b"mine");
+        drop(take("f/.").unwrap());
+        assert!(!place.path().join("f").exists());
         // A killed process leaves its lock.
         fs::write(place.path().join("a/.lock"), "").unwrap();
         drop(take("a").unwrap());

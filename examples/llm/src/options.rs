@@ -372,6 +372,7 @@ impl TrainOptions {
         range::check_above_0("--peak", self.peak.unwrap_or(1.0), 1e9)?;
         range::check("--sample", self.sample, LENGTHS)?;
         self.drawing.check()?;
+        self.how.check()?;
         if self.resume || self.init.is_some() {
             // The sizes are those of a checkpoint.
             return Ok(());

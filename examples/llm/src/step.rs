@@ -5,6 +5,7 @@ use crate::apart::Apart;
 use crate::data::{Loader, mix};
 use crate::device::Precision;
 use crate::model::Model;
+use crate::range;
 use crate::ranks::{Division, Ranks};
 use crate::settings::{Optimizer, Settings};
 use crate::trained::{State, Trained};
@@ -42,6 +43,12 @@ pub struct TrainerOptions {
     /// With several processes, how long one waits for the others
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: i64,
+}
+
+impl TrainerOptions {
+    pub fn check(&self) -> Result<()> {
+        range::check_above_0("--bucket-mb", self.bucket_mb.unwrap_or(1.0), 1e6)
+    }
 }
 
 /// A model in training.

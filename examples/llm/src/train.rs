@@ -4,7 +4,7 @@ use crate::apart::{Apart, Documents};
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
-use crate::files::{self, Taken, clean_folder, take_folder, write_bytes};
+use crate::files::{self, Taken, clean_folder, is_there, take_folder, write_bytes};
 use crate::log::{self, Curves, Log};
 use crate::model::Model;
 use crate::options::{TrainOptions, name_of};
@@ -145,7 +145,7 @@ fn windows(
 /// The checkpoint to continue from. Refuses to begin anew where a run is.
 fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
     let folder = options.out.join(checkpoint::FOLDER);
-    if folder.exists() {
+    if is_there(&folder) {
         clean_folder("--out", &folder)?;
     }
     if options.resume {

@@ -61,7 +61,14 @@ fn a_continued_run_keeps_its_settings() {
 
 #[test]
 fn impossible_numbers_are_refused() {
-    for line in ["--eval-every 0", "--log-every -1", "--sample -1", "--peak 0", "--top-k 0"] {
+    for line in [
+        "--eval-every 0",
+        "--log-every -1",
+        "--sample -1",
+        "--peak 0",
+        "--top-k 0",
+        "--bucket-mb -3",
+    ] {
         let option = line.split(' ').next().unwrap();
         let line = line.replacen(' ', "=", 1);
         let error = options(&line).check(Device::Cpu).unwrap_err().to_string();
