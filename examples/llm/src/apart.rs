@@ -64,7 +64,8 @@ impl Apart {
             for start in (0..count).step_by(some.len()) {
                 tokens.read(part, start, &mut some);
                 for (place, &token) in (start..count).zip(&some) {
-                    let is_learned = token >= 0 && (place == 0 || first != place);
+                    // No token comes before the first one of a document, from which it is learned.
+                    let is_learned = token >= 0 && place != first;
                     learned += usize::from(part == Part::Train && is_learned);
                     if token.max(!token) != end {
                         continue;

@@ -3,23 +3,25 @@
 
 use crate::data::{Loader, Order, windows};
 use crate::device::{self, Precision};
-use crate::files::{prepare_folder, write_bytes, write_whole};
+use crate::files::{read_text, take_folder, write_json};
 use crate::lora::Lora;
 use crate::model::Model;
-use crate::options::Size;
+use crate::options::{Recomputed, Size};
 use crate::progress::say;
+use crate::range;
 use crate::ranks::{Division, Ranks};
-use crate::settings::{DataId, Optimizer, Settings};
-use crate::step::{Trainer, TrainerOptions};
+use crate::settings::{Optimizer, Settings};
+use crate::step::{Trainer, TrainerOptions, on_host};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
+use std::collections::BTreeMap;
 use std::io::BufRead;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::Instant;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 use tch_extension::cuda;
 use tch_extension::nn::state_dict;
 
@@ -53,37 +55,17 @@ pub struct BenchOptions {
     /// Train adapters of this rank with frozen weights; --write writes those to begin with
     #[arg(long, value_name = "RANK")]
     pub lora: Option<i64>,
-    /// What updates the matrices of the blocks; AdamW updates all else
-    #[arg(long, value_enum, value_name = "NAME", default_value = "adamw")]
-    pub optimizer: Optimizer,
-    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    pub device: String,
+    /// What updates the matrices of the blocks; AdamW updates all else [default: what was given with
+    /// --write, or adamw]
+    #[arg(long, value_enum, value_name = "NAME")]
+    pub optimizer: Option<Optimizer>,
     /// Kinds of weights, features and products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     pub precision: Option<Precision>,
-    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
-    /// memory
-    #[arg(long)]
-    pub recompute: bool,
-    /// Keep only the input of each layer, and compute the layer again in the backward pass
-    #[arg(long)]
-    pub recompute_layers: bool,
-    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
-    #[arg(long)]
-    pub no_capture: bool,
-    /// With several processes, round the gradients that they exchange to BFloat16
-    #[arg(long)]
-    pub half_gradients: bool,
-    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
-    #[arg(long)]
-    pub sharded: bool,
-    /// With several processes, how many MiB of gradients are sent at once
-    #[arg(long, value_name = "MIB")]
-    pub bucket_mb: Option<f64>,
-    /// With several processes, how long one waits for the others
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
-    pub timeout: i64,
+    #[command(flatten)]
+    pub recomputed: Recomputed,
+    #[command(flatten)]
+    pub how: TrainerOptions,
     /// Train as many steps as each line on stdin says, and print the result of each
     #[arg(long)]
     pub by_line: bool,
@@ -98,18 +80,9 @@ pub fn run(options: &BenchOptions, begun: Instant) -> Result<()> {
 }
 
 fn write(options: &BenchOptions, data: &Path) -> Result<()> {
-    ensure!(
-        (1..=1_000_000).contains(&options.steps),
-        "--steps {} is out of range: give 1 to 1000000",
-        options.steps
-    );
+    range::check("--steps", options.steps, [1, 1_000_000])?;
     let tokens = Tokens::open(data)?;
-    let id = DataId {
-        vocabulary: String::new(),
-        tokens: tokens.len(Part::Train),
-        checksum: tokens.checksum(),
-        learned: tokens.learned(),
-    };
+    let id = tokens.id(String::new());
     let mut settings = options.size.settings(Device::Cpu, tokens.vocabulary(), id);
     if let Some(rows) = options.rows_of_embedding {
         ensure!(
@@ -121,11 +94,12 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     }
     (settings.steps, settings.accumulate, settings.seed) = (options.steps, 1, options.seed);
     settings.warm_up = settings.warm_up.min(options.steps / 10);
+    settings.updates.optimizer = options.optimizer.unwrap_or_default();
     settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
     settings.check()?;
     let mut model = Model::new(&settings.model, Device::Cpu, settings.seed)?;
     let order = Order::new(tokens.len(Part::Train), settings.model.context, settings.seed)?;
-    prepare_folder("--inputs", &options.inputs)?;
+    let _inputs = take_folder("--inputs", &options.inputs)?;
     state_dict::save(&model.variables, options.inputs.join(WEIGHTS), &Default::default())?;
     if let Some(lora) = settings.lora.take() {
         model.adapt(&lora, settings.seed)?;
@@ -134,15 +108,13 @@ fn write(options: &BenchOptions, data: &Path) -> Result<()> {
     let windows_needed = (settings.steps * settings.batch) as u64;
     let starts: Vec<usize> = (0..windows_needed).map(|window| order.start(window)).collect();
     let context = settings.model.context as usize;
-    let all = windows(&tokens, Part::Train, starts.into_iter(), context, None)?;
+    let all = windows(&tokens, Part::Train, &starts, context, None)?;
     let shape = [2, settings.steps, settings.batch, settings.model.context];
     let batches = all.f_view(shape)?.f_to_kind(Kind::Int)?;
-    write_whole(&options.inputs.join(BATCHES), |path| {
-        Ok(Tensor::write_safetensors(&[("batches", &batches)], path)?)
-    })?;
+    let batches = BTreeMap::from([("batches".to_string(), batches)]);
+    state_dict::save_tensors(&batches, options.inputs.join(BATCHES))?;
     let rates = (0..settings.steps).map(|step| settings.learning_rate(step)).collect();
-    let inputs = serde_json::to_string_pretty(&Inputs { rates, settings })?;
-    write_bytes(&options.inputs.join(SETTINGS), inputs)?;
+    write_json(&options.inputs.join(SETTINGS), &Inputs { rates, settings })?;
     say(&format!("{} batches in {}", options.steps, options.inputs.display()))
 }
 
@@ -169,24 +141,22 @@ struct Bench {
 
 impl Bench {
     fn new(options: &BenchOptions, begun: Instant) -> Result<Bench> {
-        let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
+        let (ranks, device) = Ranks::join(&options.how.device, options.how.timeout)?;
         ensure!(
             ranks.size() == 1 || !options.by_line,
             "--by-line is for one process: leave it out with {}",
             ranks.size()
         );
         let file = options.inputs.join(SETTINGS);
-        let text = std::fs::read_to_string(&file).with_context(|| {
-            format!("cannot read {} (make --inputs with `bench --write`)", file.display())
-        })?;
+        let text = read_text(&file, "make --inputs with `bench --write`")?;
         let Inputs { rates, mut settings } = serde_json::from_str(&text)
             .with_context(|| format!("{} is not what --write makes", file.display()))?;
         settings.precision = options.precision.unwrap_or(Precision::of(device));
-        settings.model.recompute = options.recompute;
-        settings.model.recompute_layers = options.recompute_layers;
+        options.recomputed.set(&mut settings.model);
         settings.lora = options.lora.map(|rank| Lora::new(rank, &settings.model));
-        settings.updates.optimizer = options.optimizer;
+        settings.updates.optimizer = options.optimizer.unwrap_or(settings.updates.optimizer);
         settings.check()?;
+        options.how.check()?;
         if device.is_cuda() {
             cuda::reset_peak_memory_stats(device)?;
         }
@@ -202,13 +172,8 @@ impl Bench {
         let all_rows = settings.batch * ranks.size() as i64;
         let division = Division::new(all_rows, 1, ranks.rank(), ranks.size())?;
         let loader = loader(&options.inputs.join(BATCHES), &settings, division, device)?;
-        let how = TrainerOptions {
-            capture: !options.no_capture,
-            half_gradients: options.half_gradients,
-            sharded: options.sharded,
-            bucket_mb: options.bucket_mb,
-        };
-        let trainer = Trainer::new(Rc::new(model), &settings, None, &ranks, division, &how)?;
+        let (model, how) = (Rc::new(model), &options.how);
+        let trainer = Trainer::new(model, &settings, None, &ranks, division, how)?;
         let ready = begun.elapsed().as_secs_f64();
         let (first_step, step) = (None, 0);
         Ok(Bench { ranks, device, settings, rates, trainer, loader, ready, first_step, step })
@@ -275,12 +240,9 @@ impl Bench {
             self.step += 1;
         }
         // Copying the losses to the host waits for the device.
-        let losses = Tensor::f_stack(&losses, 0)?.f_to_kind(Kind::Double)?;
-        let losses = losses.f_to_device(Device::Cpu)?;
+        let losses = on_host(&losses)?;
         let seconds = begun.elapsed().as_secs_f64();
-        self.ranks.sum(&losses)?;
-        let losses: Vec<f64> = losses.try_into()?;
-        Ok((seconds, losses.into_iter().map(|sum| sum / self.ranks.size() as f64).collect()))
+        Ok((seconds, self.ranks.means(&losses)?))
     }
 
     fn summary(&self) -> Result<serde_json::Value> {
@@ -290,8 +252,8 @@ impl Bench {
         };
         let mib = |bytes: u64| bytes as f64 / (1 << 20) as f64;
         Ok(json!({
-            "device": device::describe(self.device),
-            "precision": self.settings.precision.name(),
+            "device": device::describe(self.device)?,
+            "precision": self.settings.precision,
             "world": self.ranks.size(),
             "batch": self.settings.batch,
             "ddp": self.trainer.ddp_statistics()?,
@@ -308,9 +270,8 @@ impl Bench {
 /// Loads the batches of a file, from the beginning again after the last one.
 fn loader(file: &Path, settings: &Settings, division: Division, device: Device) -> Result<Loader> {
     let name = file.display();
-    let tensors = Tensor::read_safetensors(file).with_context(|| format!("cannot read {name}"))?;
-    let found = tensors.into_iter().find(|(name, _)| name == "batches");
-    let (_, batches) = found.with_context(|| format!("{name} has no tensor \"batches\""))?;
+    let found = state_dict::load_tensors(file)?.remove("batches");
+    let batches = found.with_context(|| format!("{name} has no tensor \"batches\""))?;
     let (rows, context) = (settings.batch, settings.model.context);
     let size = batches.size();
     ensure!(

@@ -4,7 +4,7 @@
 //! have the settings, the step, which also decides the place in the data and the random numbers, and
 //! the checksum of each tensor.
 
-use crate::files::write_whole;
+use crate::files::{files_in, is_there, write_whole};
 use crate::ranks::Ranks;
 use crate::settings::Settings;
 use anyhow::{Context, Result, anyhow, bail, ensure};
@@ -75,9 +75,7 @@ pub fn save(
     })?;
     // Newer ones were damaged: the run resumed before them.
     let (newer, mut others) = found(folder)?.into_iter().partition::<Vec<_>, _>(|old| *old > path);
-    for old in newer.into_iter().chain(others.drain(KEPT.min(others.len())..)) {
-        std::fs::remove_file(&old).with_context(|| format!("cannot remove {}", old.display()))?;
-    }
+    remove(newer.into_iter().chain(others.drain(KEPT.min(others.len())..)))?;
     Ok(path)
 }
 
@@ -110,19 +108,11 @@ impl Stored {
 
 /// The checkpoints of a folder, the newest first.
 fn found(folder: &Path) -> Result<Vec<PathBuf>> {
-    if !folder.exists() {
+    if !is_there(folder) {
         return Ok(vec![]);
     }
-    let cannot = || format!("cannot list {}", folder.display());
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(folder).with_context(cannot)? {
-        let path = entry.with_context(cannot)?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if name.starts_with(PREFIX) && name.ends_with(ENDING) {
-            files.push(path);
-        }
-    }
-    files.sort();
+    let is_checkpoint = |name: &str| name.starts_with(PREFIX) && name.ends_with(ENDING);
+    let mut files = files_in(folder, is_checkpoint)?;
     files.reverse();
     Ok(files)
 }
@@ -134,7 +124,11 @@ pub fn any(folder: &Path) -> Result<bool> {
 
 /// Removes all checkpoints of a folder.
 pub fn remove_all(folder: &Path) -> Result<()> {
-    for file in found(folder)? {
+    remove(found(folder)?)
+}
+
+fn remove(files: impl IntoIterator<Item = PathBuf>) -> Result<()> {
+    for file in files {
         std::fs::remove_file(&file).with_context(|| format!("cannot remove {}", file.display()))?;
     }
     Ok(())
@@ -297,6 +291,16 @@ mod tests {
         let targets = tensors(-1);
         checkpoint.copy_into(&targets).unwrap();
         targets
+    }
+
+    #[test]
+    fn a_link_that_leads_nowhere_is_no_folder_without_checkpoints() {
+        let place = tempfile::tempdir().unwrap();
+        let link = place.path().join("link");
+        assert!(!any(&link).unwrap());
+        std::os::unix::fs::symlink(place.path().join("away"), &link).unwrap();
+        assert!(any(&link).unwrap_err().to_string().starts_with("cannot list"));
+        assert!(newest(&link, |_| ()).is_err());
     }
 
     #[test]

@@ -2,11 +2,12 @@
 
 use crate::device::Precision;
 use crate::family::{Llama, Member};
+use crate::range;
 use anyhow::{Result, ensure};
 use serde::{Deserialize, Serialize};
 
 /// The sizes of a model.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModelConfig {
     /// The number of rows of the embedding: at least the number of tokens.
     pub vocabulary: i64,
@@ -37,19 +38,11 @@ impl ModelConfig {
     /// Checks what the layers would otherwise panic about, and keeps products of sizes far from
     /// overflow.
     pub fn check(&self) -> Result<()> {
-        let sizes = [
-            ("--vocabulary-size", self.vocabulary, 1 << 24),
-            ("--context", self.context, 1 << 20),
-            ("--layers", self.layers, 1 << 10),
-            ("--heads", self.heads, 1 << 10),
-            ("--dim", self.dim, 1 << 16),
-        ];
-        for (option, value, most) in sizes {
-            ensure!(
-                (1..=most).contains(&value),
-                "{option} {value} is out of range: give 1 to {most}"
-            );
-        }
+        range::check("--vocabulary-size", self.vocabulary, [1, 1 << 24])?;
+        range::check("--context", self.context, [1, 1 << 20])?;
+        range::check("--layers", self.layers, [1, 1 << 10])?;
+        range::check("--heads", self.heads, [1, 1 << 10])?;
+        range::check("--dim", self.dim, [1, 1 << 16])?;
         ensure!(
             self.llama.as_ref().is_some_and(|llama| llama.member != Member::Llama)
                 || self.dim % self.heads == 0,
@@ -57,11 +50,7 @@ impl ModelConfig {
             self.dim,
             self.heads
         );
-        ensure!(
-            (0.0..1.0).contains(&self.dropout),
-            "--dropout {:?} is out of range: give 0 or more, below 1",
-            self.dropout
-        );
+        range::check_below_1("--dropout", self.dropout)?;
         self.llama.as_ref().map_or(Ok(()), |llama| llama.check(self))
     }
 
@@ -107,7 +96,8 @@ impl ModelConfig {
     }
 
     /// The operations of a training step per token: six for each parameter in a product, four if it is
-    /// frozen, and those of attention, as if it were not causal. nanoGPT and PaLM count in the same way.
+    /// frozen, and those of attention, as if it were not causal. nanoGPT and PaLM count in the same way. Those of
+    /// adapters are left out.
     pub fn flops_per_token(&self, is_frozen: bool) -> f64 {
         let each = if is_frozen { 4 } else { 6 };
         let products = each * (self.parameters() - self.looked_up());

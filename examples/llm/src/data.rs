@@ -1,14 +1,13 @@
 //! Which tokens a step is trained on, and how they come to the device.
 
 use crate::apart::Apart;
+use crate::device::PinnedCopies;
 use crate::ranks::{Division, Ranks};
 use crate::tokens::{Part, Tokens};
 use anyhow::{Result, ensure};
 use std::rc::Rc;
 use tch::{Device, Kind, Tensor};
-use tch_extension::args;
 use tch_extension::cuda::{Event, Stream, StreamGuard};
-use tch_extension::library::Operator;
 
 /// The order in which windows of the text are trained on: each once an epoch, in an order and at an
 /// offset that the seed and the epoch decide. So a number of a window says where it is, and a
@@ -99,7 +98,7 @@ pub const IGNORED: i64 = -100;
 pub fn windows(
     tokens: &Tokens,
     part: Part,
-    starts: impl ExactSizeIterator<Item = usize>,
+    starts: &[usize],
     context: usize,
     apart: Option<Apart>,
 ) -> Result<Tensor> {
@@ -107,8 +106,8 @@ pub fn windows(
     let (mut inputs, mut targets) = (vec![0; rows * context], vec![0; rows * context]);
     let mut window = vec![0; context + 1];
     let mut begins = Vec::new();
-    for (row, start) in starts.enumerate() {
-        tokens.read(part, start, &mut window);
+    for (row, start) in starts.iter().enumerate() {
+        tokens.read(part, *start, &mut window);
         for (place, pair) in (row * context..).zip(window.windows(2)) {
             // Tokens that are not learned are inverted.
             inputs[place] = pair[0].max(!pair[0]);
@@ -162,7 +161,7 @@ impl Loader {
             let first = division.first_row(index);
             let starts: Vec<usize> =
                 (first..first + division.rows as u64).map(|window| order.start(window)).collect();
-            windows(&tokens, Part::Train, starts.into_iter(), context as usize, apart)
+            windows(&tokens, Part::Train, &starts, context as usize, apart)
         };
         let borders = borders(apart, division.rows as usize) as i64;
         Loader::from(Box::new(source), [division.rows, context, borders], device)
@@ -198,9 +197,8 @@ impl Loader {
 
 /// Two batches on the device: one in use, and one that is being copied.
 struct Ahead {
-    copies: Stream,
-    /// `copy_`, of which tch has only the form that waits for the copy.
-    copy: Operator,
+    stream: Stream,
+    copies: PinnedCopies,
     slots: [Slot; 2],
 }
 
@@ -213,19 +211,17 @@ struct Slot {
 
 impl Ahead {
     fn new(numbers: i64, device: Device) -> Result<Ahead> {
-        // tch's form passes a device, about which libtorch prints a warning.
-        let pin = Operator::find("aten::pin_memory")?;
+        let copies = PinnedCopies::new()?;
         let slot = || -> Result<Slot> {
-            let pageable = Tensor::f_zeros([numbers], (Kind::Int64, Device::Cpu))?;
             Ok(Slot {
-                pinned: pin.call(args![&pageable])?,
+                pinned: copies.memory(&[numbers])?,
                 on_device: Tensor::f_zeros([numbers], (Kind::Int64, device))?,
                 copied: Event::without_timing(device)?,
                 holds: None,
             })
         };
-        let copy = Operator::find("aten::copy_")?.no_grad();
-        Ok(Ahead { copies: Stream::new(device)?, copy, slots: [slot()?, slot()?] })
+        let slots = [slot()?, slot()?];
+        Ok(Ahead { stream: Stream::new(device)?, copies, slots })
     }
 
     fn has(&self, index: u64) -> bool {
@@ -240,10 +236,9 @@ impl Ahead {
             slot.copied.synchronize()?;
         }
         slot.pinned.f_copy_(batch)?;
-        self.copies.wait_stream(&Stream::current(slot.on_device.device())?)?;
-        let _guard = StreamGuard::new(&self.copies)?;
-        let _: Tensor =
-            self.copy.call(args![&slot.on_device, &slot.pinned, non_blocking = true])?;
+        self.stream.wait_stream(&Stream::current(slot.on_device.device())?)?;
+        let _guard = StreamGuard::new(&self.stream)?;
+        self.copies.begin(&slot.on_device, &slot.pinned)?;
         slot.copied.record()?;
         slot.holds = Some(index);
         Ok(())
@@ -294,7 +289,31 @@ impl HeldOut {
         );
         let count = (count as usize).min(windows);
         let starts = (0..count).map(|index| index * windows / count * context).collect();
-        Ok(HeldOut { tokens, starts, rows: rows as usize, context, apart })
+        let held_out = HeldOut { tokens, starts, rows: rows as usize, context, apart };
+        ensure!(
+            held_out.learns()?,
+            "no token that is held out is learned in the {count} windows of --eval-windows, so that they have no loss: \
+             raise it; or for a new run, raise --held-out or give documents with longer completions"
+        );
+        Ok(held_out)
+    }
+
+    /// Whether a token is learned in some window.
+    fn learns(&self) -> Result<bool> {
+        for starts in self.starts.chunks(self.rows) {
+            let targets = &self.batch(starts, Device::Cpu)?[1];
+            if targets.f_ne(IGNORED)?.f_any()?.f_int64_value(&[])? != 0 {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn batch(&self, starts: &[usize], device: Device) -> Result<Vec<Tensor>> {
+        let HeldOut { tokens, context, apart, .. } = self;
+        let borders = borders(*apart, starts.len()) as i64;
+        let on_host = windows(tokens, Part::HeldOut, starts, *context, *apart)?;
+        batch(&on_host.f_to_device(device)?, *context as i64, borders)
     }
 
     /// This rank's part of the batches. The last one of all may have fewer rows.
@@ -304,13 +323,8 @@ impl HeldOut {
         ranks: &Ranks,
     ) -> impl Iterator<Item = Result<Vec<Tensor>>> + '_ {
         let all = self.starts.chunks(self.rows);
-        all.skip(ranks.rank()).step_by(ranks.size()).map(move |starts| {
-            let HeldOut { tokens, context, apart, .. } = self;
-            let borders = borders(*apart, starts.len()) as i64;
-            let starts = starts.iter().copied();
-            let on_host = windows(tokens, Part::HeldOut, starts, *context, *apart)?;
-            batch(&on_host.f_to_device(device)?, *context as i64, borders)
-        })
+        let own = all.skip(ranks.rank()).step_by(ranks.size());
+        own.map(move |starts| self.batch(starts, device))
     }
 }
 

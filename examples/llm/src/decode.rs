@@ -1,13 +1,12 @@
 //! Generates tokens for the rows of a batch. On a GPU a token is one replay of a captured graph, in
 //! which everything stays on the device: each row's place, its cache, and the token that is drawn.
 
+use crate::device::PinnedCopies;
 use crate::model::Model;
 use crate::sample::Drawing;
-use anyhow::{Context, Result, ensure};
-use tch::{Device, Kind, Tensor};
-use tch_extension::args;
+use anyhow::{Context, Result};
+use tch::{Kind, Tensor};
 use tch_extension::cuda::{Event, Graph};
-use tch_extension::library::Operator;
 use tch_extension::nn::KvCache;
 
 /// Tokens of a prompt that are computed at a time, which bounds the memory that they take.
@@ -15,13 +14,6 @@ const CHUNK: i64 = 1024;
 
 /// Rows that are generated together.
 pub struct Decoder<'a> {
-    step: Step<'a>,
-    graph: Option<Graph>,
-    reads: Reads,
-}
-
-/// What the step of a token needs, and leaves for the next one.
-struct Step<'a> {
     model: &'a Model,
     drawing: &'a Drawing,
     /// Tokens from here on are padding of the embedding.
@@ -31,6 +23,8 @@ struct Step<'a> {
     tokens: Tensor,
     /// `[B]`: how many tokens the caches have.
     places: Tensor,
+    graph: Option<Graph>,
+    reads: Reads,
 }
 
 impl<'a> Decoder<'a> {
@@ -42,93 +36,68 @@ impl<'a> Decoder<'a> {
         [rows, most]: [i64; 2],
     ) -> Result<Self> {
         let like = (Kind::Int64, model.device());
-        let vocabulary = vocabulary.min(model.config.vocabulary);
-        let step = Step {
+        let tokens = Tensor::f_zeros([rows, 1], like)?;
+        Ok(Decoder {
             model,
             drawing,
-            vocabulary,
+            vocabulary: vocabulary.min(model.config.vocabulary),
             caches: model.caches(most),
-            tokens: Tensor::f_zeros([rows, 1], like)?,
             places: Tensor::f_zeros([rows], like)?,
-        };
-        let reads = match model.device().is_cuda() {
-            true => Reads::OfDevice(Pinned::new(&step.tokens)?),
-            false => Reads::OfHost(step.tokens.copy()),
-        };
-        Ok(Decoder { step, graph: None, reads })
-    }
-
-    /// Computes the prompts of all rows anew, and draws the first token of each.
-    pub fn start(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
-        self.step.start(prompts)
+            graph: None,
+            reads: Reads::new(&tokens)?,
+            tokens,
+        })
     }
 
     /// Draws the next tokens, for which the context must have a place.
     pub fn next(&mut self) -> Result<()> {
         // Autocast keeps casts of weights, which a graph must not, and the CPU has no graphs.
-        let model = self.step.model;
-        if self.graph.is_none() && model.device().is_cuda() && !model.autocasts() {
-            self.graph = Some(self.step.captured()?);
+        if self.graph.is_none() && self.model.device().is_cuda() && !self.model.autocasts() {
+            self.graph = Some(self.captured()?);
         }
         match &self.graph {
             Some(graph) => Ok(graph.replay()?),
-            None => Ok(self.step.next()?),
+            None => Ok(self.step()?),
         }
     }
 
     /// Begins to copy the last tokens to the host.
     pub fn send(&mut self) -> Result<()> {
-        match &mut self.reads {
-            Reads::OfDevice(pinned) => pinned.send(&self.step.tokens),
-            Reads::OfHost(tokens) => Ok(tokens.f_copy_(&self.step.tokens)?),
-        }
+        self.reads.send(&self.tokens)
     }
 
     /// The tokens that were sent last. More steps may have been started since.
     pub fn read(&self) -> Result<Vec<u32>> {
-        let tokens = match &self.reads {
-            Reads::OfDevice(pinned) => pinned.read()?,
-            Reads::OfHost(tokens) => tokens.shallow_clone(),
-        };
-        let tokens: Vec<i64> = tokens.f_view([-1])?.try_into()?;
+        let tokens: Vec<i64> = self.reads.read()?.f_view([-1])?.try_into()?;
         tokens.into_iter().map(|token| Ok(u32::try_from(token)?)).collect()
     }
-}
 
-impl Step<'_> {
-    fn start(&mut self, prompts: &[Vec<u32>]) -> Result<()> {
-        let rows = self.places.size1()?;
-        let lengths: Vec<i64> = prompts.iter().map(|prompt| prompt.len() as i64).collect();
+    /// Computes all rows anew, which need not be equally long, and draws the next token of each.
+    pub fn start(&mut self, rows: &[&[u32]]) -> Result<()> {
+        let lengths: Vec<i64> = rows.iter().map(|row| row.len() as i64).collect();
         let longest = lengths.iter().copied().max().unwrap_or(0);
-        ensure!(
-            prompts.len() as i64 == rows && lengths.iter().all(|&length| length > 0),
-            "internal error: {} prompts for {rows} rows, or an empty one",
-            prompts.len()
-        );
         // Padded at the end. What is computed of the padding is written over before a row sees it.
-        let mut padded = vec![0_i64; (rows * longest) as usize];
-        for (row, prompt) in prompts.iter().enumerate() {
-            for (at, &token) in prompt.iter().enumerate() {
-                padded[row * longest as usize + at] = i64::from(token);
-            }
-        }
-        let device = self.model.device();
-        let padded = Tensor::f_from_slice(&padded)?.f_view([rows, longest])?.f_to_device(device)?;
+        let padded = |row: &&[u32]| {
+            let tokens = row.iter().map(|&token| i64::from(token));
+            tokens.chain(std::iter::repeat(0)).take(longest as usize).collect::<Vec<_>>()
+        };
+        let tokens: Vec<i64> = rows.iter().flat_map(padded).collect();
+        let tokens = Tensor::f_from_slice(&tokens)?.f_view([rows.len() as i64, longest])?;
+        let tokens = tokens.f_to_device(self.model.device())?;
         self.caches.iter_mut().for_each(|cache| cache.truncate(0));
-        let mut last: Vec<Option<Tensor>> = (0..rows).map(|_| None).collect();
+        let mut last: Vec<Option<Tensor>> = rows.iter().map(|_| None).collect();
         for from in (0..longest).step_by(CHUNK as usize) {
-            let count = CHUNK.min(longest - from);
-            let chunk = padded.f_narrow(1, from, count)?;
+            let chunk = tokens.f_narrow(1, from, CHUNK.min(longest - from))?;
             let hidden = self.model.continued(&chunk, &mut self.caches)?;
             for (row, last) in last.iter_mut().enumerate() {
                 let at = lengths[row] - 1 - from;
-                if (0..count).contains(&at) {
+                if (0..CHUNK).contains(&at) {
                     *last = Some(hidden.f_get(row as i64)?.f_get(at)?);
                 }
             }
         }
         let last: Option<Vec<Tensor>> = last.into_iter().collect();
-        let last = Tensor::f_stack(&last.context("internal error: a prompt without an end")?, 0)?;
+        let last = Tensor::f_stack(&last.context("internal error: an empty row")?, 0)?;
         self.places.f_copy_(&Tensor::f_from_slice(&lengths)?)?;
         Ok(self.draw(&last)?)
     }
@@ -136,13 +105,13 @@ impl Step<'_> {
     /// A graph of the next step. What a step before it has changed is set back.
     fn captured(&mut self) -> Result<Graph> {
         let (tokens, places) = (self.tokens.copy(), self.places.copy());
-        self.next()?;
+        self.step()?;
         self.tokens.f_copy_(&tokens)?;
         self.places.f_copy_(&places)?;
-        Ok(Graph::capture(self.model.device(), || self.next())?.0)
+        Ok(Graph::capture(self.model.device(), || self.step())?.0)
     }
 
-    fn next(&mut self) -> tch_extension::Result<()> {
+    fn step(&mut self) -> tch_extension::Result<()> {
         let hidden = self.model.placed(&self.tokens, &self.places, &mut self.caches)?;
         let _ = self.places.f_add_scalar_(1)?;
         self.draw(&hidden.f_select(1, 0)?)
@@ -157,47 +126,51 @@ impl Step<'_> {
 }
 
 /// Tokens on their way to the host, which reads them while the next step is computed.
-enum Reads {
-    OfHost(Tensor),
-    OfDevice(Pinned),
-}
-
-struct Pinned {
-    copy: Operator,
+struct Reads {
+    /// On a GPU.
+    copies: Option<PinnedCopies>,
     /// Of the tokens that were sent last, and of those before: a copy may still be under way.
-    slots: [(Tensor, Event); 2],
+    slots: [(Tensor, Option<Event>); 2],
     sent: usize,
 }
 
-impl Pinned {
-    fn new(tokens: &Tensor) -> Result<Pinned> {
-        let pin = Operator::find("aten::pin_memory")?;
-        let slot = || -> Result<(Tensor, Event)> {
-            let pageable = Tensor::f_zeros(tokens.size(), (Kind::Int64, Device::Cpu))?;
-            Ok((pin.call(args![&pageable])?, Event::without_timing(tokens.device())?))
+impl Reads {
+    fn new(tokens: &Tensor) -> Result<Reads> {
+        let device = tokens.device();
+        let copies = device.is_cuda().then(PinnedCopies::new).transpose()?;
+        let slot = || match &copies {
+            Some(copies) => {
+                anyhow::Ok((copies.memory(&tokens.size())?, Some(Event::without_timing(device)?)))
+            }
+            None => Ok((tokens.f_zeros_like()?, None)),
         };
-        let copy = Operator::find("aten::copy_")?.no_grad();
-        Ok(Pinned { copy, slots: [slot()?, slot()?], sent: 0 })
+        let slots = [slot()?, slot()?];
+        Ok(Reads { copies, slots, sent: 0 })
     }
 
     fn send(&mut self, tokens: &Tensor) -> Result<()> {
         self.sent += 1;
-        let (pinned, copied) = &self.slots[self.sent % 2];
-        let _: Tensor = self.copy.call(args![pinned, tokens, non_blocking = true])?;
-        Ok(copied.record()?)
+        let (on_host, copied) = &mut self.slots[self.sent % 2];
+        match (&self.copies, copied) {
+            (Some(copies), Some(copied)) => {
+                copies.begin(on_host, tokens)?;
+                Ok(copied.record()?)
+            }
+            _ => Ok(on_host.f_copy_(tokens)?),
+        }
     }
 
     fn read(&self) -> Result<Tensor> {
-        let (pinned, copied) = &self.slots[self.sent % 2];
-        copied.synchronize()?;
-        Ok(pinned.copy())
+        let (on_host, copied) = &self.slots[self.sent % 2];
+        copied.as_ref().map_or(Ok(()), Event::synchronize)?;
+        Ok(on_host.copy())
     }
 }
 
-impl Drop for Pinned {
+impl Drop for Reads {
     /// Waits for the last copies, whose memory goes away.
     fn drop(&mut self) {
-        for (_, copied) in &self.slots {
+        for copied in self.slots.iter().filter_map(|(_, copied)| copied.as_ref()) {
             // If the device failed, there is nothing to wait for.
             let _ = copied.synchronize();
         }

@@ -1,9 +1,9 @@
 //! Where a model runs, in which kind, and how fast that device could be.
 
 use anyhow::{Result, bail, ensure};
-use std::process::Command;
-use tch::{Cuda, Device, Kind};
-use tch_extension::cuda;
+use tch::{Cuda, Device, Kind, Tensor};
+use tch_extension::library::Operator;
+use tch_extension::{args, cuda};
 
 /// The device that `--device` names.
 pub fn parse(name: &str) -> Result<Device> {
@@ -66,15 +66,6 @@ impl Precision {
     pub fn half(self) -> Option<Kind> {
         (self != Precision::F32).then_some(Kind::BFloat16)
     }
-
-    pub fn name(self) -> &'static str {
-        match self {
-            Precision::F32 => "f32",
-            Precision::Bf16 => "bf16",
-            Precision::Bf16Mixed => "bf16-mixed",
-            Precision::Bf16True => "bf16-true",
-        }
-    }
 }
 
 /// Refuses what cannot fit in main memory. Linux grants memory that it does not have and later kills
@@ -98,29 +89,41 @@ fn available_bytes() -> Option<u64> {
     Some(kibibytes << 10)
 }
 
-/// The name of a device, as far as it is known.
-pub fn describe(device: Device) -> String {
-    match device {
-        Device::Cuda(index) => {
-            let name = gpu_name(index).unwrap_or_else(|| "a GPU".to_string());
-            format!("cuda:{index}, {name}")
-        }
-        _ => format!("cpu, {} threads", tch::get_num_threads()),
+/// Copies between a GPU and pinned memory for which the host does not wait.
+pub struct PinnedCopies {
+    pin: Operator,
+    /// `copy_`, of which tch has only the form that waits.
+    copy: Operator,
+}
+
+impl PinnedCopies {
+    pub fn new() -> Result<PinnedCopies> {
+        // tch's form passes a device, about which libtorch prints a warning.
+        let pin = Operator::find("aten::pin_memory")?;
+        Ok(PinnedCopies { pin, copy: Operator::find("aten::copy_")?.no_grad() })
+    }
+
+    /// Pinned memory of so many numbers, of kind Int64.
+    pub fn memory(&self, size: &[i64]) -> Result<Tensor> {
+        let pageable = Tensor::f_zeros(size, (Kind::Int64, Device::Cpu))?;
+        Ok(self.pin.call(args![&pageable])?)
+    }
+
+    /// Begins a copy on the current stream.
+    pub fn begin(&self, to: &Tensor, from: &Tensor) -> Result<()> {
+        let _: Tensor = self.copy.call(args![to, from, non_blocking = true])?;
+        Ok(())
     }
 }
 
-/// The device's name by the driver's own program. It does not know of `CUDA_VISIBLE_DEVICES`, which
-/// is a list of its indices or identifiers.
-fn gpu_name(index: usize) -> Option<String> {
-    let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok().filter(|list| !list.is_empty());
-    let id = match &visible {
-        Some(list) => list.split(',').nth(index)?.trim().to_string(),
-        None => index.to_string(),
-    };
-    let query = ["--query-gpu=name", "--format=csv,noheader", "-i", &id];
-    let output = Command::new("nvidia-smi").args(query).output().ok()?;
-    let name = String::from_utf8(output.stdout).ok()?.lines().next()?.trim().to_string();
-    (output.status.success() && !name.is_empty()).then_some(name)
+/// The name of a device.
+pub fn describe(device: Device) -> Result<String> {
+    match device {
+        Device::Cuda(index) => {
+            Ok(format!("cuda:{index}, {}", cuda::device_properties(device)?.name))
+        }
+        _ => Ok(format!("cpu, {} threads", tch::get_num_threads())),
+    }
 }
 
 /// A GPU's peak rate of BFloat16 products with sums in Float, without sparsity, in TFLOP/s, from
@@ -142,8 +145,7 @@ const PEAKS: [(&str, f64); 12] = [
 
 /// The peak rate of a device in BFloat16, in TFLOP/s, if its name is known.
 pub fn peak_tflops(device: Device) -> Option<f64> {
-    let Device::Cuda(index) = device else { return None };
-    peak_of(&gpu_name(index)?)
+    peak_of(&cuda::device_properties(device).ok()?.name)
 }
 
 fn peak_of(name: &str) -> Option<f64> {

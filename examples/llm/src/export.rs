@@ -1,11 +1,12 @@
 //! To and from models in Hugging Face's format, with adapters in their weights.
 
 use crate::checkpoint;
-use crate::device::{self, Precision};
+use crate::device;
 use crate::family;
-use crate::files::{take_folder, write_bytes};
+use crate::files::{read_text, take_folder, write_json};
 use crate::lora;
 use crate::model::{Model, ModelConfig};
+use crate::options::Size;
 use crate::origin::{Origin, model_tensors};
 use crate::progress::say;
 use crate::settings::{DataId, Settings};
@@ -63,12 +64,12 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
     let is_whole = options.merge || options.adapter.is_some();
     if let Some(adapter) = origin.adapter.as_ref().filter(|_| !is_whole) {
-        let _lock = take_folder("--to", &options.to)?;
+        let _to = take_folder("--to", &options.to)?;
         adapter.write(&options.to, &origin.config, &origin.base()?.folder)?;
         return say(&format!("{}, in PEFT's format in {}", origin.name, options.to.display()));
     }
     let (model, tokenizer) = (origin.model(Device::Cpu)?, &origin.tokenizer);
-    let _lock = take_folder("--to", &options.to)?;
+    let _to = take_folder("--to", &options.to)?;
     let (begin, end) = (tokenizer.begin_of_text()?, tokenizer.end_of_text());
     let begin = begin.first().copied().or(end);
     let config = family::to_json(&model.config, begin, end)?;
@@ -86,17 +87,17 @@ pub fn export(options: &ExportOptions) -> Result<()> {
     )?;
     let generation = json!({"eos_token_id": config["eos_token_id"]});
     for (name, value) in [(CONFIG, config), (GENERATION, generation)] {
-        write_bytes(&options.to.join(name), serde_json::to_string_pretty(&value)?)?;
+        write_json(&options.to.join(name), &value)?;
     }
     tokenizer.save(&options.to)?;
-    let of_tokenizer = serde_json::to_string_pretty(&json!({
+    let of_tokenizer = json!({
         "bos_token": begin.and_then(|token| tokenizer.name(token)),
         "eos_token": end.and_then(|token| tokenizer.name(token)),
         "clean_up_tokenization_spaces": false,
         "model_max_length": model.config.context,
         "tokenizer_class": "PreTrainedTokenizerFast"
-    }))?;
-    write_bytes(&options.to.join("tokenizer_config.json"), of_tokenizer)?;
+    });
+    write_json(&options.to.join("tokenizer_config.json"), &of_tokenizer)?;
     say(&format!("{}, in Hugging Face's format in {}", origin.name, options.to.display()))
 }
 
@@ -120,7 +121,7 @@ pub fn import(options: &ImportOptions) -> Result<()> {
     device::check_memory(Device::Cpu, 8 * config.parameters() as u64)?;
     let model = Model::zeros(&config, Device::Cpu)?;
     load(&options.from, &model)?;
-    let _lock = take_folder("--to", &options.to)?;
+    let _to = take_folder("--to", &options.to)?;
     let run = options.to.join(checkpoint::FOLDER);
     ensure!(
         !checkpoint::any(&run)?,
@@ -135,25 +136,8 @@ pub fn import(options: &ImportOptions) -> Result<()> {
 
 /// The settings of a run that was imported: those of no training.
 fn settings_of(model: ModelConfig, tokenizer: &Tokenizer) -> Settings {
-    let data =
-        DataId { vocabulary: tokenizer.hash_in_hex(), tokens: 0, checksum: 0, learned: None };
-    Settings {
-        model,
-        precision: Precision::F32,
-        batch: 1,
-        accumulate: 1,
-        steps: 1,
-        lr: 1e-4,
-        warm_up: 0,
-        updates: Default::default(),
-        weight_decay: 0.0,
-        clip: 1.0,
-        seed: 1,
-        data,
-        documents: Default::default(),
-        lora: None,
-        source: Default::default(),
-    }
+    let data = DataId { vocabulary: tokenizer.hash_in_hex(), ..Default::default() };
+    Settings { model, steps: 1, warm_up: 0, ..Size::Mini.settings(Device::Cpu, 0, data) }
 }
 
 /// Whether a folder has a model in Hugging Face's format.
@@ -183,10 +167,8 @@ pub fn read(folder: &Path) -> Result<(ModelConfig, Tokenizer)> {
 }
 
 pub fn read_json(file: &Path) -> Result<Value> {
-    let cannot =
-        || format!("cannot read {} (give a folder that save_pretrained wrote)", file.display());
     ensure!(!file.exists() || file.is_file(), "{} is no file", file.display());
-    let text = std::fs::read_to_string(file).with_context(cannot)?;
+    let text = read_text(file, "give a folder that save_pretrained wrote")?;
     serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))
 }
 
@@ -289,11 +271,7 @@ mod tests {
             layers: 2,
             heads: 2,
             dim: 8,
-            dropout: 0.0,
-            recompute: false,
-            recompute_layers: false,
-            llama: None,
-            ends: vec![],
+            ..Default::default()
         };
         let _alone = crate::sample::tests::alone();
         let model = Model::new(&config, Device::Cpu, 5).unwrap();

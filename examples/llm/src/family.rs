@@ -1,6 +1,7 @@
 //! The families of models, as Hugging Face's `config.json` describes them.
 
 use crate::model::ModelConfig;
+use crate::range;
 use crate::settings::exact;
 use anyhow::{Context, Result, bail, ensure};
 use serde::de::DeserializeOwned;
@@ -89,20 +90,12 @@ impl Scaling {
 impl Llama {
     /// Checks what the layers would otherwise panic about.
     pub fn check(&self, config: &ModelConfig) -> Result<()> {
-        let sizes = [
-            ("num_key_value_heads", self.kv_heads, config.heads),
-            ("head_dim", self.head_dim, 1 << 10),
-            ("intermediate_size", self.hidden, 1 << 20),
-            ("max_position_embeddings", self.positions, 1 << 30),
-            (
-                "--context",
-                config.context,
-                self.window.unwrap_or(self.positions).min(self.positions),
-            ),
-        ];
-        for (key, value, most) in sizes {
-            ensure!((1..=most).contains(&value), "{key} {value} is out of range: give 1 to {most}");
-        }
+        let most_context = self.window.unwrap_or(self.positions).min(self.positions);
+        range::check("num_key_value_heads", self.kv_heads, [1, config.heads])?;
+        range::check("head_dim", self.head_dim, [1, 1 << 10])?;
+        range::check("intermediate_size", self.hidden, [1, 1 << 20])?;
+        range::check("max_position_embeddings", self.positions, [1, 1 << 30])?;
+        range::check("--context", config.context, [1, most_context])?;
         ensure!(
             config.heads % self.kv_heads == 0,
             "{} heads are no multiple of num_key_value_heads {}",
@@ -110,11 +103,7 @@ impl Llama {
             self.kv_heads
         );
         ensure!(self.head_dim % 2 == 0, "head_dim {} is odd, and cannot be rotated", self.head_dim);
-        ensure!(
-            (0.0..1.0).contains(&self.eps),
-            "rms_norm_eps {:?} is out of range: give 0 or more, below 1",
-            self.eps
-        );
+        range::check_below_1("rms_norm_eps", self.eps)?;
         // What is wrong with the angles, the tables' function says.
         let (scaling, options) = (self.scaling.of_tables(), (Kind::Float, Device::Cpu));
         let _ = f_scaled_rope_tables(1, 2, self.theta, scaling, options)?;
@@ -143,6 +132,7 @@ pub fn read(config: &Value, generation: &Value) -> Result<ModelConfig> {
         "it has a quantization_config: give a model that is not quantized"
     );
     let name = &config["model_type"];
+    ensure!(!name.is_null(), "it lacks the model_type: give gpt2, llama, mistral, qwen2 or qwen3");
     let model = match Member::deserialize(name) {
         Ok(member) => read_llama(config, member)?,
         Err(_) if *name == "gpt2" => read_gpt2(config)?,
@@ -163,9 +153,9 @@ pub fn given<T: DeserializeOwned>(config: &Value, key: &str) -> Result<Option<T>
     T::deserialize(value).map(Some).with_context(|| format!("{key} is {value}, not of kind {kind}"))
 }
 
-/// A number of the configuration.
-fn size(config: &Value, key: &str) -> Result<i64> {
-    given(config, key)?.with_context(|| format!("it lacks the number {key:?}"))
+/// A value that must be there.
+pub fn required<T: DeserializeOwned>(config: &Value, key: &str) -> Result<T> {
+    given(config, key)?.with_context(|| format!("it lacks {key:?}"))
 }
 
 /// Tokens after which a text ends: one, or a list. Those of a `generation_config.json` come first.
@@ -192,7 +182,7 @@ fn check_variant(config: &Value, expected: &[(&str, &[Value])]) -> Result<()> {
 }
 
 fn read_gpt2(config: &Value) -> Result<ModelConfig> {
-    let dim = size(config, "n_embd")?;
+    let dim: i64 = required(config, "n_embd")?;
     let expected: [(&str, &[Value]); 6] = [
         ("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")]),
         ("n_inner", &[json!(dim.saturating_mul(4))]),
@@ -203,16 +193,13 @@ fn read_gpt2(config: &Value) -> Result<ModelConfig> {
     ];
     check_variant(config, &expected)?;
     Ok(ModelConfig {
-        vocabulary: size(config, "vocab_size")?,
-        context: size(config, "n_positions")?,
-        layers: size(config, "n_layer")?,
-        heads: size(config, "n_head")?,
+        vocabulary: required(config, "vocab_size")?,
+        context: required(config, "n_positions")?,
+        layers: required(config, "n_layer")?,
+        heads: required(config, "n_head")?,
         dim,
         dropout: given(config, "resid_pdrop")?.unwrap_or(0.0),
-        recompute: false,
-        recompute_layers: false,
-        llama: None,
-        ends: vec![],
+        ..Default::default()
     })
 }
 
@@ -225,9 +212,10 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
             ("partial_rotary_factor", &[json!(1.0), json!(1)]),
         ],
     )?;
-    let (dim, heads) = (size(config, "hidden_size")?, size(config, "num_attention_heads")?);
+    let dim: i64 = required(config, "hidden_size")?;
+    let heads: i64 = required(config, "num_attention_heads")?;
     let (theta, scaling) = rope(config)?;
-    let positions = size(config, "max_position_embeddings")?;
+    let positions: i64 = required(config, "max_position_embeddings")?;
     // Absent values are those of transformers' classes.
     let is = |key: &str| Ok::<_, anyhow::Error>(given(config, key)?.unwrap_or(false));
     let head_dim = if member == Member::Qwen3 { 128 } else { dim / heads.max(1) };
@@ -241,20 +229,17 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
         _ => Some(given(config, "sliding_window")?.unwrap_or(4096)),
     };
     Ok(ModelConfig {
-        vocabulary: size(config, "vocab_size")?,
+        vocabulary: required(config, "vocab_size")?,
         // Up to the window, every token sees all before it.
         context: window.unwrap_or(positions).min(positions).min(MOST_CONTEXT),
-        layers: size(config, "num_hidden_layers")?,
+        layers: required(config, "num_hidden_layers")?,
         heads,
         dim,
-        dropout: 0.0,
-        recompute: false,
-        recompute_layers: false,
         llama: Some(Llama {
             member,
             kv_heads: given(config, "num_key_value_heads")?.unwrap_or(kv_heads),
             head_dim: given(config, "head_dim")?.unwrap_or(head_dim),
-            hidden: size(config, "intermediate_size")?,
+            hidden: required(config, "intermediate_size")?,
             eps: given(config, "rms_norm_eps")?.unwrap_or(1e-6),
             theta,
             scaling,
@@ -263,7 +248,7 @@ fn read_llama(config: &Value, member: Member) -> Result<ModelConfig> {
             positions,
             window,
         }),
-        ends: vec![],
+        ..Default::default()
     })
 }
 

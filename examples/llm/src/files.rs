@@ -1,8 +1,9 @@
 //! Files that are written completely or not at all, and the files of a folder.
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use std::fs::{self, File, Permissions};
-use std::os::unix::fs::PermissionsExt;
+use std::io::ErrorKind;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// The ending of a file that is still being written.
@@ -66,6 +67,11 @@ pub fn write_bytes(target: &Path, bytes: impl AsRef<[u8]>) -> Result<()> {
     write_whole(target, |path| Ok(fs::write(path, bytes)?))
 }
 
+/// [`write_bytes`] of a value as JSON.
+pub fn write_json(target: &Path, value: &impl serde::Serialize) -> Result<()> {
+    write_bytes(target, serde_json::to_string_pretty(value)?)
+}
+
 fn folder_of(target: &Path) -> &Path {
     target.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
@@ -80,58 +86,125 @@ fn temporary(folder: &Path, name: &str) -> std::io::Result<tempfile::NamedTempFi
         .tempfile_in(folder)
 }
 
-/// Makes the folder that an option names, if need be.
-fn make_folder(option: &str, folder: &Path) -> Result<()> {
-    let name = folder.display();
-    ensure!(
-        !folder.exists() || folder.is_dir(),
-        "{option} {name} is not a folder: give another one"
-    );
-    fs::create_dir_all(folder).with_context(|| cannot_write(option, folder))
-}
-
 fn cannot_write(option: &str, folder: &Path) -> String {
     format!("cannot write to {option} {} (give a folder that you may write to)", folder.display())
 }
 
-/// [`make_folder`], which also removes what a killed run was still writing, and checks that files can
-/// be written there.
-pub fn prepare_folder(option: &str, folder: &Path) -> Result<()> {
-    make_folder(option, folder)?;
-    let cannot = || cannot_write(option, folder);
+/// The files in a folder with such names, sorted.
+pub fn files_in(folder: &Path, is_wanted: impl Fn(&str) -> bool) -> Result<Vec<PathBuf>> {
+    let cannot = || format!("cannot list {}", folder.display());
+    let mut files = Vec::new();
     for entry in fs::read_dir(folder).with_context(cannot)? {
         let entry = entry.with_context(cannot)?;
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if name.starts_with('.') && name.ends_with(PARTIAL) {
-            fs::remove_file(entry.path()).with_context(cannot)?;
+        if is_wanted(&entry.file_name().to_string_lossy()) {
+            files.push(entry.path());
         }
+    }
+    files.sort();
+    Ok(files)
+}
+
+/// Removes what a killed run was still writing, and checks that files can be written there.
+pub fn clean_folder(option: &str, folder: &Path) -> Result<()> {
+    let cannot = || cannot_write(option, folder);
+    for file in files_in(folder, |name| name.starts_with('.') && name.ends_with(PARTIAL))? {
+        fs::remove_file(file).with_context(cannot)?;
     }
     temporary(folder, "probe").with_context(cannot)?;
     Ok(())
 }
 
-/// [`lock`] and [`prepare_folder`].
-pub fn take_folder(option: &str, folder: &Path) -> Result<File> {
-    make_folder(option, folder)?;
-    let lock = lock(option, folder)?;
-    prepare_folder(option, folder)?;
-    Ok(lock)
+/// A folder that other processes are kept out of until this is dropped or the process ends, in whatever
+/// way. What was made for it goes away again, if nothing was written there.
+pub struct Taken {
+    lock: PathBuf,
+    file: File,
+    _made: Made,
 }
 
-/// Keeps other processes out of a folder until it is dropped or the process ends, in whatever way.
-pub fn lock(option: &str, folder: &Path) -> Result<File> {
-    let path = folder.join(".lock");
-    let cannot = || cannot_write(option, folder);
-    let file = File::options().create(true).append(true).open(&path).with_context(cannot)?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(fs::TryLockError::WouldBlock) => bail!(
-            "{option} {} is in use by another process: wait for it, or give another folder",
-            folder.display()
-        ),
-        Err(fs::TryLockError::Error(error)) => Err(error).with_context(cannot),
+impl Drop for Taken {
+    /// The lock is held until the file is gone. One that is no longer ours, or has a content, stays.
+    fn drop(&mut self) {
+        let is_empty = self.file.metadata().is_ok_and(|file| file.len() == 0);
+        if is_empty && is_at(&self.file, &self.lock) {
+            let _ = fs::remove_file(&self.lock);
+        }
     }
+}
+
+/// Folders that did not exist before, the innermost first.
+struct Made(Vec<PathBuf>);
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // Those that have files stay.
+        self.0.iter().for_each(|folder| drop(fs::remove_dir(folder)));
+    }
+}
+
+/// Takes the folder that an option names, which is made if need be, and [cleans](clean_folder) it.
+pub fn take_folder(option: &str, folder: &Path) -> Result<Taken> {
+    // Another process that ends removes its lock, and perhaps the folder, while this one takes it.
+    const TRIES: usize = 20;
+    let (name, cannot) = (folder.display(), || cannot_write(option, folder));
+    ensure!(
+        !folder.exists() || folder.is_dir(),
+        "{option} {name} is not a folder: give another one"
+    );
+    let mut taken = try_take(folder);
+    for _ in 1..TRIES {
+        match &taken {
+            Err(error) if error.kind() == ErrorKind::NotFound => taken = try_take(folder),
+            _ => break,
+        }
+    }
+    let taken = taken.with_context(cannot)?.with_context(|| {
+        format!("{option} {name} is in use by another process: wait for it, or give another folder")
+    })?;
+    clean_folder(option, folder)?;
+    Ok(taken)
+}
+
+/// `None` if another process has the folder. It is not found if one has just removed the folder or the lock.
+fn try_take(folder: &Path) -> std::io::Result<Option<Taken>> {
+    // Without `.` at the end, under which a folder cannot be removed.
+    let folder: PathBuf = folder.components().collect();
+    let missing = folder.ancestors().take_while(|folder| !folder.exists());
+    let missing = missing.filter(|folder| !folder.as_os_str().is_empty());
+    let made = Made(missing.map(PathBuf::from).collect());
+    fs::create_dir_all(&folder)?;
+    let lock = folder.join(".lock");
+    let file = File::options().create(true).append(true).open(&lock)?;
+    match file.try_lock() {
+        Ok(()) if !is_at(&file, &lock) => Err(ErrorKind::NotFound.into()),
+        Err(fs::TryLockError::WouldBlock) => Ok(None),
+        locked => {
+            let taken = Taken { lock, file, _made: made };
+            locked.map_err(std::io::Error::from)?;
+            Ok(Some(taken))
+        }
+    }
+}
+
+/// Whether something has this name, which may be a link that leads nowhere now.
+pub fn is_there(path: &Path) -> bool {
+    !fs::symlink_metadata(path).is_err_and(|error| error.kind() == ErrorKind::NotFound)
+}
+
+/// Whether a file that was opened is still the one at this path.
+fn is_at(file: &File, path: &Path) -> bool {
+    let (opened, found) = (file.metadata(), fs::metadata(path));
+    opened.is_ok_and(|a| found.is_ok_and(|b| (a.dev(), a.ino()) == (b.dev(), b.ino())))
+}
+
+/// The path from the root, or the path itself if there is no current folder.
+pub fn absolute(path: &Path) -> PathBuf {
+    std::path::absolute(path).unwrap_or_else(|_| path.into())
+}
+
+/// Reads a text file. `hint` says which one is expected.
+pub fn read_text(file: &Path, hint: &str) -> Result<String> {
+    fs::read_to_string(file).with_context(|| format!("cannot read {} ({hint})", file.display()))
 }
 
 /// The root of this repository, if the program finds it. Cargo sets the variable for programs that
@@ -165,12 +238,40 @@ mod tests {
     }
 
     #[test]
-    fn a_folder_is_locked_once() {
-        let folder = tempfile::tempdir().unwrap();
-        let first = lock("--out", folder.path()).unwrap();
-        assert!(lock("--out", folder.path()).unwrap_err().to_string().contains("another process"));
+    fn a_folder_is_taken_once_and_left_as_it_was() {
+        let place = tempfile::tempdir().unwrap();
+        let take = |name: &str| take_folder("--out", &place.path().join(name));
+        let first = take("a/b").unwrap();
+        assert!(take("a/b").err().unwrap().to_string().contains("another process"));
+        // What opened the lock before it was removed has no lock of the folder.
+        let opened = File::open(place.path().join("a/b/.lock")).unwrap();
         drop(first);
-        lock("--out", folder.path()).unwrap();
+        assert!(
+            !place.path().join("a").exists() && !is_at(&opened, &place.path().join("a/b/.lock"))
+        );
+
+        let again = take("a/b").unwrap();
+        fs::write(place.path().join("a/c"), "kept").unwrap();
+        drop(again);
+        assert_eq!(fs::read_dir(place.path().join("a")).unwrap().count(), 1);
+        // A lock of another process, in a folder that was removed and made again, stays.
+        let removed = take("d").unwrap();
+        fs::remove_dir_all(place.path().join("d")).unwrap();
+        let other = take("d").unwrap();
+        drop(removed);
+        assert!(take("d").is_err() && place.path().join("d/.lock").exists());
+        drop(other);
+        // So does a file of the user's.
+        fs::create_dir(place.path().join("e")).unwrap();
+        fs::write(place.path().join("e/.lock"), "mine").unwrap();
+        drop(take("e/.").unwrap());
+        assert_eq!(fs::read(place.path().join("e/.lock")).unwrap(), b"mine");
+        drop(take("f/.").unwrap());
+        assert!(!place.path().join("f").exists());
+        // A killed process leaves its lock.
+        fs::write(place.path().join("a/.lock"), "").unwrap();
+        drop(take("a").unwrap());
+        assert!(place.path().join("a/c").exists() && !place.path().join("a/.lock").exists());
     }
 
     #[test]
@@ -178,7 +279,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         fs::write(folder.path().join(".a.x1.partial"), "half").unwrap();
         fs::write(folder.path().join("b"), "whole").unwrap();
-        prepare_folder("--out", folder.path()).unwrap();
+        clean_folder("--out", folder.path()).unwrap();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

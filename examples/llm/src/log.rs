@@ -28,7 +28,7 @@ impl Log {
     /// away.
     pub fn open(folder: &Path, step: i64) -> Result<Log> {
         let path = folder.join(FILE);
-        let text = match path.exists() && step > 0 {
+        let text = match step > 0 && path.exists() {
             true => {
                 std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?
             }
@@ -36,13 +36,12 @@ impl Log {
         };
         let text = String::from_utf8_lossy(&text);
         let is_done = |line: &&str| entry(line).is_some_and(|(found, _, _)| found <= step);
-        let kept: Vec<&str> = text.lines().filter(is_done).collect();
-        let whole: String = kept.iter().map(|line| format!("{line}\n")).collect();
-        write_bytes(&path, &whole)?;
+        let kept: String = text.lines().filter(is_done).map(|line| format!("{line}\n")).collect();
+        write_bytes(&path, &kept)?;
         let file = File::options().append(true).open(&path);
         let file = file.with_context(|| format!("cannot open {}", path.display()))?;
         let mut curves = Curves::default();
-        kept.iter().for_each(|line| curves.add(line));
+        curves.add(&kept);
         Ok(Log { path, file, curves })
     }
 
@@ -62,7 +61,7 @@ impl Log {
         let written = self.file.write_all(text.as_bytes());
         written
             .with_context(|| format!("cannot write {} (is the disk full?)", self.path.display()))?;
-        text.lines().for_each(|line| self.curves.add(line));
+        self.curves.add(&text);
         Ok(())
     }
 
@@ -73,8 +72,8 @@ impl Log {
 }
 
 impl Curves {
-    fn add(&mut self, line: &str) {
-        if let Some((step, loss, is_held_out)) = entry(line) {
+    fn add(&mut self, lines: &str) {
+        for (step, loss, is_held_out) in lines.lines().filter_map(entry) {
             let curve = if is_held_out { &mut self.held_out } else { &mut self.train };
             curve.push((step, loss));
         }

@@ -2,10 +2,11 @@
 
 use crate::checkpoint::{self, Checkpoint};
 use crate::export::{self, name_in_files};
-use crate::family::given;
-use crate::files::write_bytes;
+use crate::family::{given, required};
+use crate::files::{self, write_json};
 use crate::model::{Model, ModelConfig};
 use crate::origin::{MODEL, Origin};
+use crate::range;
 use crate::settings::exact;
 use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
@@ -48,16 +49,8 @@ impl Lora {
     }
 
     pub fn check(&self, model: &ModelConfig) -> Result<()> {
-        ensure!(
-            (1..=1 << 12).contains(&self.rank),
-            "--lora {} is out of range: give 1 to 4096",
-            self.rank
-        );
-        ensure!(
-            self.alpha > 0.0 && self.alpha <= 1e30,
-            "--lora-alpha {:?} is out of range: give a number above 0, up to 1e30",
-            self.alpha
-        );
+        range::check("--lora", self.rank, [1, 1 << 12])?;
+        range::check_above_0("--lora-alpha", self.alpha, 1e30)?;
         let layers = match model.llama {
             None => &["c_attn", "c_proj", "c_fc"][..],
             Some(_) => {
@@ -79,12 +72,8 @@ impl Lora {
 
     /// Whether the layer of this name in the files has an adapter.
     pub fn is_target(&self, layer: &str) -> bool {
-        let ends = |target: &String| {
-            layer
-                .strip_suffix(target.as_str())
-                .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
-        };
-        self.targets.iter().any(ends)
+        let layer = format!(".{layer}");
+        self.targets.iter().any(|target| layer.ends_with(&format!(".{target}")))
     }
 }
 
@@ -99,8 +88,7 @@ pub struct Base {
 impl Base {
     /// The same model, in another folder if one is given.
     pub fn moved_to(self, folder: Option<&Path>) -> Base {
-        let folder = folder.map(|folder| std::path::absolute(folder).unwrap_or(folder.into()));
-        Base { folder: folder.unwrap_or(self.folder), ..self }
+        Base { folder: folder.map_or(self.folder, files::absolute), ..self }
     }
 
     /// The model, if it is still the same.
@@ -173,7 +161,7 @@ impl Adapter {
             .map(|(name, tensor)| (adapter_name_in_files(model, name), tensor.shallow_clone()));
         let named = named.collect();
         state_dict::save_tensors(&named, folder.join(WEIGHTS))?;
-        write_bytes(&folder.join(CONFIG), serde_json::to_string_pretty(&config)?)
+        write_json(&folder.join(CONFIG), &config)
     }
 }
 
@@ -229,12 +217,11 @@ fn read_config(config: &Value) -> Result<Lora> {
         };
         ensure!(is_usual || off.contains(value), "{key} is {value}, which this program lacks");
     }
-    let lacks = |key| move || format!("it lacks {key:?}");
     Ok(Lora {
-        rank: given(config, "r")?.with_context(lacks("r"))?,
-        alpha: given(config, "lora_alpha")?.with_context(lacks("lora_alpha"))?,
+        rank: required(config, "r")?,
+        alpha: required(config, "lora_alpha")?,
         // A string is a regular expression.
-        targets: given(config, "target_modules")?.with_context(lacks("target_modules"))?,
+        targets: required(config, "target_modules")?,
         use_rslora: given(config, "use_rslora")?.unwrap_or(false),
     })
 }

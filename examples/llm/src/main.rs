@@ -32,6 +32,7 @@ mod plot;
 mod positions;
 mod prepare;
 mod progress;
+mod range;
 mod ranks;
 mod sample;
 mod settings;

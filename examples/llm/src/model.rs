@@ -5,9 +5,8 @@ pub use crate::config::ModelConfig;
 use crate::device::Precision;
 use crate::export::name_in_files;
 use crate::lora::Lora;
-use crate::positions::{At, Positions, Rotary};
+use crate::positions::{At, Rotary};
 use anyhow::{Result, ensure};
-#[cfg(feature = "distributed")]
 use std::collections::BTreeMap;
 use tch::nn::{EmbeddingConfig, Init, VarStore};
 use tch::{Device, Reduction, Tensor};
@@ -29,7 +28,9 @@ pub struct Model {
     /// Adapters that are trained next to frozen variables.
     adapters: Option<VarStore>,
     tokens: Embedding,
-    positions: Positions,
+    /// What is added to them at each place, in GPT-2.
+    places: Option<Embedding>,
+    rotary: Option<Rotary>,
     blocks: Vec<TransformerBlock>,
     norm: Norm,
     /// The output layer, unless it is the embedding.
@@ -81,17 +82,17 @@ impl Model {
             None => ["wte", "h", "ln_f"],
             Some(_) => ["embed_tokens", "layers", "norm"],
         };
-        let positions = match &config.llama {
-            None => Positions::Learned(embedding(&root / "wpe", config.context, dim, of_tokens)),
-            Some(llama) => Positions::Rotary(Rotary::new(&root, config, llama)?),
-        };
-        let has_head = config.llama.as_ref().is_some_and(|llama| !llama.tied);
+        let llama = config.llama.as_ref();
+        let of_places = || embedding(&root / "wpe", config.context, dim, of_tokens);
+        let rotary = llama.map(|llama| Rotary::new(&root, config, llama)).transpose()?;
+        let has_head = llama.is_some_and(|llama| !llama.tied);
         let blocks = (0..config.layers)
             .map(|index| transformer_block(&root / of_blocks / index, dim, heads, block))
             .collect();
         Ok(Model {
             tokens: embedding(&root / of_embedding, config.vocabulary, dim, of_tokens),
-            positions,
+            places: llama.is_none().then(of_places),
+            rotary,
             blocks,
             norm: norm(&root / of_norm, dim, block.norm),
             head: has_head
@@ -203,13 +204,10 @@ impl Model {
 
     /// All weights that are trained, sorted by name, or their master weights, where there are some.
     pub fn named_variables(&self) -> Vec<(String, Tensor)> {
-        let mut all = self.trained().variables();
-        for Rounded { name, weight, .. } in &self.rounded {
-            all.insert(name.clone(), weight.shallow_clone());
-        }
-        let mut all: Vec<_> = all.into_iter().collect();
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all
+        let mut all: BTreeMap<_, _> = self.trained().variables().into_iter().collect();
+        let masters = self.masters().into_iter();
+        all.extend(masters.map(|(name, weight)| (name.to_string(), weight.shallow_clone())));
+        all.into_iter().collect()
     }
 
     pub fn device(&self) -> Device {
@@ -272,9 +270,8 @@ impl Model {
         inputs: &Tensor,
         caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        let _autocast = self.autocast()?;
         let start = At::Start(caches.first().map_or(0, KvCache::len));
-        self.hidden(inputs, start, false, Some(caches))
+        self.hidden(inputs, start, caches)
     }
 
     /// Features `[B, 1, C]` of one token of each row, `[B, 1]`, at places `[B]` that the host does not
@@ -285,8 +282,7 @@ impl Model {
         places: &Tensor,
         caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        let _autocast = self.autocast()?;
-        self.hidden(inputs, At::Places(places), false, Some(caches))
+        self.hidden(inputs, At::Places(places), caches)
     }
 
     /// The logits of features.
@@ -305,18 +301,18 @@ impl Model {
         kind.map(|kind| Autocast::new(self.device(), kind)).transpose()
     }
 
-    /// The features `[B, T, C]` of tokens `[B, T]`, after the last norm.
+    /// The features `[B, T, C]` of tokens `[B, T]` after those that are in the caches.
     fn hidden(
         &self,
         tokens: &Tensor,
         at: At<'_>,
-        train: bool,
-        caches: Option<&mut [KvCache]>,
+        caches: &mut [KvCache],
     ) -> tch_extension::Result<Tensor> {
-        self.hidden_of(self.tokens.f_forward(tokens)?, at, train, caches)
+        let _autocast = self.autocast()?;
+        self.hidden_of(self.tokens.f_forward(tokens)?, at, false, Some(caches))
     }
 
-    /// The same for the tokens' rows of the embedding, `[B, T, C]`.
+    /// The features of tokens whose rows of the embedding are `sum`, `[B, T, C]`, after the last norm.
     fn hidden_of(
         &self,
         mut sum: Tensor,
@@ -325,37 +321,26 @@ impl Model {
         mut caches: Option<&mut [KvCache]>,
     ) -> tch_extension::Result<Tensor> {
         let count = sum.size3()?.1;
-        let positions = match at {
-            At::Start(_) => None,
-            At::Places(places) => Some(places.f_unsqueeze(1)?),
-            At::Packed(packed) => Some(packed.f_positions()?),
+        let (positions, places, packed) = match at {
+            At::Start(_) => (None, None, None),
+            At::Places(places) => (Some(places.f_unsqueeze(1)?), Some(places), None),
+            At::Packed(packed) => (Some(packed.f_positions()?), None, Some(packed)),
         };
-        sum = match (&self.positions, at) {
-            // The whole table needs no view, whose backward pass would copy its gradient.
-            (Positions::Learned(table), At::Start(_)) if count == self.config.context => {
-                sum.f_add(&table.ws)?
-            }
-            (Positions::Learned(table), At::Start(start)) => {
-                sum.f_add(&table.ws.f_narrow(0, start, count)?)?
-            }
-            (Positions::Learned(table), _) => match &positions {
-                Some(positions) => sum.f_add(&table.f_forward(positions)?)?,
-                None => sum,
-            },
-            (Positions::Rotary(_), _) => sum,
-        };
+        if let Some(table) = &self.places {
+            let features = match (&positions, at) {
+                (Some(positions), _) => table.f_forward(positions)?,
+                (None, At::Start(start)) if count != self.config.context => {
+                    table.ws.f_narrow(0, start, count)?
+                }
+                // The whole table needs no view, whose backward pass would copy its gradient.
+                _ => table.ws.shallow_clone(),
+            };
+            sum = sum.f_add(&features)?;
+        }
         if train && self.config.dropout > 0.0 {
             sum = sum.f_dropout(self.config.dropout, true)?;
         }
-        let rotary = match &self.positions {
-            Positions::Rotary(rotary) => Some(rotary),
-            Positions::Learned(_) => None,
-        };
-        let (places, packed) = match at {
-            At::Start(_) => (None, None),
-            At::Places(places) => (Some(places), None),
-            At::Packed(packed) => (None, Some(packed)),
-        };
+        let rotary = self.rotary.as_ref();
         let rows =
             rotary.zip(positions.as_ref()).map(|(rotary, at)| rotary.rows(at)).transpose()?;
         let rows = rows.as_ref();
@@ -364,19 +349,14 @@ impl Model {
         let rope = rotary.filter(|rotary| rotary.norms.is_empty()).and(places).and(rows);
         let rope = rope.map(|[cos, sin]| [cos, sin]);
         for (index, block) in self.blocks.iter().enumerate() {
-            if self.config.recompute_layers && caches.is_none() {
-                stream = self.recomputed(index, &stream, train, rows, packed)?;
-                continue;
-            }
-            let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
-            let rotated = rotary.map(|rotary| {
-                move |q: &Tensor, k: &Tensor, offset| rotary.rotated(index, q, k, offset, rows)
-            });
-            let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
-            let transform = transform.filter(|_| rope.is_none());
-            let attn_mask = None;
-            let call = AttentionCall { train, attn_mask, cache, transform, places, rope, packed };
-            stream = block.f_forward(&stream, call)?;
+            stream = if self.config.recompute_layers && caches.is_none() {
+                self.recomputed(index, &stream, train, rows, packed)?
+            } else {
+                let cache = caches.as_mut().and_then(|caches| caches.get_mut(index));
+                let call =
+                    AttentionCall { train, cache, places, rope, packed, ..Default::default() };
+                forward(block, rotary.map(|rotary| (rotary, index)), rows, &stream, call)?
+            };
         }
         Ok(self.norm.f_forward(&stream)?.1)
     }
@@ -391,13 +371,9 @@ impl Model {
         packed: Option<&Packed>,
     ) -> tch_extension::Result<Residual> {
         let same = &mut |tensor: &Tensor| tensor.shallow_clone();
-        let rotary = match &self.positions {
-            Positions::Rotary(rotary) => Some(rotary.of_layer(index)),
-            Positions::Learned(_) => None,
-        };
         let layer = Layer {
             block: self.blocks[index].with_tensors(same),
-            rotary,
+            rotary: self.rotary.as_ref().map(|rotary| rotary.of_layer(index)),
             rows: rows.map(|rows| rows.each_ref().map(&mut *same)),
             packed: packed.map(|packed| packed.with_tensors(same)),
         };
@@ -408,15 +384,11 @@ impl Model {
             };
             let branch = branch.as_ref().map(Tensor::shallow_clone).zip(dropout);
             let stream = Residual { sum: sum.shallow_clone(), branch };
-            let rotated = layer.rotary.as_ref().map(|rotary| {
-                move |q: &Tensor, k: &Tensor, offset| {
-                    rotary.rotated(0, q, k, offset, layer.rows.as_ref())
-                }
-            });
-            let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
+            let rotary = layer.rotary.as_ref().map(|rotary| (rotary, 0));
             let packed = layer.packed.as_ref();
-            let call = AttentionCall { train, transform, packed, ..Default::default() };
-            let Residual { sum, branch } = layer.block.f_forward(&stream, call)?;
+            let call = AttentionCall { train, packed, ..Default::default() };
+            let Residual { sum, branch } =
+                forward(&layer.block, rotary, layer.rows.as_ref(), &stream, call)?;
             Ok([Some(sum), branch.map(|(branch, _)| branch)].into())
         };
         let outputs = checkpoint(&layer, run, &[Some(&stream.sum), branch])?;
@@ -426,20 +398,32 @@ impl Model {
     }
 }
 
+/// What a block makes of the stream. Queries and keys are rotated as those of this layer, unless
+/// attention does so itself.
+fn forward(
+    block: &TransformerBlock,
+    rotary: Option<(&Rotary, usize)>,
+    rows: Option<&[Tensor; 2]>,
+    stream: &Residual,
+    call: AttentionCall<'_>,
+) -> tch_extension::Result<Residual> {
+    let rotated = rotary.filter(|_| call.rope.is_none()).map(|(rotary, layer)| {
+        move |q: &Tensor, k: &Tensor, offset| rotary.rotated(layer, q, k, offset, rows)
+    });
+    let transform = rotated.as_ref().map(|rotated| rotated as QkTransform<'_>);
+    block.f_forward(stream, AttentionCall { transform, ..call })
+}
+
 fn block_config(config: &ModelConfig, init: Init) -> TransformerBlockConfig {
-    let dropout = config.dropout;
-    let mut block = match &config.llama {
-        None => TransformerBlockConfig::gpt2(),
-        Some(llama) => TransformerBlockConfig::llama(llama.kv_heads, llama.hidden),
-    };
+    let mut block = TransformerBlockConfig::gpt2();
     if let Some(llama) = &config.llama {
+        block = TransformerBlockConfig::llama(llama.kv_heads, llama.hidden);
         let eps = RmsNormConfig { eps: Some(llama.eps), ..Default::default() };
         block.norm = NormConfig::Rms(eps);
         block.attention.head_dim = Some(llama.head_dim);
         (block.attention.bias, block.attention.out_bias) = (llama.bias, llama.out_bias());
     }
-    block.dropout = dropout;
-    block.attention.dropout = dropout;
+    (block.dropout, block.attention.dropout) = (config.dropout, config.dropout);
     block.attention.ws_init = init;
     block.attention.bs_init = Some(init);
     match &mut block.feed_forward {

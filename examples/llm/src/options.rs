@@ -4,17 +4,22 @@ use crate::apart::Documents;
 use crate::checkpoint;
 use crate::device::Precision;
 use crate::family::{Llama, Member, Scaling};
+use crate::files;
 use crate::lora::Lora;
 use crate::model::ModelConfig;
 use crate::origin::Origin;
 use crate::prepare::TextOptions;
-use crate::sample::Drawing;
-use crate::settings::{DataId, Optimizer, Settings, Source};
-use anyhow::{Result, anyhow, ensure};
+use crate::range;
+use crate::sample::{Drawing, LENGTHS};
+use crate::settings::{DataId, Difference, Optimizer, Settings, Source};
+use crate::step::TrainerOptions;
+use anyhow::{Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use std::path::PathBuf;
 use tch::Device;
 
+/// Steps and windows.
+const COUNTS: [i64; 2] = [1, 1 << 40];
 /// The context in which a large model is trained further, unless another one is given.
 const FINE_TUNED: i64 = 2048;
 
@@ -41,40 +46,21 @@ pub enum Size {
     Llama1B,
 }
 
-/// What a size stands for.
-struct Preset {
-    context: i64,
-    layers: i64,
-    heads: i64,
-    dim: i64,
-    batch: i64,
-    accumulate: i64,
-    steps: i64,
-    lr: f64,
-    warm_up: i64,
-}
-
 impl Size {
     pub fn of(device: Device) -> Size {
         if device.is_cuda() { Size::Char } else { Size::Mini }
     }
 
-    #[rustfmt::skip]
-    fn preset(self) -> Preset {
-        let gpt2 = |layers, heads, dim, batch, accumulate, lr| Preset {
-            context: 1024, layers, heads, dim, batch, accumulate, steps: 20_000, lr, warm_up: 700,
-        };
+    /// Context, layers, heads and features; rows of a batch, batches of a step, steps, and those of the
+    /// warm-up; the learning rate.
+    fn numbers(self) -> ([i64; 4], [i64; 4], f64) {
         match self {
-            Size::Mini | Size::LlamaMini => Preset {
-                context: 64, layers: 4, heads: 4, dim: 128, batch: 12, accumulate: 1, steps: 3000, lr: 3e-3, warm_up: 100,
-            },
-            Size::Char => Preset {
-                context: 256, layers: 6, heads: 6, dim: 384, batch: 64, accumulate: 1, steps: 5000, lr: 1e-3, warm_up: 100,
-            },
-            Size::M124 => gpt2(12, 12, 768, 16, 30, 6e-4),
-            Size::M350 => gpt2(24, 16, 1024, 8, 60, 3e-4),
-            Size::M774 => gpt2(36, 20, 1280, 4, 120, 2.5e-4),
-            Size::Llama1B => Preset { context: 2048, ..gpt2(16, 32, 2048, 4, 60, 3e-4) },
+            Size::Mini | Size::LlamaMini => ([64, 4, 4, 128], [12, 1, 3000, 100], 3e-3),
+            Size::Char => ([256, 6, 6, 384], [64, 1, 5000, 100], 1e-3),
+            Size::M124 => ([1024, 12, 12, 768], [16, 30, 20_000, 700], 6e-4),
+            Size::M350 => ([1024, 24, 16, 1024], [8, 60, 20_000, 700], 3e-4),
+            Size::M774 => ([1024, 36, 20, 1280], [4, 120, 20_000, 700], 2.5e-4),
+            Size::Llama1B => ([2048, 16, 32, 2048], [4, 60, 20_000, 700], 3e-4),
         }
     }
 
@@ -85,7 +71,7 @@ impl Size {
             Size::Llama1B => (8, 8192, 5e5),
             _ => return None,
         };
-        let Preset { context, heads, dim, .. } = self.preset();
+        let ([context, _, heads, dim], ..) = self.numbers();
         Some(Llama {
             member: Member::Llama,
             kv_heads,
@@ -103,23 +89,21 @@ impl Size {
 
     /// The model of this size, for a vocabulary of so many tokens.
     pub fn model(self, vocabulary: usize) -> ModelConfig {
-        let Preset { context, layers, heads, dim, .. } = self.preset();
+        let ([context, layers, heads, dim], ..) = self.numbers();
         ModelConfig {
-            vocabulary: padded(vocabulary),
+            // Rows in multiples of 64, so that the products of the last layer are fast.
+            vocabulary: vocabulary.next_multiple_of(64) as i64,
             context,
             layers,
             heads,
             dim,
-            dropout: 0.0,
-            recompute: false,
-            recompute_layers: false,
             llama: self.llama(),
-            ends: vec![],
+            ..Default::default()
         }
     }
 
     pub fn settings(self, device: Device, vocabulary: usize, data: DataId) -> Settings {
-        let Preset { batch, accumulate, steps, lr, warm_up, .. } = self.preset();
+        let (_, [batch, accumulate, steps, warm_up], lr) = self.numbers();
         Settings {
             model: self.model(vocabulary),
             precision: Precision::of(device),
@@ -140,9 +124,9 @@ impl Size {
     }
 }
 
-/// The rows of an embedding: a multiple of 64, so that the products of the last layer are fast.
-pub fn padded(vocabulary: usize) -> i64 {
-    vocabulary.next_multiple_of(64) as i64
+/// What the command line calls a value.
+pub fn name_of(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_string())
 }
 
 #[derive(Debug, Args)]
@@ -172,9 +156,8 @@ pub struct TrainOptions {
     /// Begin again where --out has a run already
     #[arg(long, conflicts_with = "resume")]
     pub overwrite: bool,
-    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
-    #[arg(long, default_value = "auto")]
-    pub device: String,
+    #[command(flatten)]
+    pub how: TrainerOptions,
     #[command(flatten)]
     pub changes: Changes,
     /// Measure the held-out loss after every N steps and at the end [default: a tenth of the steps]
@@ -189,18 +172,6 @@ pub struct TrainOptions {
     /// Read the losses from the device after every N steps
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub log_every: i64,
-    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
-    #[arg(long)]
-    pub no_capture: bool,
-    /// With several processes, round the gradients that they exchange to BFloat16
-    #[arg(long)]
-    pub half_gradients: bool,
-    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
-    #[arg(long)]
-    pub sharded: bool,
-    /// With several processes, how long one waits for the others
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
-    pub timeout: i64,
     /// The device's peak in TFLOP/s, for the MFU [default: by the GPU's name]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -229,14 +200,8 @@ pub struct Changes {
     /// Probability of dropout [default: 0]
     #[arg(long, value_name = "P")]
     dropout: Option<f64>,
-    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
-    /// memory; Llama's family always does
-    #[arg(long)]
-    recompute: bool,
-    /// Keep only the input of each layer, and compute the layer again in the backward pass, which
-    /// saves most memory and takes a third more operations
-    #[arg(long)]
-    recompute_layers: bool,
+    #[command(flatten)]
+    pub recomputed: Recomputed,
     /// Kinds of weights, features and products [default: bf16 on a GPU, f32 on the CPU]
     #[arg(long, value_enum)]
     precision: Option<Precision>,
@@ -271,7 +236,8 @@ pub struct Changes {
     /// Largest norm of all gradients together [default: 1]
     #[arg(long, value_name = "NORM")]
     clip: Option<f64>,
-    /// Whether the documents of a window see one another [default: together]
+    /// Whether the documents of a window see one another [default: as in the run of --init, or
+    /// together]
     #[arg(long, value_enum)]
     documents: Option<Documents>,
     /// Seed of the initial weights, the order of the text and dropout [default: 1]
@@ -289,12 +255,26 @@ pub struct Changes {
     lora_targets: Vec<String>,
 }
 
-impl Changes {
-    /// Sets what is no part of a run's settings, because it changes no numbers.
-    pub fn set_recomputed(&self, model: &mut ModelConfig) {
+/// What is no part of a run's settings, because it changes no numbers.
+#[derive(Debug, Args)]
+pub struct Recomputed {
+    /// GPT-2: compute the activations of the feed-forward parts again in the backward pass, which saves
+    /// memory; Llama's family always does
+    #[arg(long)]
+    recompute: bool,
+    /// Keep only the input of each layer, and compute the layer again in the backward pass, which
+    /// saves most memory and takes a third more operations
+    #[arg(long)]
+    recompute_layers: bool,
+}
+
+impl Recomputed {
+    pub fn set(&self, model: &mut ModelConfig) {
         (model.recompute, model.recompute_layers) = (self.recompute, self.recompute_layers);
     }
+}
 
+impl Changes {
     /// The settings with what was given.
     pub fn apply(&self, mut settings: Settings) -> Settings {
         fn set<T: Copy>(target: &mut T, given: Option<T>) {
@@ -306,7 +286,7 @@ impl Changes {
         set(&mut model.heads, self.heads);
         set(&mut model.dim, self.dim);
         set(&mut model.dropout, self.dropout);
-        self.set_recomputed(model);
+        self.recomputed.set(model);
         set(&mut settings.precision, self.precision);
         set(&mut settings.batch, self.batch);
         set(&mut settings.accumulate, self.accumulate);
@@ -385,63 +365,52 @@ impl TrainOptions {
 
     /// Checks what does not depend on the data.
     pub fn check(&self, device: Device) -> Result<()> {
-        let counts = [
-            ("--eval-every", self.eval_every.unwrap_or(1)),
-            ("--eval-windows", self.eval_windows),
-            ("--save-every", self.save_every.unwrap_or(1)),
-            ("--log-every", self.log_every),
-        ];
-        for (option, value) in counts {
-            ensure!(
-                (1..=1 << 40).contains(&value),
-                "{option} {value} is out of range: give 1 to {}",
-                1_i64 << 40
-            );
-        }
-        if let Some(peak) = self.peak {
-            ensure!(
-                peak > 0.0 && peak <= 1e9,
-                "--peak {peak:?} is out of range: give TFLOP/s above 0, up to 1e9"
-            );
-        }
-        crate::sample::check_length("--sample", self.sample)?;
+        range::check("--eval-every", self.eval_every.unwrap_or(1), COUNTS)?;
+        range::check("--eval-windows", self.eval_windows, COUNTS)?;
+        range::check("--save-every", self.save_every.unwrap_or(1), COUNTS)?;
+        range::check("--log-every", self.log_every, COUNTS)?;
+        range::check_above_0("--peak", self.peak.unwrap_or(1.0), 1e9)?;
+        range::check("--sample", self.sample, LENGTHS)?;
         self.drawing.check()?;
+        self.how.check()?;
         if self.resume || self.init.is_some() {
             // The sizes are those of a checkpoint.
             return Ok(());
         }
         // These checks need no data, so settings that cannot work fail before text is prepared.
         let size = self.size.unwrap_or(Size::of(device));
-        let data = DataId { vocabulary: String::new(), tokens: 0, checksum: 0, learned: None };
-        let settings = size.settings(device, 256, data);
+        let settings = size.settings(device, 256, DataId::default());
         self.changes.apply_to_preset(settings, 0, true).check()
     }
 
     /// Where the data of a new run come from.
     fn source(&self) -> Source {
         match &self.data {
-            Some(folder) => Source {
-                data: Some(std::path::absolute(folder).unwrap_or_else(|_| folder.clone())),
-                ..Default::default()
-            },
+            Some(folder) => Source { data: Some(files::absolute(folder)), ..Default::default() },
             None => Source { text: self.text.by_name(), ..Default::default() },
         }
     }
 
     /// Refuses options of the text that differ from those of the run that is continued.
     pub fn check_text(&self, earlier: &Settings) -> Result<()> {
-        if let Some([option, before, now]) = self.text.difference(&earlier.source.text) {
-            return Err(self.differs(&option, &before, &now));
-        }
-        Ok(())
+        self.check_same(self.text.difference(&earlier.source.text))
     }
 
-    fn differs(&self, option: &str, before: &str, now: &str) -> anyhow::Error {
-        anyhow!(
-            "{option} of the run in {} was {before}, and is {now} now: leave it out to --resume, or give \
-             another --out",
-            self.out.display()
-        )
+    /// Refuses a difference from the run that is continued.
+    fn check_same(&self, difference: Option<Difference>) -> Result<()> {
+        let Some(Difference { option, before, now }) = difference else { return Ok(()) };
+        let run = format!("of the run in {}", self.out.display());
+        match option.as_str() {
+            "--data" => {
+                bail!("the data {run} were others: give those with --data, or another --out")
+            }
+            "--llama" => bail!(
+                "the architecture {run} was another one: leave --size out to --resume, or give another --out"
+            ),
+            _ => bail!(
+                "{option} {run} was {before}, and is {now} now: leave it out to --resume, or give another --out"
+            ),
+        }
     }
 
     /// The settings of a new run, perhaps with the model of another one, `init`, or of the run that is
@@ -461,6 +430,7 @@ impl TrainOptions {
                 let context = settings.model.context;
                 settings.source = self.source();
                 if let Some(init) = init {
+                    settings.documents = init.documents;
                     let (init, adapter) = (&init.config, init.adapter.as_ref());
                     settings.lora = adapter.map(|adapter| adapter.lora.clone());
                     let Changes { lora, lora_alpha, lora_targets, .. } = &self.changes;
@@ -497,26 +467,18 @@ impl TrainOptions {
         };
         settings.check()?;
         ensure!(
-            !self.sharded || settings.updates.optimizer == Optimizer::AdamW,
+            !self.how.sharded || settings.updates.optimizer == Optimizer::AdamW,
             "--sharded divides matrices, which Muon needs as wholes: leave it out, or give --optimizer adamw"
         );
         ensure!(
-            self.no_capture
+            self.how.no_capture
                 || !(device.is_cuda()
                     && settings.model.recompute_layers
                     && settings.model.dropout > 0.0),
             "--recompute-layers would draw other random numbers for --dropout in a captured step: leave one of them \
              out, or give --no-capture"
         );
-        if let Some((option, before, now)) =
-            earlier.and_then(|earlier| settings.difference(earlier))
-        {
-            let option = match option.as_str() {
-                "--vocabulary" | "--tokens" | "--checksum" | "--learned" => "the data".to_string(),
-                _ => option,
-            };
-            return Err(self.differs(&option, &before, &now));
-        }
+        self.check_same(earlier.and_then(|earlier| settings.difference(earlier)))?;
         if let (Some(_), Some(folder)) = (earlier, self.source().data) {
             // The same data, perhaps at another place.
             settings.source.data = Some(folder);

@@ -1,9 +1,11 @@
 //! Where a model comes from: the checkpoint of a run, or a folder in Hugging Face's format, perhaps with an
 //! adapter.
 
+use crate::apart::Documents;
 use crate::checkpoint::{self, Checkpoint};
 use crate::device::{self, Precision};
 use crate::export;
+use crate::files;
 use crate::lora::{self, Adapter, Base};
 use crate::model::{Model, ModelConfig};
 use crate::progress::warn;
@@ -26,6 +28,8 @@ pub struct Origin {
     weights: Weights,
     /// That of the run.
     precision: Option<Precision>,
+    /// How a run saw the documents of a window.
+    pub documents: Documents,
     /// What was done with it, in words.
     pub name: String,
 }
@@ -57,13 +61,20 @@ impl Origin {
 
     fn of(option: &str, folder: &Path) -> Result<Origin> {
         let name = folder.display().to_string();
-        let (is_run, adapter) = (checkpoint::any(&folder.join(checkpoint::FOLDER))?, None);
-        let folder_of_weights = std::path::absolute(folder).unwrap_or_else(|_| folder.into());
+        let is_run = checkpoint::any(&folder.join(checkpoint::FOLDER))?;
         // A run may have been exported into its own folder, and trained on.
         if export::is_model(folder) && !is_run {
             let (config, tokenizer) = export::read(folder)?;
-            let (folder, weights, precision) = (folder_of_weights, Weights::Folder, None);
-            return Ok(Origin { config, tokenizer, adapter, folder, weights, precision, name });
+            return Ok(Origin {
+                config,
+                tokenizer,
+                adapter: None,
+                folder: files::absolute(folder),
+                weights: Weights::Folder,
+                precision: None,
+                documents: Documents::Together,
+                name,
+            });
         }
         ensure!(
             is_run || !folder.join(lora::CONFIG).exists(),
@@ -76,9 +87,10 @@ impl Origin {
             config: settings.model.clone(),
             tokenizer: Tokenizer::load(folder)?,
             precision: Some(settings.precision),
+            documents: settings.documents,
             name: format!("step {} of {path}", checkpoint.state.step),
             adapter: adapted.as_ref().map(|(lora, _)| Adapter::of_run(lora, &checkpoint)),
-            folder: folder_of_weights,
+            folder: files::absolute(folder),
             weights: match adapted {
                 Some((_, base)) => Weights::Base(base),
                 None => Weights::Run(Box::new(checkpoint)),
@@ -89,7 +101,7 @@ impl Origin {
     /// The same, to generate text: on a GPU in the kind of the run's products, weights and all.
     pub fn model_for_text(&self, device: Device) -> Result<Model> {
         let mut model = self.model(device)?;
-        if self.precision(device) != Precision::F32 && device.is_cuda() {
+        if device.is_cuda() && self.precision != Some(Precision::F32) {
             model.set_precision(Precision::Bf16True)?;
         }
         Ok(model)
@@ -129,11 +141,6 @@ impl Origin {
             Weights::Base(base) => return Ok(base.clone()),
         };
         Ok(Base { folder: self.folder.clone(), checksum })
-    }
-
-    /// The precision to compute with: that of the run.
-    pub fn precision(&self, device: Device) -> Precision {
-        self.precision.unwrap_or(Precision::of(device))
     }
 }
 

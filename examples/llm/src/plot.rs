@@ -1,7 +1,7 @@
 //! Draws loss curves.
 
-use crate::files::write_bytes;
-use anyhow::{Context, Result, anyhow, ensure};
+use crate::files::{read_text, write_bytes};
+use anyhow::{Result, anyhow, ensure};
 use plotters::coord::Shift;
 use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
@@ -57,9 +57,7 @@ pub fn run(options: &PlotOptions) -> Result<()> {
 /// Adds a file's curves. A line has a step, a loss or a held-out loss, and perhaps the name of its
 /// curve.
 fn read(file: &Path, prefix: &str, curves: &mut Vec<Curve>) -> Result<()> {
-    let name = file.display();
-    let text = std::fs::read_to_string(file)
-        .with_context(|| format!("cannot read --losses {name} (give the losses.jsonl of a run)"))?;
+    let text = read_text(file, "give --losses the losses.jsonl of a run")?;
     let before = curves.len();
     for line in text.lines() {
         let value: Value = serde_json::from_str(line).unwrap_or_default();
@@ -81,7 +79,11 @@ fn read(file: &Path, prefix: &str, curves: &mut Vec<Curve>) -> Result<()> {
             }),
         }
     }
-    ensure!(curves.len() > before, "--losses {name} has no losses: give the losses.jsonl of a run");
+    ensure!(
+        curves.len() > before,
+        "--losses {} has no losses: give the losses.jsonl of a run",
+        file.display()
+    );
     Ok(())
 }
 

@@ -5,15 +5,8 @@ use crate::family::{Llama, Member};
 use anyhow::Result;
 use tch::nn::Path;
 use tch::{Kind, Tensor};
-use tch_extension::nn::{Embedding, Functional, Packed, RmsNorm, RmsNormConfig, rms_norm};
+use tch_extension::nn::{Functional, Packed, RmsNorm, RmsNormConfig, rms_norm};
 use tch_extension::ops::{RopeOptions, f_rope, f_scaled_rope_tables};
-
-/// How tokens know their places.
-pub enum Positions {
-    /// Each place has features, which are added to those of the token.
-    Learned(Embedding),
-    Rotary(Rotary),
-}
 
 /// Queries and keys are rotated.
 pub struct Rotary {

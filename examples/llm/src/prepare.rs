@@ -1,7 +1,9 @@
 //! From text files to a token file and its vocabulary.
 
 use crate::documents;
-use crate::files::{Whole, repository, take_folder};
+use crate::files::{self, Taken, Whole, repository, take_folder};
+use crate::options::name_of;
+use crate::settings::{Difference, NOT_GIVEN};
 use crate::tokenizer::{self, Tokenizer, Vocabulary};
 use crate::tokens::{self, Part, Tokens};
 use anyhow::{Context, Result, ensure};
@@ -52,35 +54,24 @@ impl TextOptions {
 
     /// The options by name, with the defaults of those that were not given.
     pub fn by_name(&self) -> BTreeMap<String, String> {
-        let mut all = self.given();
+        let mut all = self.clone();
+        all.held_out = Some(self.held_out());
         if self.vocabulary_from.is_none() {
-            let name = match self.vocabulary() {
-                Vocabulary::Bytes => "bytes",
-                Vocabulary::Bpe => "bpe",
-            };
-            all.insert("--vocabulary".to_string(), name.to_string());
-            if self.vocabulary() == Vocabulary::Bpe {
-                let size = self.vocabulary_size.unwrap_or(DEFAULT_SIZE);
-                all.insert("--vocabulary-size".to_string(), size.to_string());
-            }
+            all.vocabulary = Some(self.vocabulary());
         }
-        all.insert("--held-out".to_string(), format!("{:?}", self.held_out()));
-        all
+        if all.vocabulary == Some(Vocabulary::Bpe) {
+            all.vocabulary_size.get_or_insert(DEFAULT_SIZE);
+        }
+        all.given()
     }
 
     /// Those that were given.
     fn given(&self) -> BTreeMap<String, String> {
-        let absolute = |path: &PathBuf| {
-            std::path::absolute(path).unwrap_or_else(|_| path.clone()).display().to_string()
-        };
+        let absolute = |path: &PathBuf| files::absolute(path).display().to_string();
         let text: Vec<String> = self.text.iter().map(absolute).collect();
-        let vocabulary = self.vocabulary.map(|kind| match kind {
-            Vocabulary::Bytes => "bytes".to_string(),
-            Vocabulary::Bpe => "bpe".to_string(),
-        });
         let all = [
             ("--text", (!text.is_empty()).then(|| text.join(" "))),
-            ("--vocabulary", vocabulary),
+            ("--vocabulary", self.vocabulary.as_ref().map(name_of)),
             ("--vocabulary-size", self.vocabulary_size.map(|size| size.to_string())),
             ("--vocabulary-from", self.vocabulary_from.as_ref().map(absolute)),
             ("--held-out", self.held_out.map(|part| format!("{part:?}"))),
@@ -88,12 +79,11 @@ impl TextOptions {
         all.into_iter().filter_map(|(name, value)| Some((name.to_string(), value?))).collect()
     }
 
-    /// The first option that was given and that differs from those of an earlier run: its name, its
-    /// value there and here.
-    pub fn difference(&self, earlier: &BTreeMap<String, String>) -> Option<[String; 3]> {
-        self.given().into_iter().find_map(|(name, now)| {
-            let before = earlier.get(&name).cloned().unwrap_or("none".to_string());
-            (before != now).then_some([name, before, now])
+    /// The first option that was given and that differs from those of an earlier run.
+    pub fn difference(&self, earlier: &BTreeMap<String, String>) -> Option<Difference> {
+        self.given().into_iter().find_map(|(option, now)| {
+            let before = earlier.get(&option).cloned().unwrap_or(NOT_GIVEN.to_string());
+            (before != now).then_some(Difference { option, before, now })
         })
     }
 }
@@ -104,7 +94,8 @@ pub struct Prepared {
     vocabulary: Whole,
     tokens: Whole,
     said: String,
-    _lock: File,
+    // Released last, when the temporary files are gone.
+    _folder: Taken,
 }
 
 impl Prepared {
@@ -135,38 +126,33 @@ pub fn beside(options: &TextOptions, option: &str, folder: &Path) -> Result<Prep
         held_out > 0.0 && held_out < 1.0,
         "--held-out {held_out:?} is out of range: give a number between 0 and 1, such as 0.1"
     );
-    let sources = Sources::find(&options.text)?;
-    let _lock = take_folder(option, folder)?;
+    let (name, files) = sources(&options.text)?;
+    let _folder = take_folder(option, folder)?;
     let tokenizer = match (&options.vocabulary_from, options.vocabulary()) {
         (Some(folder), _) => Tokenizer::load(folder)?,
         (None, Vocabulary::Bytes) => Tokenizer::bytes(),
-        (None, Vocabulary::Bpe) => {
-            train(&sources, options.vocabulary_size.unwrap_or(DEFAULT_SIZE))?
-        }
+        (None, Vocabulary::Bpe) => train(&files, options.vocabulary_size.unwrap_or(DEFAULT_SIZE))?,
     };
     let size = (tokenizer.hash(), tokenizer.len());
-    let unlearned = sources.files.iter().any(|file| documents::are_in(file));
+    let unlearned = files.iter().any(|file| documents::are_in(file));
     let tokens = tokens::write(folder, size, held_out, unlearned, |writer| {
-        sources.files.iter().try_for_each(|file| encode(file, &tokenizer, writer))
+        files.iter().try_for_each(|file| encode(file, &tokenizer, writer))
     })?;
     let written = Tokens::open_file(tokens.path())?;
     let said = format!(
-        "{}: {} tokens to train on, {} held out, vocabulary of {}",
-        sources.describe(),
+        "{name} ({} files): {} tokens to train on, {} held out, vocabulary of {}",
+        files.len(),
         written.len(Part::Train),
         written.len(Part::HeldOut),
         written.vocabulary()
     );
-    Ok(Prepared { vocabulary: tokenizer.write(folder)?, tokenizer, tokens, said, _lock })
+    Ok(Prepared { vocabulary: tokenizer.write(folder)?, tokenizer, tokens, said, _folder })
 }
 
 /// The texts of a file: its pieces, or its documents.
 fn texts(file: &Path) -> Box<dyn Iterator<Item = Result<String>> + Send + '_> {
     if !documents::are_in(file) {
-        return Box::new(pieces(file).map(|piece| {
-            let (file, bytes) = piece?;
-            Ok(text(file, &bytes)?.to_string())
-        }));
+        return Box::new(pieces(file).map(move |piece| Ok(text(file, &piece?)?.to_string())));
     }
     match documents::read(file) {
         Ok(documents) => Box::new(documents.map(|document| Ok(document?.text()))),
@@ -174,10 +160,9 @@ fn texts(file: &Path) -> Box<dyn Iterator<Item = Result<String>> + Send + '_> {
     }
 }
 
-fn train(sources: &Sources, size: usize) -> Result<Tokenizer> {
+fn train(files: &[PathBuf], size: usize) -> Result<Tokenizer> {
     let mut failure = None;
-    let texts = sources
-        .files
+    let texts = files
         .iter()
         .flat_map(|file| texts(file))
         .map_while(|text| text.map_err(|error| failure.get_or_insert(error)).ok());
@@ -193,19 +178,14 @@ fn encode(file: &Path, vocabulary: &Tokenizer, writer: &mut tokens::Writer) -> R
         return documents::read(file)?.try_for_each(|document| document?.write(vocabulary, writer));
     }
     writer.write(&vocabulary.begin_of_text()?)?;
-    let mut waiting = Vec::with_capacity(PIECES);
-    for piece in pieces(file) {
-        let (_, bytes) = piece?;
+    let mut pieces = pieces(file).peekable();
+    while pieces.peek().is_some() {
+        let some = pieces.by_ref().take(PIECES).collect::<Result<Vec<_>>>()?;
         if !vocabulary.takes_any_bytes() {
-            text(file, &bytes)?;
+            some.iter().try_for_each(|piece| text(file, piece).map(drop))?;
         }
-        waiting.push(bytes);
-        if waiting.len() == PIECES {
-            writer.write(&vocabulary.encode(&waiting)?)?;
-            waiting.clear();
-        }
+        writer.write(&vocabulary.encode(&some)?)?;
     }
-    writer.write(&vocabulary.encode(&waiting)?)?;
     writer.write(vocabulary.end_of_text().as_slice())
 }
 
@@ -218,8 +198,8 @@ fn text<'a>(file: &Path, bytes: &'a [u8]) -> Result<&'a str> {
     })
 }
 
-/// The contents of a file in pieces that end with a line.
-fn pieces(file: &Path) -> impl Iterator<Item = Result<(&Path, Vec<u8>)>> + Send + use<'_> {
+/// The contents of a file in pieces that end with a line, up to the first error.
+fn pieces(file: &Path) -> impl Iterator<Item = Result<Vec<u8>>> + Send + use<'_> {
     let mut reader = None;
     let mut next = move || -> Result<Vec<u8>> {
         let reader = match &mut reader {
@@ -241,79 +221,46 @@ fn pieces(file: &Path) -> impl Iterator<Item = Result<(&Path, Vec<u8>)>> + Send 
         }
         Ok(piece)
     };
-    let mut failed = false;
     std::iter::from_fn(move || {
-        if failed {
-            return None;
-        }
-        match next() {
-            Ok(piece) => (!piece.is_empty()).then_some(Ok((file, piece))),
-            Err(error) => {
-                failed = true;
-                Some(Err(error.context(cannot_read(file))))
-            }
-        }
+        let piece = next().with_context(|| cannot_read(file));
+        piece.map(|piece| (!piece.is_empty()).then_some(piece)).transpose()
     })
 }
 
-/// The files of a text, in order.
-struct Sources {
-    name: String,
-    files: Vec<PathBuf>,
+/// What a text is called, and its files in order.
+fn sources(paths: &[PathBuf]) -> Result<(String, Vec<PathBuf>)> {
+    if paths.is_empty() {
+        return Ok(("this repository".to_string(), of_repository()?));
+    }
+    let mut files = Vec::new();
+    for path in paths {
+        ensure!(
+            path.exists(),
+            "--text {} does not exist: give a text file or a folder of them",
+            path.display()
+        );
+        files.extend(texts_below(path)?);
+    }
+    let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
+    ensure!(!files.is_empty(), "--text {}: there is no text file: give one", names.join(" "));
+    Ok((names.join(", "), files))
 }
 
-impl Sources {
-    fn find(paths: &[PathBuf]) -> Result<Sources> {
-        if paths.is_empty() {
-            return Sources::of_repository();
-        }
-        let mut files = Vec::new();
-        for path in paths {
-            ensure!(
-                path.exists(),
-                "--text {} does not exist: give a text file or a folder of them",
-                path.display()
-            );
-            files.extend(texts_below(path)?);
-        }
-        let names: Vec<String> = paths.iter().map(|path| path.display().to_string()).collect();
-        ensure!(!files.is_empty(), "--text {}: there is no text file: give one", names.join(" "));
-        Ok(Sources { name: names.join(", "), files })
+fn of_repository() -> Result<Vec<PathBuf>> {
+    let root = repository().context("there are no sources here: give a text with --text")?;
+    let folders = ["docs", "src", "csrc", "tests", "benches", "examples", "xtask"];
+    let parts = ["README.md", "CHANGELOG.md"].iter().chain(&folders);
+    let mut files = Vec::new();
+    for part in parts.map(|part| root.join(part)).filter(|part| part.exists()) {
+        files.extend(texts_below(&part)?);
     }
-
-    fn of_repository() -> Result<Sources> {
-        let root = repository().context("there are no sources here: give a text with --text")?;
-        let mut files = Vec::new();
-        for part in [
-            "README.md",
-            "CHANGELOG.md",
-            "docs",
-            "src",
-            "csrc",
-            "tests",
-            "benches",
-            "examples",
-            "xtask",
-        ] {
-            if root.join(part).exists() {
-                files.extend(texts_below(&root.join(part))?);
-            }
-        }
-        files.retain(|file| {
-            let ending = file.extension().unwrap_or_default();
-            ["md", "rs", "h", "cpp", "cu", "cuh", "py", "toml"].iter().any(|known| ending == *known)
-        });
-        ensure!(
-            !files.is_empty(),
-            "there are no sources in {}: give a text with --text",
-            root.display()
-        );
-        Ok(Sources { name: "this repository".to_string(), files })
-    }
-
-    fn describe(&self) -> String {
-        format!("{} ({} files)", self.name, self.files.len())
-    }
+    files.retain(|file| {
+        let ending = file.extension().unwrap_or_default();
+        ["md", "rs", "h", "cpp", "cu", "cuh", "py", "toml"].iter().any(|known| ending == *known)
+    });
+    let root = root.display();
+    ensure!(!files.is_empty(), "there are no sources in {root}: give a text with --text");
+    Ok(files)
 }
 
 /// A file, or the text files in a folder in the order of their names, without hidden ones and build
@@ -415,7 +362,7 @@ mod tests {
         let error = format!("{:#}", failed.unwrap_err());
         assert!(error.starts_with("the text is empty"), "{error}");
         assert!(files().map(Result::unwrap) == before);
-        assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 3, "and the lock");
+        assert_eq!(std::fs::read_dir(to.path()).unwrap().count(), 2);
     }
 
     #[test]
@@ -424,7 +371,7 @@ mod tests {
         let line = "x".repeat(1000) + "\n";
         let whole = line.repeat(3000) + "end";
         std::fs::write(file.path(), &whole).unwrap();
-        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap().1).collect();
+        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap()).collect();
         assert_eq!(found.concat(), whole.as_bytes());
         assert_eq!(found.len(), 3);
         assert!(found[..2].iter().all(|piece| piece.ends_with(b"x\n")));
@@ -435,7 +382,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         let whole = "x".to_string() + &"\u{e9}".repeat((PIECE + LONGEST_LINE) as usize / 2 + 9);
         std::fs::write(file.path(), &whole).unwrap();
-        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap().1).collect();
+        let found: Vec<Vec<u8>> = pieces(file.path()).map(|piece| piece.unwrap()).collect();
         assert_eq!(found.len(), 2);
         assert!(found.iter().all(|piece| std::str::from_utf8(piece).is_ok()));
         assert!(found.concat() == whole.as_bytes());

@@ -73,6 +73,7 @@ pub struct Progress {
 impl Progress {
     pub fn new(settings: &Settings, done: i64, peak: Option<f64>) -> Progress {
         let tokens_per_step = settings.tokens_per_step() as f64;
+        let flops_per_token = settings.model.flops_per_token(settings.lora.is_some());
         let now = Instant::now();
         Progress {
             bar: (stderr().is_terminal() && !is_silent()).then(|| bar(settings.steps)),
@@ -81,7 +82,7 @@ impl Progress {
             other: Duration::ZERO,
             last: (done, now),
             tokens_per_step,
-            flops_per_step: tokens_per_step * settings.flops_per_token(),
+            flops_per_step: tokens_per_step * flops_per_token,
             peak,
             lines: done * PLAIN_LINES / settings.steps,
             speeds: Vec::new(),
@@ -94,21 +95,17 @@ impl Progress {
         let each = (now - self.last.1).as_secs_f64() / (step - self.last.0).max(1) as f64;
         self.last = (step, now);
         self.speeds.push(self.tokens_per_step / each);
-        let left = self.seconds_left(step, now);
-        match &self.bar {
-            Some(bar) => {
-                bar.set_message(format!("{}, {left:.0}s left", self.standing(loss, each)));
-                bar.set_position(step as u64);
-            }
-            None => {
-                let due = step * PLAIN_LINES / self.steps;
-                if due > self.lines && !is_silent() {
-                    self.lines = due;
-                    let standing = self.standing(loss, each);
-                    let line = format!("step {step}/{}: {standing}, {left:.0}s left", self.steps);
-                    let _ = writeln!(stderr().lock(), "{line}");
-                }
-            }
+        let done = (step - self.begun.0).max(1) as f64;
+        let spent = (now - self.begun.1).saturating_sub(self.other).as_secs_f64();
+        let left = spent / done * (self.steps - step) as f64;
+        let message = format!("{}, {left:.0}s left", self.standing(loss, each));
+        let due = step * PLAIN_LINES / self.steps;
+        if let Some(bar) = &self.bar {
+            bar.set_message(message);
+            bar.set_position(step as u64);
+        } else if due > self.lines && !is_silent() {
+            self.lines = due;
+            let _ = writeln!(stderr().lock(), "step {step}/{}: {message}", self.steps);
         }
     }
 
@@ -119,12 +116,6 @@ impl Progress {
         self.other += begun.elapsed();
         self.last.1 += begun.elapsed();
         result
-    }
-
-    fn seconds_left(&self, step: i64, now: Instant) -> f64 {
-        let done = (step - self.begun.0).max(1) as f64;
-        let spent = (now - self.begun.1).saturating_sub(self.other).as_secs_f64();
-        spent / done * (self.steps - step) as f64
     }
 
     fn standing(&self, loss: f64, each: f64) -> String {

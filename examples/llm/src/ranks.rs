@@ -1,6 +1,7 @@
 //! The processes that train one model together. Without a launcher there is one. With the feature
 //! `distributed`, tch-run, torchrun or Slurm start several, each of which is a rank.
 
+use crate::range;
 use anyhow::{Result, anyhow, ensure};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -34,11 +35,7 @@ impl Ranks {
     /// Joins the processes that the launcher started, and takes this one's device: the one that is
     /// named, or its own GPU.
     pub fn join(device: &str, timeout: i64) -> Result<(Ranks, Device)> {
-        ensure!(
-            (1..=1 << 30).contains(&timeout),
-            "--timeout {timeout} is out of range: give 1 to {} seconds",
-            1 << 30
-        );
+        range::check("--timeout", timeout, [1, 1 << 30])?;
         Ranks::of_launcher(device, Duration::from_secs(timeout as u64))
     }
 
@@ -155,6 +152,12 @@ impl Ranks {
         Ok(())
     }
 
+    /// The means of the numbers of all ranks, which are on the CPU.
+    pub fn means(&self, numbers: &Tensor) -> Result<Vec<f64>> {
+        self.sum(numbers)?;
+        Ok(Vec::try_from(numbers.f_div_scalar(self.size as f64)?)?)
+    }
+
     /// Tells the other ranks if `body` fails, so that none waits for this one.
     pub fn run(&self, body: impl FnOnce() -> Result<()>) -> Result<()> {
         #[cfg(feature = "distributed")]
@@ -182,20 +185,15 @@ pub struct Division {
     /// The batches of a step, and the rows of each, on this rank.
     pub accumulate: i64,
     pub rows: i64,
-    /// The batches and rows of all ranks.
-    all_batches: i64,
-    all_rows: i64,
-    /// How many ranks have batches of their own, and how many divide the rows of each.
-    batches_at_once: i64,
-    parts: i64,
-    /// Which of each this rank is.
-    first: i64,
-    part: i64,
+    /// Where its first batch begins, and how many rows of all ranks come until its next.
+    offset: i64,
+    stride: i64,
 }
 
 impl Division {
     pub fn new(batch: i64, accumulate: i64, rank: usize, size: usize) -> Result<Division> {
         let (rank, size) = (rank as i64, size as i64);
+        // So many ranks have batches of their own, and the others divide the rows of each.
         let batches_at_once = greatest_common_divisor(accumulate, size);
         let parts = size / batches_at_once;
         ensure!(
@@ -203,34 +201,23 @@ impl Division {
             "{size} processes cannot divide a step of --accumulate {accumulate} × --batch {batch} rows: give an \
              --accumulate or a --batch that is a multiple of {size}"
         );
+        let rows = batch / parts;
         Ok(Division {
             accumulate: accumulate / batches_at_once,
-            rows: batch / parts,
-            all_batches: accumulate,
-            all_rows: batch,
-            batches_at_once,
-            parts,
-            first: rank / parts,
-            part: rank % parts,
+            rows,
+            offset: rank / parts * batch + rank % parts * rows,
+            stride: batches_at_once * batch,
         })
     }
 
     /// Where this rank's `index`-th batch of the training begins, counted in rows of all ranks.
     pub fn first_row(&self, index: u64) -> u64 {
-        let of = |number: i64| number as u64;
-        let (step, place) = (index / of(self.accumulate), index % of(self.accumulate));
-        let batch = step * of(self.all_batches) + place * of(self.batches_at_once) + of(self.first);
-        batch * of(self.all_rows) + of(self.part * self.rows)
+        index * self.stride as u64 + self.offset as u64
     }
 
     /// A number that no other batch of any rank has. With one process it is the batch's own.
     pub fn number(&self, index: u64) -> u64 {
         self.first_row(index) / self.rows as u64
-    }
-
-    #[cfg(test)]
-    fn has_one_rank(&self) -> bool {
-        self.parts * self.batches_at_once == 1
     }
 }
 
@@ -287,7 +274,7 @@ mod tests {
         assert_eq!(here(16, 30, 2), (15, 16));
         assert_eq!(here(16, 30, 8), (15, 4));
         assert_eq!(here(12, 1, 3), (1, 4));
-        assert!(Division::new(5, 3, 0, 1).unwrap().has_one_rank());
+        assert_eq!(here(5, 3, 1), (3, 5));
         let error = Division::new(5, 3, 0, 2).unwrap_err().to_string();
         assert!(error.contains("2 processes") && error.contains("multiple of 2"), "{error}");
     }

@@ -5,18 +5,23 @@ use crate::device;
 use crate::model::Model;
 use crate::origin::Origin;
 use crate::progress::{say, show};
+use crate::range;
 use crate::tokenizer::Tokenizer;
 use anyhow::{Result, ensure};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use tch::{Kind, Tensor};
 
+/// Tokens of a text.
+pub const LENGTHS: [i64; 2] = [0, 10_000_000];
+
 /// How tokens are drawn.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Drawing {
-    /// Text to continue [default: a new line, or the end of a document]
-    #[arg(long, default_value = "")]
-    pub prompt: String,
+    /// Text to continue; given several times, texts of one batch [default: a new line, or the end
+    /// of a document]
+    #[arg(long = "prompt", value_name = "PROMPT")]
+    pub prompts: Vec<String>,
     /// Below 1 keeps to likely tokens, above 1 is more daring; 0 takes the likeliest
     #[arg(long, default_value_t = 0.8)]
     pub temperature: f64,
@@ -41,7 +46,7 @@ pub struct SampleOptions {
     pub length: i64,
     #[command(flatten)]
     pub drawing: Drawing,
-    /// Continue the prompt so many times, all at once
+    /// Continue each prompt so many times, all at once
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub count: usize,
     /// Generate all tokens, also after the end of a text
@@ -68,13 +73,8 @@ impl Drawing {
             "--temperature {:?} is out of range: give 0 for the likeliest token, or up to 1e30",
             self.temperature
         );
-        if let Some(k) = self.top_k {
-            ensure!(k >= 1, "--top-k {k} is out of range: give 1 or more");
-        }
-        if let Some(p) = self.top_p {
-            ensure!(p > 0.0 && p <= 1.0, "--top-p {p:?} is out of range: give 1 or less, above 0");
-        }
-        Ok(())
+        range::check("--top-k", self.top_k.unwrap_or(1), [1, 1 << 40])?;
+        range::check_above_0("--top-p", self.top_p.unwrap_or(1.0), 1.0)
     }
 
     /// Draws a token `[B, 1]` from the logits `[B, V]` of each row. Nothing waits for a GPU.
@@ -116,41 +116,45 @@ impl Drawing {
 pub fn run(options: &SampleOptions) -> Result<()> {
     let begun = Instant::now();
     options.drawing.check()?;
-    check_length("--length", options.length)?;
-    ensure!(
-        (1..=4096).contains(&options.count),
-        "--count {} is out of range: give 1 to 4096",
-        options.count
-    );
+    range::check("--length", options.length, LENGTHS)?;
+    range::check("--count", options.count, [1, 4096])?;
     let device = device::parse(&options.device)?;
     let origin = Origin::open("--from", &options.from, options.adapter.as_deref())?;
     let (model, tokenizer) = (origin.model_for_text(device)?, &origin.tokenizer);
+    let prompts = &options.drawing.prompts;
     if options.logits {
-        return say(&logits(&model, tokenizer, &options.drawing.prompt)?);
+        ensure!(
+            prompts.len() <= 1,
+            "--logits takes one --prompt, not {}: run it once for each",
+            prompts.len()
+        );
+        let prompt = prompts.first().map_or("", String::as_str);
+        return say(&logits(&model, tokenizer, prompt)?);
     }
     tch::manual_seed(options.seed);
-    let mut text = Text::new(&model, tokenizer, &options.drawing.prompt)?;
+    let mut texts = Texts::new(&model, tokenizer, prompts, options.count)?;
     if options.ignore_end {
-        text.ends.clear();
+        texts.ends.clear();
     }
     let mut times = Vec::new();
-    let mut shown = Shown::new(tokenizer, &text);
-    if options.count == 1 {
-        show(&shown.begin()?)?;
+    let mut shown = Shown::new(tokenizer, &texts.prompts[0]);
+    let is_one = texts.prompts.len() == 1;
+    if is_one {
+        show(&texts.whole(0, &texts.prompts[0].tokens)?)?;
     }
-    let rows = text.generate(&options.drawing, options.length, options.count, |rows| {
+    let rows = texts.generate(&options.drawing, options.length, |rows| {
         times.push(begun.elapsed());
         // Several texts are shown one after the other, at the end.
         if let [row] = rows { show(&shown.next(row)?) } else { Ok(()) }
     })?;
-    if options.count == 1 {
+    if is_one {
         say("")?;
     }
-    for (index, row) in rows.iter().enumerate().filter(|_| options.count > 1) {
-        say(&format!("--- {} of {} ---\n{}", index + 1, rows.len(), text.whole(row)?))?;
+    for (index, row) in rows.iter().enumerate().filter(|_| !is_one) {
+        say(&format!("--- {} of {} ---\n{}", index + 1, rows.len(), texts.whole(index, row)?))?;
     }
     if options.times {
-        eprintln!("{}", times_as_json(&times, text.prompt.len(), options.count));
+        eprintln!("{}", times_as_json(&times, texts.longest(), rows.len()));
     }
     Ok(())
 }
@@ -187,15 +191,7 @@ fn logits(model: &Model, tokenizer: &Tokenizer, prompt: &str) -> Result<String> 
     Ok(serde_json::to_string(&logits)?)
 }
 
-pub fn check_length(option: &str, length: i64) -> Result<()> {
-    ensure!(
-        (0..=10_000_000).contains(&length),
-        "{option} {length} is out of range: give 0 to 10000000"
-    );
-    Ok(())
-}
-
-/// The prompt and `length` tokens after it, as text.
+/// The prompts and `length` tokens after each, as text.
 pub fn sample(
     model: &Model,
     tokenizer: &Tokenizer,
@@ -204,66 +200,93 @@ pub fn sample(
     seed: i64,
 ) -> Result<String> {
     tch::manual_seed(seed);
-    let text = Text::new(model, tokenizer, &drawing.prompt)?;
-    text.whole(&text.generate(drawing, length, 1, |_| Ok(()))?[0])
+    let texts = Texts::new(model, tokenizer, &drawing.prompts, 1)?;
+    let rows = texts.generate(drawing, length, |_| Ok(()))?;
+    let rows = rows.iter().enumerate().map(|(index, row)| texts.whole(index, row));
+    Ok(rows.collect::<Result<Vec<_>>>()?.join("\n\n"))
 }
 
-/// A text that a model continues.
-struct Text<'a> {
-    model: &'a Model,
-    tokenizer: &'a Tokenizer,
-    /// What the model continues: at least one token.
-    prompt: Vec<u32>,
+/// What a model continues: at least one token.
+#[derive(Clone)]
+struct Prompt {
+    tokens: Vec<u32>,
     /// How many of them are not shown.
     hidden: usize,
+}
+
+impl Prompt {
+    fn new(tokenizer: &Tokenizer, text: &str) -> Result<Prompt> {
+        let mut tokens = tokenizer.encode_prompt(text)?;
+        let hidden = usize::from(tokens.is_empty());
+        if tokens.is_empty() {
+            tokens.push(tokenizer.end_of_text().unwrap_or(u32::from(b'\n')));
+        }
+        Ok(Prompt { tokens, hidden })
+    }
+}
+
+/// Texts that a model continues together, each by itself.
+struct Texts<'a> {
+    model: &'a Model,
+    tokenizer: &'a Tokenizer,
+    prompts: Vec<Prompt>,
     /// Tokens after which a text ends.
     ends: Vec<u32>,
 }
 
-impl<'a> Text<'a> {
-    fn new(model: &'a Model, tokenizer: &'a Tokenizer, prompt: &str) -> Result<Text<'a>> {
-        let mut prompt = tokenizer.encode_prompt(prompt)?;
-        let hidden = usize::from(prompt.is_empty());
-        if prompt.is_empty() {
-            prompt.push(tokenizer.end_of_text().unwrap_or(u32::from(b'\n')));
-        }
+impl<'a> Texts<'a> {
+    /// Each prompt `count` times. Without any, one that is empty.
+    fn new(
+        model: &'a Model,
+        tokenizer: &'a Tokenizer,
+        prompts: &[String],
+        count: usize,
+    ) -> Result<Texts<'a>> {
+        let prompts = if prompts.is_empty() { &[String::new()] } else { prompts };
+        let prompts = prompts.iter().map(|prompt| Prompt::new(tokenizer, prompt));
+        let prompts = prompts.collect::<Result<Vec<_>>>()?;
+        let prompts = prompts.into_iter().flat_map(|prompt| vec![prompt; count]).collect();
         let mut ends: Vec<u32> = model.config.ends.iter().map(|&end| end as u32).collect();
         if ends.is_empty() {
             ends.extend(tokenizer.end_of_text());
         }
-        Ok(Text { model, tokenizer, prompt, hidden, ends })
+        Ok(Texts { model, tokenizer, prompts, ends })
     }
 
-    /// The prompt and `length` tokens after it, or fewer where the model ends its text, in each of
-    /// `count` rows. `each` gets the rows after each token.
+    /// The tokens of the longest prompt.
+    fn longest(&self) -> usize {
+        self.prompts.iter().map(|prompt| prompt.tokens.len()).max().unwrap_or(0)
+    }
+
+    /// The prompts and `length` tokens after each, or fewer where the model ends a text. `each` gets
+    /// the rows after each token.
     fn generate(
         &self,
         drawing: &Drawing,
         length: i64,
-        count: usize,
         mut each: impl FnMut(&[Vec<u32>]) -> Result<()>,
     ) -> Result<Vec<Vec<u32>>> {
         let _no_grad = tch::no_grad_guard();
         let context = self.model.config.context as usize;
-        let mut rows = vec![self.prompt.clone(); count];
+        let mut rows: Vec<Vec<u32>> =
+            self.prompts.iter().map(|prompt| prompt.tokens.clone()).collect();
         if length == 0 {
             return Ok(rows);
         }
         // Rows go on after their ends, as long as others do, and are cut there in the end.
-        let mut ends: Vec<Option<usize>> = vec![None; count];
-        let sizes = [count as i64, self.prompt.len() as i64 + length];
+        let mut ends: Vec<Option<usize>> = vec![None; rows.len()];
+        let sizes = [rows.len() as i64, self.longest() as i64 + length];
         let vocabulary = self.tokenizer.len() as i64;
         let mut decoder = Decoder::new(self.model, vocabulary, drawing, sizes)?;
-        let from = |rows: &[Vec<u32>], first: usize| -> Vec<Vec<u32>> {
-            rows.iter().map(|row| row[first..].to_vec()).collect()
-        };
-        let mut first = self.prompt.len().saturating_sub(context);
-        decoder.start(&from(&rows, first))?;
+        // Where the window of each row begins.
+        let mut firsts: Vec<usize> =
+            rows.iter().map(|row| row.len().saturating_sub(context)).collect();
+        decoder.start(&windows(&rows, &firsts))?;
         decoder.send()?;
         for done in 1..=length as usize {
-            let len = self.prompt.len() + done;
+            let has_place = windows(&rows, &firsts).iter().all(|window| window.len() < context);
             // The next token is on its way before the host looks at this one.
-            let goes_on = done < length as usize && len - first <= context;
+            let goes_on = done < length as usize && has_place;
             if goes_on {
                 decoder.next()?;
             }
@@ -282,8 +305,10 @@ impl<'a> Text<'a> {
             }
             if !goes_on {
                 // Positions are absolute, so the second half is computed again, as the first half.
-                first = len - context.div_ceil(2);
-                decoder.start(&from(&rows, first))?;
+                for (first, row) in firsts.iter_mut().zip(&rows) {
+                    *first = row.len().saturating_sub(context.div_ceil(2)).max(*first);
+                }
+                decoder.start(&windows(&rows, &firsts))?;
             }
             decoder.send()?;
         }
@@ -294,15 +319,19 @@ impl<'a> Text<'a> {
     }
 
     /// What is shown of a row.
-    fn whole(&self, row: &[u32]) -> Result<String> {
-        Ok(self.tokenizer.decode(&row[self.hidden..])?.chars().map(printable).collect())
+    fn whole(&self, index: usize, row: &[u32]) -> Result<String> {
+        Ok(printable(&self.tokenizer.decode(&row[self.prompts[index].hidden..])?))
     }
+}
+
+/// The part of each row that the model sees.
+fn windows<'a>(rows: &'a [Vec<u32>], firsts: &[usize]) -> Vec<&'a [u32]> {
+    rows.iter().zip(firsts).map(|(row, first)| &row[*first..]).collect()
 }
 
 /// A text that is shown while it is generated.
 struct Shown<'a> {
     tokenizer: &'a Tokenizer,
-    prompt: &'a [u32],
     /// Tokens before this one have been shown.
     shown: usize,
     /// Tokens from this one to `shown` are decoded again, because what a token is depends on them.
@@ -310,14 +339,9 @@ struct Shown<'a> {
 }
 
 impl<'a> Shown<'a> {
-    fn new(tokenizer: &'a Tokenizer, text: &'a Text<'_>) -> Self {
-        let (shown, before) = (text.prompt.len(), text.hidden);
-        Shown { tokenizer, prompt: &text.prompt, shown, before }
-    }
-
-    fn begin(&self) -> Result<String> {
-        let text = self.tokenizer.decode(&self.prompt[self.before..])?;
-        Ok(text.chars().map(printable).collect())
+    /// The prompt is shown already.
+    fn new(tokenizer: &'a Tokenizer, prompt: &Prompt) -> Self {
+        Shown { tokenizer, shown: prompt.tokens.len(), before: prompt.hidden }
     }
 
     /// The text of the row's tokens that were not shown, unless they end within a character.
@@ -331,13 +355,13 @@ impl<'a> Shown<'a> {
             return Ok(String::new());
         }
         (self.before, self.shown) = (self.shown, row.len());
-        Ok(new.chars().map(printable).collect())
+        Ok(printable(new))
     }
 }
 
 /// Replaces control characters: a generated one must not control the terminal.
-fn printable(c: char) -> char {
-    if c.is_control() && c != '\n' && c != '\t' { char::REPLACEMENT_CHARACTER } else { c }
+fn printable(text: &str) -> String {
+    text.replace(|c: char| c.is_control() && c != '\n' && c != '\t', "\u{FFFD}")
 }
 
 #[cfg(test)]
@@ -360,22 +384,24 @@ pub mod tests {
             layers: 1,
             heads: 1,
             dim: 8,
-            dropout: 0.0,
-            recompute: false,
-            recompute_layers: false,
-            llama: None,
-            ends: vec![],
+            ..Default::default()
         };
         Model::new(&config, Device::Cpu, 1).unwrap()
     }
 
     fn drawing(top_k: Option<i64>) -> Drawing {
-        Drawing { prompt: "ab".into(), temperature: 1.0, top_k, top_p: None }
+        Drawing { prompts: vec!["ab".into()], temperature: 1.0, top_k, top_p: None }
     }
 
-    fn text<'a>(model: &'a Model, bytes: &'a Tokenizer, prompt: &[u32], ends: &[u32]) -> Text<'a> {
-        let (prompt, ends) = (prompt.to_vec(), ends.to_vec());
-        Text { model, tokenizer: bytes, prompt, hidden: 0, ends }
+    fn texts<'a>(
+        model: &'a Model,
+        bytes: &'a Tokenizer,
+        prompts: &[&[u32]],
+        ends: &[u32],
+    ) -> Texts<'a> {
+        let prompt = |tokens: &&[u32]| Prompt { tokens: tokens.to_vec(), hidden: 0 };
+        let (prompts, ends) = (prompts.iter().map(prompt).collect(), ends.to_vec());
+        Texts { model, tokenizer: bytes, prompts, ends }
     }
 
     #[test]
@@ -383,7 +409,8 @@ pub mod tests {
         let _alone = alone();
         let (model, bytes) = (model(), Tokenizer::bytes());
         let mut lengths = vec![];
-        let rows = text(&model, &bytes, &[1; 20], &[]).generate(&drawing(None), 50, 3, |rows| {
+        let texts = texts(&model, &bytes, &[&[1_u32; 20][..]; 3], &[]);
+        let rows = texts.generate(&drawing(None), 50, |rows| {
             lengths.push(rows[2].len());
             Ok(())
         });
@@ -398,8 +425,8 @@ pub mod tests {
         let _alone = alone();
         let (model, bytes) = (model(), Tokenizer::bytes());
         let of = |drawing: &Drawing, ends: &[u32]| {
-            let text = text(&model, &bytes, &[3, 4, 5], ends);
-            text.generate(drawing, 20, 2, |_| Ok(())).unwrap()
+            let texts = texts(&model, &bytes, &[&[3_u32, 4, 5][..]; 2], ends);
+            texts.generate(drawing, 20, |_| Ok(())).unwrap()
         };
         // By hand, without a cache, as the windows slide.
         let (mut expected, mut first): (Vec<u32>, usize) = (vec![3, 4, 5], 0);
@@ -422,6 +449,35 @@ pub mod tests {
         let end = expected[9];
         let first = 3 + expected[3..].iter().position(|&token| token == end).unwrap();
         assert_eq!(of(&likeliest, &[end])[1], expected[..first]);
+    }
+
+    #[test]
+    fn rows_have_prompts_and_ends_of_their_own() {
+        let _alone = alone();
+        let (model, bytes) = (model(), Tokenizer::bytes());
+        let likeliest = Drawing { temperature: 0.0, ..drawing(None) };
+        let prompts: [&[u32]; 4] = [&[3], &[3, 4, 5], &[9; 13], &[1, 2, 3, 4, 5, 6, 7]];
+        let of = |prompts: &[&[u32]], length, ends: &[u32]| {
+            texts(&model, &bytes, prompts, ends).generate(&likeliest, length, |_| Ok(())).unwrap()
+        };
+        // Until the longest row fills the context, each is as if it were alone. One that has filled it
+        // begins anew with others, and its window is then longer than the others'.
+        let long = &prompts[2..3];
+        let together = of(&[prompts[0], prompts[1]], 5, &[]);
+        assert_eq!(together[0], of(&prompts[..1], 5, &[])[0]);
+        assert_eq!(together[1], of(&prompts[1..2], 5, &[])[0]);
+        assert_eq!(of(long, 1, &[])[0], of(&prompts, 1, &[])[2]);
+        let all = of(&prompts, 30, &[]);
+        let lengths: Vec<usize> = all.iter().map(Vec::len).collect();
+        assert_eq!(lengths, prompts.map(|prompt| prompt.len() + 30));
+        // Each row ends at its own first end.
+        let end = together[0][3];
+        let cut = |row: &[u32], prompt: usize| {
+            let at = row[prompt..].iter().position(|&token| token == end);
+            row[..at.map_or(row.len(), |at| prompt + at)].to_vec()
+        };
+        let ended = of(&[prompts[0], prompts[1]], 5, &[end]);
+        assert_eq!(ended, [cut(&together[0], 1), cut(&together[1], 3)]);
     }
 
     #[test]
@@ -460,13 +516,13 @@ pub mod tests {
         let (model, bytes) = (model(), Tokenizer::bytes());
         let row: Vec<u32> =
             "aé\u{1F600}b\u{1}é".bytes().chain([0xff, b'c']).map(u32::from).collect();
-        let text = text(&model, &bytes, &row[..1], &[]);
-        let mut shown = Shown::new(&bytes, &text);
-        let mut pieces = vec![shown.begin().unwrap()];
+        let texts = texts(&model, &bytes, &[&row[..1]], &[]);
+        let mut shown = Shown::new(&bytes, &texts.prompts[0]);
+        let mut pieces = vec![texts.whole(0, &row[..1]).unwrap()];
         for len in 2..=row.len() {
             pieces.push(shown.next(&row[..len]).unwrap());
         }
-        assert_eq!(pieces.concat(), text.whole(&row).unwrap());
+        assert_eq!(pieces.concat(), texts.whole(0, &row).unwrap());
         assert_eq!(pieces[..7], ["a", "", "é", "", "", "", "\u{1F600}"]);
     }
 

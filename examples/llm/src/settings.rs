@@ -4,6 +4,7 @@ use crate::apart::Documents;
 use crate::device::Precision;
 use crate::lora::{Base, Lora};
 use crate::model::ModelConfig;
+use crate::range;
 use anyhow::{Result, ensure};
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
@@ -84,7 +85,7 @@ pub struct Source {
 }
 
 /// What tells data apart.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct DataId {
     /// The hash of the vocabulary, in hexadecimal digits.
     pub vocabulary: String,
@@ -112,41 +113,20 @@ impl Settings {
             self.lora.is_some() || self.source.base.is_none(),
             "the settings name a base, but no adapter: they are of another version"
         );
-        let numbers = [
-            ("--batch", self.batch, 1, 1 << 20),
-            ("--accumulate", self.accumulate, 1, 1 << 20),
-            ("--steps", self.steps, 1, 1 << 40),
-            ("--warm-up", self.warm_up, 0, 1 << 40),
-        ];
-        for (option, value, low, high) in numbers {
-            ensure!(
-                (low..=high).contains(&value),
-                "{option} {value} is out of range: give {low} to {high}"
-            );
-        }
-        let Updates { optimizer, muon_lr, muon_momentum } = &self.updates;
+        range::check("--batch", self.batch, [1, 1 << 20])?;
+        range::check("--accumulate", self.accumulate, [1, 1 << 20])?;
+        range::check("--steps", self.steps, [1, 1 << 40])?;
+        range::check("--warm-up", self.warm_up, [0, 1 << 40])?;
+        let Updates { optimizer, muon_lr, muon_momentum } = self.updates;
         ensure!(
-            *optimizer == Optimizer::Muon || muon_lr.or(*muon_momentum).is_none(),
+            optimizer == Optimizer::Muon || muon_lr.or(muon_momentum).is_none(),
             "--muon-lr and --muon-momentum are for --optimizer muon: give it, or leave them out"
         );
-        let muon_lr = muon_lr.unwrap_or(self.lr);
-        for (option, value) in [("--lr", self.lr), ("--muon-lr", muon_lr), ("--clip", self.clip)] {
-            ensure!(
-                value > 0.0 && value <= 1e30,
-                "{option} {value:?} is out of range: give a number above 0, up to 1e30"
-            );
-        }
-        ensure!(
-            (0.0..=1e30).contains(&self.weight_decay),
-            "--weight-decay {:?} is out of range: give a number from 0 to 1e30",
-            self.weight_decay
-        );
-        let momentum = self.updates.muon_momentum.unwrap_or(0.0);
-        ensure!(
-            (0.0..1.0).contains(&momentum),
-            "--muon-momentum {momentum:?} is out of range: give 0 or more, below 1"
-        );
-        Ok(())
+        range::check_above_0("--lr", self.lr, 1e30)?;
+        range::check_above_0("--muon-lr", muon_lr.unwrap_or(self.lr), 1e30)?;
+        range::check_above_0("--clip", self.clip, 1e30)?;
+        range::check("--weight-decay", self.weight_decay, [0.0, 1e30])?;
+        range::check_below_1("--muon-momentum", muon_momentum.unwrap_or(0.0))
     }
 
     /// The learning rate of the step after `done` steps: it rises evenly to its peak and then falls
@@ -161,39 +141,46 @@ impl Settings {
         self.updates.muon_lr.map_or(1.0, |rate| self.lr / rate)
     }
 
-    /// The operations of a step per token, without those of adapters.
-    pub fn flops_per_token(&self) -> f64 {
-        self.model.flops_per_token(self.lora.is_some())
-    }
-
     /// Tokens of a step.
     pub fn tokens_per_step(&self) -> i64 {
         self.batch * self.accumulate * self.model.context
     }
 
-    /// The first difference from the settings of an earlier run: the option, its value there and
-    /// here.
-    pub fn difference(&self, earlier: &Settings) -> Option<(String, String, String)> {
+    /// The first difference from the settings of an earlier run.
+    pub fn difference(&self, earlier: &Settings) -> Option<Difference> {
         let values = |settings: &Settings| serde_json::to_value(settings).unwrap_or_default();
         first_difference("", &values(earlier), &values(self))
     }
 }
 
-fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<(String, String, String)> {
-    match (earlier, now) {
-        (Value::Object(earlier), Value::Object(now)) => {
-            let names = earlier.keys().chain(now.keys());
-            let of = |all: &Map<String, Value>, name| all.get(name).cloned().unwrap_or_default();
-            names
-                .into_iter()
-                .find_map(|name| first_difference(name, &of(earlier, name), &of(now, name)))
-        }
-        _ if earlier == now => None,
-        _ => {
-            let shown = |value: &Value| value.to_string().replace('"', "");
-            Some((format!("--{}", name.replace('_', "-")), shown(earlier), shown(now)))
-        }
+/// An option that differs from that of an earlier run, and its value there and here.
+#[derive(Debug, PartialEq)]
+pub struct Difference {
+    pub option: String,
+    pub before: String,
+    pub now: String,
+}
+
+/// What stands for the value of an option without one.
+pub const NOT_GIVEN: &str = "not given";
+
+fn first_difference(name: &str, earlier: &Value, now: &Value) -> Option<Difference> {
+    if earlier == now {
+        return None;
     }
+    // Their parts are no options of their own.
+    let is_whole = ["data", "llama"].contains(&name);
+    if let (Value::Object(earlier), Value::Object(now), false) = (earlier, now, is_whole) {
+        let of = |all: &Map<String, Value>, name| all.get(name).cloned().unwrap_or_default();
+        let mut names = earlier.keys().chain(now.keys());
+        return names.find_map(|name| first_difference(name, &of(earlier, name), &of(now, name)));
+    }
+    let shown = |value: &Value| match value {
+        Value::Null => NOT_GIVEN.to_string(),
+        value => value.to_string().replace('"', ""),
+    };
+    let option = format!("--{}", name.replace('_', "-"));
+    Some(Difference { option, before: shown(earlier), now: shown(now) })
 }
 
 /// Keeps every bit of a number, or of one that may be missing, which JSON's numbers need not.
@@ -231,10 +218,7 @@ pub mod tests {
                 heads: 2,
                 dim: 8,
                 dropout: 0.1,
-                recompute: false,
-                recompute_layers: false,
-                llama: None,
-                ends: vec![],
+                ..Default::default()
             },
             precision: Precision::F32,
             batch: 2,
@@ -278,11 +262,17 @@ pub mod tests {
         let mut now = settings();
         assert_eq!(now.difference(&earlier), None);
         now.warm_up = 20;
-        let found = now.difference(&earlier).unwrap();
-        assert_eq!(found, ("--warm-up".to_string(), "10".to_string(), "20".to_string()));
+        let found = |now: &Settings| {
+            let Difference { option, before, now } = now.difference(&earlier).unwrap();
+            [option, before, now]
+        };
+        assert_eq!(found(&now), ["--warm-up", "10", "20"]);
         let mut now = settings();
         now.model.layers = 3;
-        assert_eq!(now.difference(&earlier).unwrap().0, "--layers");
+        assert_eq!(found(&now), ["--layers", "2", "3"]);
+        let mut now = settings();
+        now.updates.muon_lr = Some(0.5);
+        assert_eq!(found(&now), ["--muon-lr", NOT_GIVEN, "0.5"]);
     }
 
     #[test]

@@ -5,12 +5,13 @@ use crate::apart::Apart;
 use crate::data::{Loader, mix};
 use crate::device::Precision;
 use crate::model::Model;
+use crate::range;
 use crate::ranks::{Division, Ranks};
 use crate::settings::{Optimizer, Settings};
 use crate::trained::{State, Trained};
 use anyhow::Result;
 use std::rc::Rc;
-use tch::{Reduction, Tensor};
+use tch::{Device, Kind, Reduction, Tensor};
 #[cfg(feature = "distributed")]
 use tch_extension::distributed::{
     CommHook, Compression, Ddp, DdpOptions, ShardedOptimizer, ShardedOptions,
@@ -20,23 +21,39 @@ use tch_extension::train::{Step, StepOptions, StepStats};
 
 type Closure = Box<dyn FnMut(&[Tensor]) -> tch_extension::Result<Tensor>>;
 
-/// How steps are run. It does not change what they compute, except for rounding.
-#[derive(Clone, Copy, Debug)]
+/// Where and how steps are run. It does not change what they compute, except for rounding.
+#[derive(Debug, clap::Args)]
 #[cfg_attr(not(feature = "distributed"), allow(dead_code))]
 pub struct TrainerOptions {
-    /// Whether a GPU's steps are captured.
-    pub capture: bool,
-    /// Whether ranks round the gradients that they send to BFloat16.
-    pub half_gradients: bool,
-    /// Whether each rank has a part of the optimizer's state only.
+    /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
+    #[arg(long, default_value = "auto")]
+    pub device: String,
+    /// On a GPU, launch each kernel of a step by itself, and capture no CUDA graph
+    #[arg(long)]
+    pub no_capture: bool,
+    /// With several processes, round the gradients that they exchange to BFloat16
+    #[arg(long)]
+    half_gradients: bool,
+    /// With several processes, keep a part of the optimizer's state on each (ZeRO-1)
+    #[arg(long)]
     pub sharded: bool,
-    /// How many MiB of gradients are sent at once.
-    pub bucket_mb: Option<f64>,
+    /// With several processes, how many MiB of gradients are sent at once
+    #[arg(long, value_name = "MIB")]
+    bucket_mb: Option<f64>,
+    /// With several processes, how long one waits for the others
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: i64,
+}
+
+impl TrainerOptions {
+    pub fn check(&self) -> Result<()> {
+        range::check_above_0("--bucket-mb", self.bucket_mb.unwrap_or(1.0), 1e6)
+    }
 }
 
 /// A model in training.
 pub struct Trainer {
-    step: Step<Trained, Closure>,
+    step: Step<Box<dyn Trained>, Closure>,
     division: Division,
     adamw_lr_ratio: f64,
     /// The seed of dropout, if there is any.
@@ -56,7 +73,7 @@ impl Trainer {
         let optimizer = optimizer_of(&model, settings)?;
         let (optimizer, closure) = together(model, optimizer, settings, apart, ranks, options)?;
         let accumulate = division.accumulate as usize;
-        let capture = options.capture;
+        let capture = !options.no_capture;
         let options = StepOptions { capture, accumulate, ..Default::default() };
         Ok(Trainer {
             step: Step::new(options, optimizer, closure)?,
@@ -95,7 +112,7 @@ impl Trainer {
     /// The optimizer's state, on the rank that `is_main`, where the model has all master weights then.
     /// All ranks call it.
     pub fn state(&self, model: &Model, is_main: bool) -> Result<Option<State>> {
-        Ok(self.step.optimizer().state(is_main, &model.masters())?)
+        Ok(self.step.optimizer().whole_state(is_main, &model.masters())?)
     }
 
     /// Takes over a state of [`Trainer::state`], on all ranks. The weights come first.
@@ -105,25 +122,18 @@ impl Trainer {
 
     /// What DDP has measured, if there are several ranks.
     pub fn ddp_statistics(&self) -> Result<Option<serde_json::Value>> {
-        #[cfg(feature = "distributed")]
-        if let Trained::Ddp(optimizer) = self.step.optimizer() {
-            let found = optimizer.ddp().statistics()?;
-            let ms = |time: std::time::Duration| 1e3 * time.as_secs_f64();
-            return Ok(Some(serde_json::json!({
-                "backward_ms": ms(found.backward),
-                "communication_ms": ms(found.communication),
-                "overlap_ms": ms(found.overlap),
-                "overlap_share": found.overlap_share(),
-                "bucket_bytes": found.buckets,
-            })));
-        }
-        Ok(None)
+        Ok(self.step.optimizer().ddp_statistics()?)
     }
 
     /// What was captured.
     pub fn stats(&self) -> StepStats {
         self.step.stats()
     }
+}
+
+/// Copies losses to the host, which waits for the device.
+pub fn on_host(losses: &[Tensor]) -> Result<Tensor> {
+    Ok(Tensor::f_stack(losses, 0)?.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?)
 }
 
 /// What updates the weights that are trained, adapters or all.
@@ -167,7 +177,7 @@ fn together(
     apart: Option<Apart>,
     ranks: &Ranks,
     options: &TrainerOptions,
-) -> Result<(Trained, Closure)> {
+) -> Result<(Box<dyn Trained>, Closure)> {
     let share = apart.map(|apart| apart.learned_share()).or(settings.data.learned_share());
     let loss = move |model: &Model, batch: &[Tensor]| match share {
         None => model.loss(batch, None, true, Reduction::Mean),
@@ -194,8 +204,7 @@ fn together(
             }
             sharded.bucket_mb = options.bucket_mb.unwrap_or(sharded.bucket_mb);
             let optimizer = ShardedOptimizer::new(group, optimizer, &sharded)?;
-            let optimizer = Trained::Sharded(Box::new(optimizer));
-            return Ok((optimizer, Box::new(move |batch| loss(&model, batch))));
+            return Ok((Box::new(optimizer), Box::new(move |batch| loss(&model, batch))));
         }
         let mut ddp = DdpOptions::default();
         if options.half_gradients {
@@ -203,8 +212,8 @@ fn together(
         }
         ddp.bucket_cap_mb = options.bucket_mb.unwrap_or(ddp.bucket_cap_mb);
         let ddp = Ddp::new(group, model.trained(), ddp)?;
-        let optimizer = Trained::Ddp(ddp.guard(optimizer)?);
+        let optimizer = Box::new(ddp.guard(optimizer)?);
         return Ok((optimizer, Box::new(move |batch| ddp.forward(|| loss(&model, batch)))));
     }
-    Ok((Trained::Alone(optimizer), Box::new(move |batch| loss(&model, batch))))
+    Ok((Box::new(optimizer), Box::new(move |batch| loss(&model, batch))))
 }

@@ -1,7 +1,8 @@
 //! Vocabularies: bytes, or byte pairs that are trained here.
 
-use crate::files::Whole;
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use crate::files::{Whole, read_text};
+use crate::range;
+use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::{Map, Value, json};
 use sha2::{Digest, Sha256};
 use std::path::Path;
@@ -13,35 +14,28 @@ use tokenizers::{AddedToken, NormalizerWrapper, TokenizerBuilder};
 pub const FILE: &str = "tokenizer.json";
 /// The token between documents of a byte-pair vocabulary, as in GPT-2.
 const END_OF_TEXT: &str = "<|endoftext|>";
-/// What others have in its place: Llama 3, and Llama 2 and Mistral.
-const OTHER_ENDS: [&str; 2] = ["<|end_of_text|>", "</s>"];
+/// The same, and what Llama 3, and Llama 2 and Mistral, have in its place.
+const ENDS_OF_TEXT: [&str; 3] = [END_OF_TEXT, "<|end_of_text|>", "</s>"];
 /// The smallest byte-pair vocabulary: all bytes, and the end of a text.
-pub const SMALLEST: usize = 257;
+const SMALLEST: usize = 257;
 
 /// What turns text into tokens and back.
 #[derive(Clone)]
 pub struct Tokenizer {
     /// The contents of the file.
     json: String,
-    way: Way,
-}
-
-#[derive(Clone)]
-enum Way {
-    /// A token is a byte.
-    Bytes,
-    Pairs(Box<tokenizers::Tokenizer>),
+    /// `None` if a token is a byte.
+    pairs: Option<Box<tokenizers::Tokenizer>>,
 }
 
 impl Tokenizer {
     /// The vocabulary of all bytes, for any data.
     pub fn bytes() -> Tokenizer {
-        Tokenizer { json: bytes_value().to_string(), way: Way::Bytes }
+        Tokenizer { json: bytes_value().to_string(), pairs: None }
     }
 
     /// Trains byte pairs on texts, until there are `size` tokens or no pair occurs twice.
     pub fn train(texts: impl Iterator<Item = String> + Send, size: usize) -> Result<Tokenizer> {
-        ensure!(size >= SMALLEST, "--vocabulary-size {size} is too small: give {SMALLEST} or more");
         let mut trainer = BpeTrainer::builder()
             .show_progress(false)
             .vocab_size(size)
@@ -65,8 +59,7 @@ impl Tokenizer {
     /// Reads `tokenizer.json` of a folder.
     pub fn load(folder: &Path) -> Result<Tokenizer> {
         let file = folder.join(FILE);
-        let json = std::fs::read_to_string(&file)
-            .with_context(|| format!("cannot read the vocabulary {}", file.display()))?;
+        let json = read_text(&file, "give a folder with a vocabulary")?;
         Tokenizer::parse(json)
             .with_context(|| format!("{} is no vocabulary of this program", file.display()))
     }
@@ -81,7 +74,7 @@ impl Tokenizer {
         // Some files have what their last call was for. Texts are longer, and have no padding.
         tokenizer.with_padding(None);
         tokenizer.with_truncation(None).map_err(|error| anyhow!("{error}"))?;
-        Ok(Tokenizer { json, way: Way::Pairs(Box::new(tokenizer)) })
+        Ok(Tokenizer { json, pairs: Some(Box::new(tokenizer)) })
     }
 
     /// Writes `tokenizer.json` to a folder.
@@ -96,10 +89,8 @@ impl Tokenizer {
 
     /// What tells vocabularies apart.
     pub fn hash(&self) -> [u8; 32] {
-        match &self.way {
-            Way::Bytes => Sha256::digest("bytes").into(),
-            Way::Pairs(_) => Sha256::digest(&self.json).into(),
-        }
+        let content = if self.pairs.is_some() { self.json.as_str() } else { "bytes" };
+        Sha256::digest(content).into()
     }
 
     /// [`Tokenizer::hash`] in hexadecimal digits.
@@ -109,31 +100,19 @@ impl Tokenizer {
 
     /// The number of tokens, those that are left out before the last one included.
     pub fn len(&self) -> usize {
-        match &self.way {
-            Way::Bytes => 256,
-            Way::Pairs(pairs) => {
-                pairs.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1)
-            }
-        }
+        let Some(pairs) = &self.pairs else { return 256 };
+        pairs.get_vocab(true).into_values().max().map_or(0, |last| last as usize + 1)
     }
 
     /// The text of a single token, such as the end of a document.
     pub fn name(&self, token: u32) -> Option<String> {
-        match &self.way {
-            Way::Bytes => None,
-            Way::Pairs(pairs) => pairs.id_to_token(token),
-        }
+        self.pairs.as_ref()?.id_to_token(token)
     }
 
     /// The token after each document, if there is one.
     pub fn end_of_text(&self) -> Option<u32> {
-        match &self.way {
-            Way::Bytes => None,
-            Way::Pairs(pairs) => {
-                let names = [END_OF_TEXT].into_iter().chain(OTHER_ENDS);
-                names.filter_map(|name| pairs.token_to_id(name)).next()
-            }
-        }
+        let pairs = self.pairs.as_ref()?;
+        ENDS_OF_TEXT.iter().find_map(|name| pairs.token_to_id(name))
     }
 
     /// The tokens before each document: those that the vocabulary's post-processor sets there.
@@ -145,62 +124,51 @@ impl Tokenizer {
 
     /// A text for a model to continue, with the tokens that the post-processor adds.
     pub fn encode_prompt(&self, text: &str) -> Result<Vec<u32>> {
-        match &self.way {
-            Way::Bytes => Ok(text.bytes().map(u32::from).collect()),
-            Way::Pairs(pairs) => match pairs.encode_fast(text, true) {
-                Ok(encoding) => Ok(encoding.get_ids().to_vec()),
-                Err(error) => bail!("cannot encode the text: {error}"),
-            },
-        }
+        Ok(self.encode_from(text, 0)?.0)
     }
 
     /// Whether any bytes can be encoded, and not only UTF-8.
     pub fn takes_any_bytes(&self) -> bool {
-        matches!(self.way, Way::Bytes)
+        self.pairs.is_none()
     }
 
     /// Encodes pieces of text, in parallel if there are several. Byte pairs need UTF-8.
     pub fn encode(&self, pieces: &[Vec<u8>]) -> Result<Vec<u32>> {
-        let pairs = match &self.way {
-            Way::Bytes => {
-                return Ok(pieces.iter().flatten().map(|&byte| u32::from(byte)).collect());
-            }
-            Way::Pairs(pairs) => pairs,
+        let Some(pairs) = &self.pairs else {
+            return Ok(pieces.iter().flatten().map(|&byte| u32::from(byte)).collect());
         };
         let texts: Vec<&str> =
             pieces.iter().map(|piece| std::str::from_utf8(piece)).collect::<Result<_, _>>()?;
-        let encoded = pairs
-            .encode_batch_fast(texts, false)
-            .map_err(|error| anyhow!("cannot encode the text: {error}"))?;
+        let encoded = pairs.encode_batch_fast(texts, false).map_err(cannot_encode)?;
         Ok(encoded.iter().flat_map(|encoding| encoding.get_ids()).copied().collect())
     }
 
     /// A document's tokens, with those that the post-processor adds, and how many of them stand before
     /// the first with a byte from `start` on. A token across that place counts as one after it.
     pub fn encode_from(&self, text: &str, start: usize) -> Result<(Vec<u32>, usize)> {
-        let Way::Pairs(pairs) = &self.way else { return Ok((self.encode_prompt(text)?, start)) };
-        let encoding =
-            pairs.encode(text, true).map_err(|error| anyhow!("cannot encode the text: {error}"))?;
-        let tokens = encoding.get_ids().to_vec();
+        let Some(pairs) = &self.pairs else {
+            return Ok((text.bytes().map(u32::from).collect(), start));
+        };
+        let encoding = pairs.encode(text, true).map_err(cannot_encode)?;
         let first = match start {
             0 => Some(0),
             _ => encoding.get_offsets().iter().position(|(_, end)| *end > start),
         };
-        Ok((tokens, first.unwrap_or(encoding.len())))
+        Ok((encoding.get_ids().to_vec(), first.unwrap_or(encoding.len())))
     }
 
     /// The text of tokens. Bytes that are no UTF-8 are shown as the replacement character.
     pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        match &self.way {
-            Way::Bytes => {
-                let bytes: Vec<u8> = tokens.iter().map(|&token| token as u8).collect();
-                Ok(String::from_utf8_lossy(&bytes).into_owned())
-            }
-            Way::Pairs(pairs) => pairs
-                .decode(tokens, true)
-                .map_err(|error| anyhow!("cannot decode the tokens: {error}")),
-        }
+        let Some(pairs) = &self.pairs else {
+            let bytes: Vec<u8> = tokens.iter().map(|&token| token as u8).collect();
+            return Ok(String::from_utf8_lossy(&bytes).into_owned());
+        };
+        pairs.decode(tokens, true).map_err(|error| anyhow!("cannot decode the tokens: {error}"))
     }
+}
+
+fn cannot_encode(error: tokenizers::Error) -> anyhow::Error {
+    anyhow!("cannot encode the text: {error}")
 }
 
 /// The vocabulary of bytes in the format of Hugging Face's tokenizers: byte pairs without a pair. A
@@ -244,15 +212,12 @@ pub enum Vocabulary {
 
 /// Checks that a size given for a vocabulary is one that it can have.
 pub fn check_size(kind: Vocabulary, size: Option<usize>) -> Result<()> {
-    match (kind, size) {
-        (Vocabulary::Bytes, Some(size)) => bail!(
-            "--vocabulary-size {size} is for --vocabulary bpe: leave it out, because there are 256 bytes"
-        ),
-        (Vocabulary::Bpe, Some(size)) if !(SMALLEST..=1 << 20).contains(&size) => {
-            bail!("--vocabulary-size {size} is out of range: give {SMALLEST} to {}", 1 << 20)
-        }
-        _ => Ok(()),
-    }
+    let Some(size) = size else { return Ok(()) };
+    ensure!(
+        kind == Vocabulary::Bpe,
+        "--vocabulary-size {size} is for --vocabulary bpe: leave it out, because there are 256 bytes"
+    );
+    range::check("--vocabulary-size", size, [SMALLEST, 1 << 20])
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! The token file: a header, the tokens to train on, and those held out.
 
 use crate::files::Whole;
+use crate::settings::DataId;
 use anyhow::{Context, Result, bail, ensure};
 use memmap2::Mmap;
 use std::fs::File;
@@ -140,14 +141,10 @@ impl Tokens {
         self.header.vocabulary
     }
 
-    /// The checksum of all tokens, which tells data apart.
-    pub fn checksum(&self) -> u32 {
-        self.header.checksum
-    }
-
-    /// How many tokens to train on are learned, if not all.
-    pub fn learned(&self) -> Option<usize> {
-        self.header.learned
+    /// What tells these data apart, with their vocabulary's hash.
+    pub fn id(&self, vocabulary: String) -> DataId {
+        let Header { train, checksum, learned, .. } = self.header;
+        DataId { vocabulary, tokens: train, checksum, learned }
     }
 
     /// Copies the tokens from `start` of a part on. Zeros follow the part's end. One that is not learned

@@ -4,23 +4,23 @@ use crate::apart::{Apart, Documents};
 use crate::checkpoint::{self, Checkpoint};
 use crate::data::{HeldOut, IGNORED, Loader, Order};
 use crate::device;
-use crate::files::{prepare_folder, take_folder, write_bytes};
+use crate::files::{self, Taken, clean_folder, is_there, take_folder, write_bytes};
 use crate::log::{self, Curves, Log};
 use crate::model::Model;
-use crate::options::TrainOptions;
+use crate::options::{TrainOptions, name_of};
 use crate::origin::{Origin, model_tensors};
 use crate::plot::{self, Curve};
 use crate::prepare::{self, Prepared};
 use crate::progress::{Progress, say, warn};
 use crate::ranks::{Division, OnRank0, Ranks};
 use crate::sample::sample;
-use crate::settings::{DataId, Optimizer, Settings};
-use crate::step::{Trainer, TrainerOptions};
+use crate::settings::{Optimizer, Settings};
+use crate::step::{Trainer, on_host};
 use crate::tokenizer::Tokenizer;
 use crate::tokens::{self, Part, Tokens};
 use crate::trained::State;
 use anyhow::{Context, Result, anyhow, ensure};
-use std::fs::File;
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use tch::{Device, Kind, Reduction, Tensor};
@@ -31,44 +31,48 @@ const PLOT: &str = "losses.svg";
 
 /// The subcommand.
 pub fn run(options: &TrainOptions) -> Result<()> {
-    let (ranks, device) = Ranks::join(&options.device, options.timeout)?;
+    let (ranks, device) = Ranks::join(&options.how.device, options.how.timeout)?;
     ranks.run(|| run_with(options, &ranks, device))
 }
 
 fn run_with(options: &TrainOptions, ranks: &Ranks, device: Device) -> Result<()> {
     options.check(device)?;
     let mut main = ranks.on_main(|| Main::prepare(options, device, ranks.size()))?;
-    let settings = ranks.share(&main.as_ref().map(|main| main.settings.clone()))?;
-    let mut settings = settings.context("rank 0 sent no settings")?;
-    options.changes.set_recomputed(&mut settings.model);
-    let mut run = Run::new(options, settings, ranks, device, main.as_mut())?;
+    let plan = ranks.share(&main.as_ref().map(|main| main.plan.clone()))?;
+    let mut plan = plan.context("rank 0 sent no plan")?;
+    options.changes.recomputed.set(&mut plan.settings.model);
+    let mut run = Run::new(options, plan, ranks, device, main.as_mut())?;
     run.train()?;
     run.trainer.drop_graphs();
     ranks.leave()?;
     match &main {
-        Some(main) => run.finish(&main.tokenizer),
+        Some(main) => run.finish(&main.data.tokenizer),
         None => Ok(()),
     }
 }
 
-/// What only rank 0 has: the files of the run.
-struct Main {
-    _lock: File,
+/// What rank 0 tells the others.
+#[derive(Clone, Serialize, Deserialize)]
+struct Plan {
     settings: Settings,
     apart: Option<Apart>,
+    /// Where the tokens are, once the new ones are in place.
+    data: PathBuf,
+}
+
+/// What only rank 0 has: the files of the run.
+struct Main {
+    plan: Plan,
     checkpoint: Option<Checkpoint>,
     init: Option<Origin>,
-    tokens: Rc<Tokens>,
-    tokenizer: Tokenizer,
-    /// Where the tokens are, once the new ones are in place.
-    folder: PathBuf,
-    /// What is to replace the data of an earlier run, once nothing can fail any more.
-    new: Option<Prepared>,
+    data: Data,
+    // Released last, when the temporary files are gone.
+    _out: Taken,
 }
 
 impl Main {
     fn prepare(options: &TrainOptions, device: Device, ranks: usize) -> Result<Main> {
-        let lock = take_folder("--out", &options.out)?;
+        let _out = take_folder("--out", &options.out)?;
         let checkpoint = earlier(options)?;
         let earlier = checkpoint.as_ref().map(|checkpoint| &checkpoint.state.settings);
         let base = earlier.and_then(|earlier| earlier.source.base.clone());
@@ -109,20 +113,20 @@ impl Main {
             let lora = options.changes.lora_of(&init.config, None);
             lora.map_or(Ok(()), |lora| lora.check(&init.config))?;
         }
-        let Data { tokens, tokenizer, folder, new } = data(options, earlier)?;
-        let id = data_id(&tokens, &tokenizer);
+        let data = data(options, earlier)?;
+        let Data { tokens, tokenizer, .. } = &data;
+        let id = tokens.id(tokenizer.hash_in_hex());
         let mut settings = options.settings(device, tokenizer.len(), id, earlier, init.as_ref())?;
         settings.source.base = match (base, &init) {
             (None, Some(init)) if settings.lora.is_some() => Some(init.base()?),
             (base, _) => base,
         };
-        let tokens = Rc::new(tokens);
         // What cannot work is refused before anything is computed.
         Division::new(settings.batch, settings.accumulate, 0, ranks)?;
-        windows(&settings, None, &tokens, options.eval_windows)?;
-        let apart = Apart::of(settings.documents, &tokens, &tokenizer, settings.model.context)?;
-        let folder = std::path::absolute(&folder).unwrap_or(folder);
-        Ok(Main { _lock: lock, settings, apart, checkpoint, init, tokens, tokenizer, folder, new })
+        let apart = Apart::of(settings.documents, tokens, tokenizer, settings.model.context)?;
+        windows(&settings, apart, tokens, options.eval_windows)?;
+        let plan = Plan { settings, apart, data: data.folder.clone() };
+        Ok(Main { plan, checkpoint, init, data, _out })
     }
 }
 
@@ -141,7 +145,9 @@ fn windows(
 /// The checkpoint to continue from. Refuses to begin anew where a run is.
 fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
     let folder = options.out.join(checkpoint::FOLDER);
-    prepare_folder("--out", &folder)?;
+    if is_there(&folder) {
+        clean_folder("--out", &folder)?;
+    }
     if options.resume {
         let newest = checkpoint::newest(&folder, warn)?;
         if let Some(checkpoint) = &newest {
@@ -166,10 +172,11 @@ fn earlier(options: &TrainOptions) -> Result<Option<Checkpoint>> {
 
 /// What a run is trained on.
 struct Data {
-    tokens: Tokens,
+    tokens: Rc<Tokens>,
     tokenizer: Tokenizer,
-    /// Where the tokens are or will be.
+    /// Where the tokens are, once the new ones are in place.
     folder: PathBuf,
+    /// What is to replace the data of an earlier run, once nothing can fail any more.
     new: Option<Prepared>,
 }
 
@@ -191,38 +198,28 @@ fn data(options: &TrainOptions, earlier: Option<&Settings>) -> Result<Data> {
         }
         (None, None) => {
             let new = prepare::beside(&options.text, "--out", &own)?;
-            let (tokens, tokenizer) = (new.tokens()?, new.tokenizer.clone());
-            return Ok(Data { tokens, tokenizer, folder: own, new: Some(new) });
+            let (tokens, tokenizer) = (Rc::new(new.tokens()?), new.tokenizer.clone());
+            return Ok(Data { tokens, tokenizer, folder: files::absolute(&own), new: Some(new) });
         }
     };
-    let (tokens, tokenizer) = (Tokens::open(&folder)?, Tokenizer::load(&folder)?);
+    let (tokens, tokenizer) = (Rc::new(Tokens::open(&folder)?), Tokenizer::load(&folder)?);
     ensure!(
         tokens.vocabulary_hash() == tokenizer.hash(),
         "the tokens and the vocabulary in {} do not belong together; write both again with `prepare`",
         folder.display()
     );
-    Ok(Data { tokens, tokenizer, folder, new: None })
+    Ok(Data { tokens, tokenizer, folder: files::absolute(&folder), new: None })
 }
 
 /// The tokens of a rank that has not prepared them, from its own machine.
 fn tokens_of_others(folder: &Path, settings: &Settings) -> Result<Rc<Tokens>> {
     let tokens = Tokens::open(folder)?;
-    let DataId { tokens: count, checksum, .. } = settings.data;
     ensure!(
-        tokens.len(Part::Train) == count && tokens.checksum() == checksum,
+        tokens.id(settings.data.vocabulary.clone()) == settings.data,
         "the tokens in {} are not those of rank 0: give every machine the same files",
         folder.display()
     );
     Ok(Rc::new(tokens))
-}
-
-fn data_id(tokens: &Tokens, tokenizer: &Tokenizer) -> DataId {
-    DataId {
-        vocabulary: tokenizer.hash_in_hex(),
-        tokens: tokens.len(Part::Train),
-        checksum: tokens.checksum(),
-        learned: tokens.learned(),
-    }
 }
 
 /// A run in this process.
@@ -251,7 +248,7 @@ impl<'a> Run<'a> {
     /// removes what an earlier run left when all that its input can spoil was done.
     fn new(
         options: &'a TrainOptions,
-        settings: Settings,
+        Plan { settings, apart, data }: Plan,
         ranks: &'a Ranks,
         device: Device,
         mut main: Option<&mut Main>,
@@ -270,27 +267,17 @@ impl<'a> Run<'a> {
         // All ranks get the weights of rank 0.
         let init = main.as_mut().and_then(|main| main.init.take());
         let init = init.filter(|_| checkpoint.is_none() || is_frozen);
-        ranks.on_main(|| match &init {
-            Some(init) => begin_with(init, &model, &settings),
-            None => Ok(()),
-        })?;
+        let init = init.as_ref();
+        ranks.on_main(|| init.map_or(Ok(()), |init| begin_with(init, &model, &settings)))?;
         if let Some(lora) = &settings.lora {
             model.adapt(lora, seed)?;
-            ranks.on_main(|| match init.as_ref().and_then(|init| init.adapter.as_ref()) {
-                Some(adapter) => adapter.copy_into(&model),
-                None => Ok(()),
-            })?;
+            let adapter = init.and_then(|init| init.adapter.as_ref());
+            ranks.on_main(|| adapter.map_or(Ok(()), |adapter| adapter.copy_into(&model)))?;
         }
         model.set_precision(settings.precision)?;
         let model = Rc::new(model);
-        let how = TrainerOptions {
-            capture: !options.no_capture,
-            half_gradients: options.half_gradients,
-            sharded: options.sharded,
-            bucket_mb: None,
-        };
-        let apart = ranks.share(&main.as_ref().and_then(|main| main.apart))?;
-        let mut trainer = Trainer::new(model.clone(), &settings, apart, ranks, division, &how)?;
+        let how = &options.how;
+        let mut trainer = Trainer::new(model.clone(), &settings, apart, ranks, division, how)?;
         let mut step = 0;
         if let Some(checkpoint) = &checkpoint {
             resume(checkpoint, &model, &mut trainer)?;
@@ -298,21 +285,21 @@ impl<'a> Run<'a> {
             say(&format!("continues after step {step}, from {}", checkpoint.path.display()))?;
         }
         // The files are changed last, and then the other ranks may read them.
-        let files = ranks.on_main(|| match main.as_mut() {
-            Some(main) => files(options, main, checkpoint.is_none(), step).map(Some),
-            None => Ok(None),
+        let log = ranks.on_main(|| {
+            let main = main.as_mut().context("rank 0 has no files")?;
+            begin(options, &mut main.data, checkpoint.is_none(), step)
         })?;
-        let folder = ranks.share(&main.as_ref().map(|main| main.folder.clone()))?;
-        let folder = folder.context("rank 0 sent no folder")?;
         let tokens = match &main {
-            Some(main) => Rc::clone(&main.tokens),
-            None => tokens_of_others(&folder, &settings)?,
+            Some(main) => Rc::clone(&main.data.tokens),
+            None => tokens_of_others(&data, &settings)?,
         };
         let (order, held_out) = windows(&settings, apart, &tokens, options.eval_windows)?;
-        let peak = peak(&settings, device).map(|peak| peak * ranks.size() as f64);
+        // To compare with: the rate in the kind in which products are computed.
+        let peak = settings.precision.half().and_then(|_| device::peak_tflops(device));
+        let peak = peak.map(|peak| peak * ranks.size() as f64);
         let run = Run {
             loader: Loader::new(tokens, order, division, context, apart, device)?,
-            log: files.flatten(),
+            log,
             peak: options.peak.or(peak),
             saved: checkpoint.map(|_| step),
             unread: Vec::new(),
@@ -325,47 +312,41 @@ impl<'a> Run<'a> {
             device,
             model,
         };
-        say(&run.describe())?;
+        say(&run.describe()?)?;
         Ok(run)
     }
 
-    fn describe(&self) -> String {
+    fn describe(&self) -> Result<String> {
         let Settings { model, batch, accumulate, steps, lr, seed, precision, .. } = &self.settings;
-        format!(
-            "{}{}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{}\n\
-             {steps} steps of {accumulate} × {batch} rows, {}learning rate {lr:?}, {}{}{}, seed {seed}",
-            device::describe(self.device),
-            if self.ranks.size() > 1 {
-                format!(", {} processes", self.ranks.size())
-            } else {
-                String::new()
-            },
+        let processes = match self.ranks.size() {
+            1 => String::new(),
+            size => format!(", {size} processes"),
+        };
+        let adapters = self.settings.lora.as_ref().map_or(String::new(), |lora| {
+            let trained = self.model.named_variables();
+            let trained: usize = trained.iter().map(|(_, variable)| variable.numel()).sum();
+            format!(", and {:.2} M of adapters of rank {}", trained as f64 / 1e6, lora.rank)
+        });
+        let muon = match (self.settings.updates.optimizer, self.settings.updates.muon_lr) {
+            (Optimizer::AdamW, _) => String::new(),
+            (Optimizer::Muon, None) => "Muon, ".into(),
+            (Optimizer::Muon, Some(rate)) => format!("Muon with learning rate {rate:?}, "),
+        };
+        let is_apart = self.settings.documents == Documents::Apart;
+        Ok(format!(
+            "{}{processes}; {} layers of {} features, {} heads, context {}, vocabulary {}: {:.1} M parameters{adapters}\n\
+             {steps} steps of {accumulate} × {batch} rows, {muon}learning rate {lr:?}, {}{}{}, seed {seed}",
+            device::describe(self.device)?,
             model.layers,
             model.dim,
             model.heads,
             model.context,
             model.vocabulary,
             model.parameters() as f64 / 1e6,
-            match &self.settings.lora {
-                Some(lora) => {
-                    let trained = self.model.named_variables().into_iter();
-                    let trained: usize = trained.map(|(_, variable)| variable.numel()).sum();
-                    format!(", and {:.2} M of adapters of rank {}", trained as f64 / 1e6, lora.rank)
-                }
-                None => String::new(),
-            },
-            match (self.settings.updates.optimizer, self.settings.updates.muon_lr) {
-                (Optimizer::AdamW, _) => String::new(),
-                (Optimizer::Muon, None) => "Muon, ".into(),
-                (Optimizer::Muon, Some(rate)) => format!("Muon with learning rate {rate:?}, "),
-            },
-            precision.name(),
-            match self.settings.documents {
-                Documents::Together => "",
-                Documents::Apart => ", documents apart",
-            },
-            if self.model.config.recompute_layers { ", layers computed again" } else { "" }
-        )
+            name_of(precision),
+            if is_apart { ", documents apart" } else { "" },
+            if model.recompute_layers { ", layers computed again" } else { "" }
+        ))
     }
 
     fn train(&mut self) -> Result<()> {
@@ -400,15 +381,7 @@ impl<'a> Run<'a> {
     /// Copies the losses since the last call to the host. On a GPU, this is the only time at which a
     /// step waits for the device.
     fn read_losses(&mut self, progress: &mut Progress) -> Result<()> {
-        if self.unread.is_empty() {
-            return Ok(());
-        }
-        let losses = Tensor::f_stack(&std::mem::take(&mut self.unread), 0)?;
-        let losses = losses.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?;
-        self.ranks.sum(&losses)?;
-        let losses: Vec<f64> = losses.try_into()?;
-        let losses: Vec<f64> =
-            losses.into_iter().map(|sum| sum / self.ranks.size() as f64).collect();
+        let losses = self.ranks.means(&on_host(&std::mem::take(&mut self.unread))?)?;
         let first = self.step - losses.len() as i64 + 1;
         if let Some(place) = losses.iter().position(|loss| !loss.is_finite()) {
             let (step, loss) = (first + place as i64, losses[place]);
@@ -511,11 +484,6 @@ fn begin_with(init: &Origin, model: &Model, settings: &Settings) -> Result<()> {
     init.copy_into(model).context("--init cannot be loaded into a model of this run's sizes")
 }
 
-/// The rate to compare with: that of the kind in which products are computed.
-fn peak(settings: &Settings, device: Device) -> Option<f64> {
-    settings.precision.half().and_then(|_| device::peak_tflops(device))
-}
-
 /// What stands before the names of the optimizer's tensors in a checkpoint.
 const OPTIMIZER: &str = "optimizer.";
 
@@ -562,14 +530,14 @@ fn held_out_loss(model: &Model, held_out: &HeldOut, ranks: &Ranks) -> Result<f64
 }
 
 /// Removes an earlier run if this one is new, puts new data in their place, and opens the log.
-fn files(options: &TrainOptions, main: &mut Main, is_new: bool, step: i64) -> Result<Log> {
+fn begin(options: &TrainOptions, data: &mut Data, is_new: bool, step: i64) -> Result<Log> {
     if is_new {
         checkpoint::remove_all(&options.out.join(checkpoint::FOLDER))?;
     }
-    if let Some(new) = main.new.take() {
+    if let Some(new) = data.new.take() {
         say(&new.put()?)?;
     }
     let log = Log::open(&options.out, step)?;
-    main.tokenizer.save(&options.out)?;
+    data.tokenizer.save(&options.out)?;
     Ok(log)
 }

@@ -6,23 +6,71 @@ use tch_extension::Result;
 use tch_extension::amp::ScaledGradients;
 #[cfg(feature = "distributed")]
 use tch_extension::distributed::{DdpOptimizer, ShardedOptimizer};
-use tch_extension::optim;
-use tch_extension::optim::Optimizer;
-
-/// An optimizer that `train::Step` steps.
-pub enum Trained {
-    /// Of one process.
-    Alone(optim::FusedOptimizer),
-    /// Of several, each with the whole state.
-    #[cfg(feature = "distributed")]
-    Ddp(DdpOptimizer<optim::FusedOptimizer>),
-    /// Of several, each with a part of the state.
-    #[cfg(feature = "distributed")]
-    Sharded(Box<ShardedOptimizer>),
-}
+use tch_extension::optim::{FusedOptimizer, Optimizer};
 
 /// The state of an optimizer, by name.
 pub type State = BTreeMap<String, Tensor>;
+/// The model's own weights in `Float`, by name.
+pub type Masters<'a> = [(&'a str, &'a Tensor)];
+
+/// An optimizer that `train::Step` steps.
+pub trait Trained: Optimizer {
+    fn set_lr(&mut self, lr: f64) -> Result<()>;
+
+    /// The whole state, on the rank that `is_main`. All ranks call it. The masters get the values that
+    /// the ranks have of them, and are no part of the state.
+    fn whole_state(&self, is_main: bool, masters: &Masters<'_>) -> Result<Option<State>>;
+
+    /// Takes over a state of [`Trained::whole_state`], also of another number of ranks. All ranks call it
+    /// with the same state, after the weights and the masters have their values.
+    fn load_state(&mut self, state: &State, masters: &Masters<'_>) -> Result<()>;
+
+    /// What DDP has measured, if it averages the gradients.
+    fn ddp_statistics(&self) -> Result<Option<serde_json::Value>> {
+        Ok(None)
+    }
+}
+
+impl Trained for FusedOptimizer {
+    fn set_lr(&mut self, lr: f64) -> Result<()> {
+        FusedOptimizer::set_lr(self, lr)
+    }
+
+    fn whole_state(&self, is_main: bool, _masters: &Masters<'_>) -> Result<Option<State>> {
+        is_main.then(|| self.state_dict()).transpose()
+    }
+
+    fn load_state(&mut self, state: &State, _masters: &Masters<'_>) -> Result<()> {
+        self.load_state_dict(state)
+    }
+}
+
+#[cfg(feature = "distributed")]
+impl Trained for DdpOptimizer<FusedOptimizer> {
+    fn set_lr(&mut self, lr: f64) -> Result<()> {
+        self.get_mut().set_lr(lr)
+    }
+
+    fn whole_state(&self, is_main: bool, masters: &Masters<'_>) -> Result<Option<State>> {
+        self.get_ref().whole_state(is_main, masters)
+    }
+
+    fn load_state(&mut self, state: &State, masters: &Masters<'_>) -> Result<()> {
+        self.get_mut().load_state(state, masters)
+    }
+
+    fn ddp_statistics(&self) -> Result<Option<serde_json::Value>> {
+        let found = self.ddp().statistics()?;
+        let ms = |time: std::time::Duration| 1e3 * time.as_secs_f64();
+        Ok(Some(serde_json::json!({
+            "backward_ms": ms(found.backward),
+            "communication_ms": ms(found.communication),
+            "overlap_ms": ms(found.overlap),
+            "overlap_share": found.overlap_share(),
+            "bucket_bytes": found.buckets,
+        })))
+    }
+}
 
 /// The name of the master weights of a parameter in a state.
 #[cfg(feature = "distributed")]
@@ -30,114 +78,65 @@ fn master_of(name: &str) -> String {
     format!("master.{name}")
 }
 
-/// Calls a method of whichever it is.
-macro_rules! of {
-    ($self:ident, $optimizer:ident => $call:expr) => {
-        match $self {
-            Trained::Alone($optimizer) => $call,
-            #[cfg(feature = "distributed")]
-            Trained::Ddp($optimizer) => $call,
-            #[cfg(feature = "distributed")]
-            Trained::Sharded($optimizer) => $call,
-        }
-    };
-}
-
-impl Trained {
-    pub fn set_lr(&mut self, lr: f64) -> Result<()> {
-        match self {
-            Trained::Alone(optimizer) => optimizer.set_lr(lr),
-            #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_mut().set_lr(lr),
-            #[cfg(feature = "distributed")]
-            Trained::Sharded(optimizer) => optimizer.set_lr(lr),
-        }
+#[cfg(feature = "distributed")]
+impl Trained for ShardedOptimizer {
+    fn set_lr(&mut self, lr: f64) -> Result<()> {
+        ShardedOptimizer::set_lr(self, lr)
     }
 
-    /// The whole state, on the rank that `is_main`. All ranks call it. `masters` are the model's own
-    /// weights in `Float`, which get the values that the ranks have of them, and are no part of the
-    /// state.
-    #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
-    pub fn state(&self, is_main: bool, masters: &[(&str, &Tensor)]) -> Result<Option<State>> {
-        match self {
-            Trained::Alone(optimizer) => optimizer.state_dict().map(Some),
-            #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => {
-                is_main.then(|| optimizer.get_ref().state_dict()).transpose()
-            }
-            #[cfg(feature = "distributed")]
-            Trained::Sharded(optimizer) => {
-                let Some(mut state) = optimizer.gather_state_dict()? else { return Ok(None) };
-                let _no_grad = tch::no_grad_guard();
-                for (name, master) in masters {
-                    if let Some(values) = state.remove(&master_of(name)) {
-                        master.shallow_clone().f_copy_(&values)?;
-                    }
-                }
-                Ok(Some(state))
+    fn whole_state(&self, _is_main: bool, masters: &Masters<'_>) -> Result<Option<State>> {
+        let Some(mut state) = self.gather_state_dict()? else { return Ok(None) };
+        let _no_grad = tch::no_grad_guard();
+        for (name, master) in masters {
+            if let Some(values) = state.remove(&master_of(name)) {
+                master.shallow_clone().f_copy_(&values)?;
             }
         }
+        Ok(Some(state))
     }
 
-    /// Takes over a state of [`Trained::state`], also of another number of ranks. All ranks call it
-    /// with the same state, after the weights and `masters` have their values.
-    #[cfg_attr(not(feature = "distributed"), expect(unused_variables))]
-    pub fn load_state(&mut self, state: &State, masters: &[(&str, &Tensor)]) -> Result<()> {
-        match self {
-            Trained::Alone(optimizer) => optimizer.load_state_dict(state),
-            #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.get_mut().load_state_dict(state),
-            #[cfg(feature = "distributed")]
-            Trained::Sharded(optimizer) => {
-                let own = state.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
-                let masters =
-                    masters.iter().map(|(name, master)| (master_of(name), master.shallow_clone()));
-                optimizer.load_state_dict(&own.chain(masters).collect())
-            }
-        }
+    fn load_state(&mut self, state: &State, masters: &Masters<'_>) -> Result<()> {
+        let own = state.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        let masters =
+            masters.iter().map(|(name, master)| (master_of(name), master.shallow_clone()));
+        self.load_state_dict(&own.chain(masters).collect())
     }
 }
 
-impl Optimizer for Trained {
+impl Optimizer for Box<dyn Trained> {
     fn parameters(&self) -> Vec<Tensor> {
-        of!(self, optimizer => optimizer.parameters())
+        (**self).parameters()
     }
 
     fn step(&mut self) -> Result<()> {
-        match self {
-            Trained::Alone(optimizer) => Optimizer::step(optimizer),
-            #[cfg(feature = "distributed")]
-            Trained::Ddp(optimizer) => optimizer.step(),
-            #[cfg(feature = "distributed")]
-            Trained::Sharded(optimizer) => optimizer.step(),
-        }
+        (**self).step()
     }
 
     fn capturable(&self) -> bool {
-        of!(self, optimizer => optimizer.capturable())
+        (**self).capturable()
     }
 
     fn revision(&self) -> u64 {
-        of!(self, optimizer => optimizer.revision())
+        (**self).revision()
     }
 
     fn step_on_device(&mut self, gradients: ScaledGradients<'_>) -> Option<Result<Vec<Tensor>>> {
-        of!(self, optimizer => optimizer.step_on_device(gradients))
+        (**self).step_on_device(gradients)
     }
 
     fn begin_batch(&mut self, is_first: bool, is_last: bool) -> Result<()> {
-        of!(self, optimizer => optimizer.begin_batch(is_first, is_last))
+        (**self).begin_batch(is_first, is_last)
     }
 
     fn end_batch(&mut self) {
-        of!(self, optimizer => optimizer.end_batch())
+        (**self).end_batch();
     }
 
     fn batch_failed(&mut self, error: tch_extension::Error) -> tch_extension::Error {
-        of!(self, optimizer => optimizer.batch_failed(error))
+        (**self).batch_failed(error)
     }
 
     fn replayed(&mut self, device: Device) -> Result<()> {
-        of!(self, optimizer => optimizer.replayed(device))
+        (**self).replayed(device)
     }
 }

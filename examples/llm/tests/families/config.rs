@@ -73,6 +73,7 @@ fn what_is_written_is_read_again() {
 #[test]
 fn other_models_and_absurd_numbers_are_refused_by_name() {
     for (changes, expected) in [
+        (json!({"model_type": null}), "it lacks the model_type: give gpt2"),
         (json!({"model_type": "mamba"}), "model_type is \"mamba\", not gpt2, llama"),
         (json!({"hidden_act": "gelu"}), "hidden_act is \"gelu\""),
         (json!({"mlp_bias": true}), "mlp_bias is true"),

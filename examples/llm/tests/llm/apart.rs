@@ -109,6 +109,20 @@ fn adapters_learn_documents_apart() {
     assert!(held_out[9] < held_out[0] - 0.005, "{held_out:?}");
 }
 
+/// They belong to how a model reads, as its context does.
+#[test]
+fn another_run_s_documents_stay_apart() {
+    let place = with_lines();
+    succeeded(&place.run(&line("base", &[])));
+    let further = |documents: &[&str]| {
+        let mut options = line("further", &["--init", "base", "--overwrite"]);
+        options.drain(3..5);
+        succeeded(&place.run(&[&options[..], documents].concat())).contains("documents apart")
+    };
+    assert!(further(&[]));
+    assert!(!further(&["--documents", "together"]));
+}
+
 #[test]
 fn bytes_have_no_documents() {
     let place = Place::new();

@@ -25,10 +25,7 @@ fn trains_evaluates_saves_and_samples() {
     assert_eq!(losses.len(), 60);
     assert!(losses[59] < losses[0] - 1.0, "from {} to {}", losses[0], losses[59]);
     let names = names(&place.path("out"));
-    assert_eq!(
-        names,
-        [".lock", "checkpoints", "data", "losses.jsonl", "losses.svg", "tokenizer.json"]
-    );
+    assert_eq!(names, ["checkpoints", "data", "losses.jsonl", "losses.svg", "tokenizer.json"]);
     assert_eq!(place.checkpoints("out").len(), 2);
     let picture = fs::read_to_string(place.path("out/losses.svg")).unwrap();
     assert!(picture.contains("training") && picture.contains("held out"));
@@ -101,7 +98,7 @@ fn prepared_byte_pairs_are_trained_on() {
     let line = ["prepare", "--text", &texts, "--out", &data, "--vocabulary", "bpe"];
     let printed = succeeded(&place.run(&[&line[..], &["--vocabulary-size", "300"]].concat()));
     assert!(printed.contains("tokens to train on"), "{printed}");
-    assert_eq!(names(&place.path("data")), [".lock", "tokenizer.json", "tokens.bin"]);
+    assert_eq!(names(&place.path("data")), ["tokenizer.json", "tokens.bin"]);
     let mut options = vec!["train", "--data", &data];
     options.extend(&TINY[2..]);
     let out = text(&place.path("out"));
@@ -277,6 +274,12 @@ fn completions_are_learned_and_prompts_are_not() {
     for (step, (whole, halves)) in whole.iter().zip(&halves).enumerate() {
         assert!((whole - halves).abs() < 1e-3, "step {step}: {whole} and {halves}");
     }
+    // Without a held-out token to learn there is no loss of them.
+    let prompt = format!(r#"{{"prompt": "{}", "completion": "!"}}"#, "ab".repeat(2000));
+    fs::write(&file, [&lines.join("\n"), "\n", &prompt].concat()).unwrap();
+    let error = failed(&train("unheard", &["--held-out", "0.05", "--eval-windows", "2"]));
+    assert!(error.contains("no token that is held out is learned in the 2 windows"), "{error}");
+    assert!(!place.path("unheard").exists());
     fs::write(&file, r#"{"prompt": "a", "completion": ""}"#.to_string() + "\n").unwrap();
     let error = failed(&train("none", &[]));
     assert!(error.contains("no text is learned"), "{error}");
@@ -334,6 +337,47 @@ fn bad_input_is_refused_in_one_line_that_names_the_way_out() {
         let error = failed(&place.run(line));
         assert!(error.contains(expected), "{line:?}: {error}");
     }
+}
+
+#[test]
+fn what_is_refused_leaves_no_folder_and_no_lock() {
+    let place = Place::new();
+    succeeded(&place.train(&[]));
+    let [out, fresh, odd] = ["out", "fresh", "odd.txt"].map(|name| text(&place.path(name)));
+    fs::write(&odd, [b'a', 0xff].repeat(1000)).unwrap();
+    let deep = text(&place.path("fresh/deep"));
+    let train = |options: &[&str]| failed(&place.train(options));
+    let run = |line: &[&str]| failed(&place.run(line));
+    for (refuse, line, expected) in [
+        (&train as &dyn Fn(&[&str]) -> String, &["--context", "100000"][..], "--context 100000"),
+        (&train, &["--text", "/no/such"], "does not exist"),
+        (&train, &["--text", &odd, "--vocabulary", "bpe"], "is not UTF-8"),
+        (&train, &["--init", "/no/such"], "has no checkpoint"),
+        (&train, &["--init", &out, "--dim", "16"], "this run's sizes"),
+        (&train, &["--lora", "2"], "--lora needs --init"),
+        (&train, &["--dim", "65536", "--layers", "1000"], "MiB are free"),
+        (&train, &["--documents", "apart"], "needs a vocabulary"),
+        (&run, &["prepare", "--text", &odd, "--vocabulary", "bpe"], "is not UTF-8"),
+    ] {
+        for folder in [&fresh, &deep] {
+            let error = refuse(&[line, &["--out", folder]].concat());
+            assert!(error.contains(expected), "{line:?}: {error}");
+            assert!(
+                !place.path("fresh").exists(),
+                "{line:?} left {:?}",
+                names(&place.path("fresh"))
+            );
+        }
+    }
+    // A folder that was there stays as it was.
+    let before = names(&place.path("out"));
+    train(&["--overwrite", "--context", "100000"]);
+    run(&["export", "--from", &out, "--to", &odd]);
+    run(&["import", "--from", &out, "--to", &out]);
+    assert_eq!(names(&place.path("out")), before);
+    fs::create_dir(&fresh).unwrap();
+    train(&["--out", &fresh, "--context", "100000"]);
+    assert!(names(&place.path("fresh")).is_empty());
 }
 
 /// Loads an exported model with transformers and compares its logits with this program's.

@@ -100,13 +100,14 @@ fn bench_trains_by_muon_adapters_and_layers_again() {
     let [data, inputs] = ["data", "llama"].map(|name| text(&place.path(name)));
     let write = ["bench", "--inputs", &inputs, "--write", &data, "--size", "llama-mini"];
     succeeded(&place.run(&[&write[..], &["--steps", "4", "--lora", "2"]].concat()));
-    let losses = |options: &[&str]| {
-        let bench = ["bench", "--inputs", &inputs, "--device", "cpu"];
+    let losses_of = |inputs: &str, options: &[&str]| {
+        let bench = ["bench", "--inputs", inputs, "--device", "cpu"];
         let printed = succeeded(&place.run(&[&bench[..], options].concat()));
         let result: serde_json::Value = serde_json::from_str(&printed).unwrap();
         let losses = result["losses"].as_array().unwrap().iter();
         losses.map(|loss| loss.as_f64().unwrap()).collect::<Vec<_>>()
     };
+    let losses = |options: &[&str]| losses_of(&inputs, options);
     let adamw = losses(&[]);
     assert_eq!(losses(&["--recompute-layers"]), adamw);
     for options in [["--optimizer", "muon"], ["--lora", "2"]] {
@@ -117,4 +118,10 @@ fn bench_trains_by_muon_adapters_and_layers_again() {
         );
         assert!(found[3] < found[0], "{options:?}: {found:?}");
     }
+    // Inputs that are written for Muon are trained by it, unless another one is given.
+    let of_muon = text(&place.path("of-muon"));
+    let write = ["bench", "--inputs", &of_muon, "--write", &data, "--size", "llama-mini"];
+    succeeded(&place.run(&[&write[..], &["--steps", "4", "--optimizer", "muon"]].concat()));
+    assert_eq!(losses_of(&of_muon, &[]), losses(&["--optimizer", "muon"]));
+    assert_eq!(losses_of(&of_muon, &["--optimizer", "adamw"]), adamw);
 }

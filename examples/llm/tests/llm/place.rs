@@ -96,7 +96,8 @@ impl Place {
     }
 
     pub fn checkpoints(&self, out: &str) -> Vec<String> {
-        names(&self.path(out).join("checkpoints"))
+        let folder = self.path(out).join("checkpoints");
+        if folder.exists() { names(&folder) } else { vec![] }
     }
 }
 

@@ -269,10 +269,8 @@ fn a_killed_rank_comes_back_and_ends_on_the_same_curve() {
     for (step, delay) in [(0, 100), (6, 0), (24, 3), (48, 1), (66, 7), (96, 2), (120, 5)] {
         let checkpoint = format!("step-{step:010}.safetensors");
         let is_there = || {
-            place.path("killed/checkpoints").is_dir() && {
-                let newest = place.checkpoints("killed").pop();
-                newest.is_some_and(|newest| newest >= checkpoint)
-            }
+            let newest = place.checkpoints("killed").pop();
+            newest.is_some_and(|newest| newest >= checkpoint)
         };
         let begun = Instant::now();
         while step > 0 && !is_there() && child.try_wait().unwrap().is_none() {
@@ -328,6 +326,8 @@ fn what_rank_0_refuses_is_said_once() {
             errors[0].starts_with("[rank 0] error: ") && errors[0].contains(expected),
             "{said}"
         );
+        // The last one had begun.
+        assert_eq!(place.path("out").exists(), expected == "lower --lr", "{said}");
     }
 }
 

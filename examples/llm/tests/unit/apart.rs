@@ -1,7 +1,7 @@
 //! Documents that do not see one another: where they begin, and what is learned of them.
 
 use super::*;
-use crate::data::{IGNORED, windows};
+use crate::data::{HeldOut, IGNORED, windows};
 use crate::files::Whole;
 use crate::model::{Model, ModelConfig};
 use crate::options::Size;
@@ -34,7 +34,7 @@ fn tokens(count: usize) -> (tempfile::TempDir, Rc<Tokens>) {
 
 /// The inputs, the targets and the borders of a window.
 fn window(tokens: &Tokens, part: Part, start: usize, apart: Apart) -> [Vec<i64>; 3] {
-    let all = windows(tokens, part, [start].into_iter(), CONTEXT, Some(apart)).unwrap();
+    let all = windows(tokens, part, &[start], CONTEXT, Some(apart)).unwrap();
     let all = Vec::<i64>::try_from(all).unwrap();
     let (inputs, rest) = all.split_at(CONTEXT);
     let (targets, borders) = rest.split_at(CONTEXT);
@@ -68,8 +68,31 @@ fn no_window_exceeds_what_the_scan_has_found() {
         tokens.read(Part::Train, start, &mut pair);
         pair[1] >= 0 && pair[0].max(!pair[0]) != 0
     });
-    // The first token is none's target.
-    assert!((learned.count() as i64 - apart.learned as i64).abs() <= 1);
+    assert_eq!(learned.count(), apart.learned);
+}
+
+/// A lone end of text is no token's target, and no token is learned from it.
+#[test]
+fn documents_of_one_token_teach_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let of = |tokens: &[u32]| {
+        let write = |writer: &mut crate::tokens::Writer| writer.write(tokens);
+        let file = crate::tokens::write(folder.path(), ([7; 32], 300), 0.25, false, write);
+        file.and_then(Whole::put).unwrap();
+        let tokens = Rc::new(Tokens::open(folder.path()).unwrap());
+        (Apart::scan(&tokens, END.into(), CONTEXT as i64), tokens)
+    };
+    let (apart, tokens) = of(&[END; 100]);
+    assert_eq!((apart.learned, apart.borders, apart.longest), (0, CONTEXT - 1, 1));
+    let held_out = HeldOut::new(tokens, 2, CONTEXT as i64, 3, Some(apart));
+    let error = held_out.err().unwrap().to_string();
+    assert!(error.contains("--eval-windows") && error.contains("--held-out"), "{error}");
+    // Among others, they change nothing: here a second token and an end are learned of each four.
+    let (apart, tokens) = of(&[5, 6, END, END].repeat(25));
+    assert_eq!(apart.learned_share(), 38.0 / 75.0);
+    let [_, targets, _] = window(&tokens, Part::Train, 0, apart);
+    let end = i64::from(END);
+    assert_eq!(targets, [6, end, IGNORED, IGNORED, 6, end, IGNORED, IGNORED]);
 }
 
 #[test]
@@ -111,7 +134,7 @@ fn a_window_learns_what_its_documents_learn_alone() {
         };
         let starts = [3, 40, 71, 160];
         let rows = starts.len() as i64;
-        let all = windows(&tokens, Part::Train, starts.into_iter(), CONTEXT, Some(apart)).unwrap();
+        let all = windows(&tokens, Part::Train, &starts, CONTEXT, Some(apart)).unwrap();
         let count = rows * CONTEXT as i64;
         let part = |at| all.narrow(0, at, count).view([rows, -1]);
         let (inputs, targets) = (part(0), part(count));

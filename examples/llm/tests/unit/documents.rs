@@ -26,9 +26,9 @@ fn batch(vocabulary: &Tokenizer) -> (Vec<i64>, Vec<i64>, Option<usize>) {
     tokens::write(folder.path(), size, 0.0, true, write).unwrap().put().unwrap();
     let tokens = Tokens::open(folder.path()).unwrap();
     let count = tokens.len(Part::Train);
-    let all = windows(&tokens, Part::Train, [0].into_iter(), count - 1, None).unwrap();
+    let all = windows(&tokens, Part::Train, &[0], count - 1, None).unwrap();
     let of = |part| Vec::try_from(all.view([2, -1]).get(part)).unwrap();
-    (of(0), of(1), tokens.learned())
+    (of(0), of(1), tokens.id(String::new()).learned)
 }
 
 #[test]

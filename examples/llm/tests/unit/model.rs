@@ -6,18 +6,7 @@ use crate::sample::tests::alone;
 use tch::Kind;
 
 fn config() -> ModelConfig {
-    ModelConfig {
-        vocabulary: 11,
-        context: 8,
-        layers: 2,
-        heads: 2,
-        dim: 8,
-        dropout: 0.0,
-        recompute: false,
-        recompute_layers: false,
-        llama: None,
-        ends: vec![],
-    }
+    ModelConfig { vocabulary: 11, context: 8, layers: 2, heads: 2, dim: 8, ..Default::default() }
 }
 
 #[test]
@@ -136,7 +125,8 @@ fn the_loss_is_that_of_the_logits() {
     let (inputs, targets) = (tokens.narrow(1, 0, 8), tokens.narrow(1, 1, 8));
     let batch = [inputs.shallow_clone(), targets.shallow_clone()];
     let loss = model.loss(&batch, None, true, Reduction::Mean).unwrap();
-    let hidden = model.hidden(&inputs, At::Start(0), true, None).unwrap();
+    let rows = model.tokens.f_forward(&inputs).unwrap();
+    let hidden = model.hidden_of(rows, At::Start(0), true, None).unwrap();
     let logits = hidden.linear::<&Tensor>(&model.tokens.ws, None);
     let expected = logits.flatten(0, 1).cross_entropy_for_logits(&targets.flatten(0, 1));
     assert!(loss.allclose(&expected, 1e-5, 1e-6, false));

@@ -44,14 +44,31 @@ fn a_continued_run_keeps_its_settings() {
     let refused = |line| settings(line, Some(&earlier)).unwrap_err().to_string();
     assert!(refused("--lr 0.25").contains("--lr of the run in runs/llm was 0.5"));
     assert!(refused("--size char").contains("--context"));
-    let other = DataId { tokens: 999, ..data() };
+    for (line, expected) in [
+        ("--optimizer muon", "--optimizer of the run in runs/llm was adamw, and is muon now"),
+        ("--lora 2", "--lora of the run in runs/llm was not given, and is 2 now"),
+        ("--vocabulary-from x", "--vocabulary-from of the run in runs/llm was not given"),
+        ("--size llama-mini --layers 2", "the architecture of the run in runs/llm was another one"),
+    ] {
+        let error = refused(line);
+        assert!(error.starts_with(expected) && !error.contains("null"), "{error}");
+    }
+    let other = DataId { tokens: 999, learned: Some(5), ..data() };
     let error = options("").settings(Device::Cpu, 256, other, Some(&earlier), None).unwrap_err();
-    assert!(error.to_string().contains("the data of the run"), "{error}");
+    let expected = "the data of the run in runs/llm were others: give those with --data";
+    assert!(error.to_string().starts_with(expected), "{error}");
 }
 
 #[test]
 fn impossible_numbers_are_refused() {
-    for line in ["--eval-every 0", "--log-every -1", "--sample -1", "--peak 0", "--top-k 0"] {
+    for line in [
+        "--eval-every 0",
+        "--log-every -1",
+        "--sample -1",
+        "--peak 0",
+        "--top-k 0",
+        "--bucket-mb -3",
+    ] {
         let option = line.split(' ').next().unwrap();
         let line = line.replacen(' ', "=", 1);
         let error = options(&line).check(Device::Cpu).unwrap_err().to_string();
