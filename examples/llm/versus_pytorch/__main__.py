@@ -10,8 +10,10 @@ Each is a process of its own that trains some steps when it is told to, and then
 work itself differs between their times: clocks, temperature and other load change for all of them. Of llama-1b, Rust and
 one other are in memory at a time.
 
-train   all weights, by AdamW: with torch.compile, with its CUDA graphs (reduce-overhead), and without torch.compile. A
-        further run trains the batches in another order: how far its curve is away is the noise of a curve.
+In each mode that trains, a further run of PyTorch has the batches in another order: how far its curve is away is the noise of
+a curve, within which Rust's must be.
+
+train   all weights, by AdamW: with torch.compile, with its CUDA graphs (reduce-overhead), and without torch.compile
 bf16    all weights, in BFloat16 alone: without master weights, and with the state of AdamW in BFloat16
 lora    adapters of rank 16 on the layers of attention, of a frozen base in BFloat16
 muon    all weights, by Muon the matrices of the blocks, and by AdamW the rest

@@ -14,9 +14,9 @@ OTHER_ORDER = "torch.compile, other order"
 COMPILED_MUON = "torch.compile, Muon's step, too"
 RIVALS = {
     "train": ["torch.compile", "torch.compile, reduce-overhead", "PyTorch eager", OTHER_ORDER],
-    "bf16": ["torch.compile", "torch.compile, reduce-overhead", "PyTorch eager"],
-    "lora": ["torch.compile", "PyTorch eager"],
-    "muon": ["torch.compile", COMPILED_MUON, "PyTorch eager"],
+    "bf16": ["torch.compile", "torch.compile, reduce-overhead", "PyTorch eager", OTHER_ORDER],
+    "lora": ["torch.compile", "PyTorch eager", OTHER_ORDER],
+    "muon": ["torch.compile", COMPILED_MUON, "PyTorch eager", OTHER_ORDER],
 }
 
 
