@@ -135,7 +135,7 @@ fn cuda_jit_lltm() {
         assert!(cuda_or_skip(name).is_none());
         return;
     }
-    // tests/downstream compiles this source in any case, which takes minutes of a processor.
+    // tests/downstream compiles this source in any case, which takes more than a minute.
     let device = cuda_or_skip(name);
     if device.is_none() && std::env::var_os("TCH_EXTENSION_FULL").is_none() {
         return;
